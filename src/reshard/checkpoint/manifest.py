@@ -284,7 +284,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             if content.get("tensors") == {}:
                 return _parse(content, _read_entries(text, begin, end))
         content = parse_json(text)
-        return _parse(content, _list_entries(content["tensors"]))
+        return _parse(content, _list_entries(content))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except (ReshardError, *_DAMAGE) as error:
@@ -325,8 +325,8 @@ def _read_entries(text: str, begin: int, end: int) -> Iterator[_Entry]:
         raise ValueError("more than entries")
 
 
-def _list_entries(items: Mapping[str, Mapping[str, Any]]) -> Iterator[_Entry]:
-    for name, item in items.items():
+def _list_entries(content: Mapping[str, Any]) -> Iterator[_Entry]:
+    for name, item in content["tensors"].items():
         # Equal texts are equal kinds.
         key = repr([item.get(part) for part in ("shape", "dtype", "spec", "boxes")])
         has_digest = "digest" in item

@@ -176,9 +176,12 @@ class TensorColumns(Mapping[str, StoredTensor]):
         self.kind: IntArray = np.asarray(kind, dtype=np.int64)
         self.starts: IntArray = np.asarray(starts, dtype=np.int64)
         self.digests = digests
-        self._rows = {name: row for row, name in enumerate(self.names)}
-        if len(self._rows) != len(self.names):
+        if len(set(self.names)) != len(self.names):
             raise CheckpointError("a tensor name is there twice")
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.names)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor]) -> TensorColumns:
@@ -235,7 +238,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     def rows(self, names: Iterable[str]) -> IntArray:
         """The rows of tensors. Raises KeyError."""
-        if names is self.names:
+        if names == self.names:
             return np.arange(len(self.names), dtype=np.int64)
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)
 
