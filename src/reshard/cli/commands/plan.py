@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.files.resident_memory import resident_bytes
 from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -38,6 +40,9 @@ from reshard.mesh import DeviceMesh
 from reshard.plans.plan import Plan
 from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
 from reshard.text.quantities import bytes_text, count_text, table
+
+# What a run knows of a block: whether it is done, its digest, in arrays and in the manifest.
+_BLOCK_RECORD_BYTES = 64
 
 
 @click.command()
@@ -83,7 +88,8 @@ def plan(
     Keys of --json:
       source, to, format, mesh {text, axes, devices}, size_bytes
       ranks [{rank, read_bytes, written_bytes, sent_bytes, received_bytes}]
-      read_bytes, written_bytes, moved_bytes, lower_bound_bytes, extra_bytes, threads
+      read_bytes, written_bytes, moved_bytes, lower_bound_bytes
+      extra_bytes (of buffers), peak_bytes (of all that is resident), threads
       tensors [{name, dtype, shape, cut_before, cut, size_bytes}]
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
@@ -95,16 +101,37 @@ def plan(
     target = str(place.with_name(f"{place.name}.planned"))
     conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
     workers = conversion.threads(extra_bytes, threads)
-    needed_bytes = conversion.extra_bytes(extra_bytes, threads)
+    memory = PeakMemory.of(conversion, extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
         report = conversion_report(source, conversion, ranks_per_host)
         write_report(report_path, report.html(), overwrite)
     if as_json:
-        write_json(_as_json(source, conversion, workers, needed_bytes))
+        write_json(_as_json(source, conversion, workers, memory))
     else:
-        write("\n".join(_as_text(source, conversion, workers, needed_bytes, drawing)))
+        write("\n".join(_as_text(source, conversion, workers, memory, drawing)))
     return DONE
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The memory that a conversion takes: its buffers, and the peak that is resident with all else.
+
+    The rest is not modelled but measured: this process has the same modules loaded, and knows the
+    same of every tensor, as one that begins to convert.
+    """
+
+    buffers_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, conversion: Conversion, extra_bytes: int, threads: int | None) -> PeakMemory:
+        """That of a conversion which was planned just now, by this process and no other work."""
+        # First, since it finds columns that a run needs too.
+        buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
+        records_bytes = conversion.moves.count * _BLOCK_RECORD_BYTES
+        resident, most = resident_bytes()
+        return cls(buffers_bytes, max(most, resident + buffers_bytes + records_bytes))
 
 
 def matching_lines(conversion: Conversion) -> list[str]:
@@ -193,7 +220,7 @@ def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
 
 
 def _as_text(
-    source: str, conversion: Conversion, workers: int, extra_bytes: int, drawing: str | None
+    source: str, conversion: Conversion, workers: int, memory: PeakMemory, drawing: str | None
 ) -> list[str]:
     arrangement, job = conversion.arrangement, conversion.job
     rows = _per_rank(conversion)
@@ -218,7 +245,9 @@ def _as_text(
         "",
         f"moved between ranks: {bytes_text(job.moved_bytes)}, the least possible is "
         f"{bytes_text(job.lower_bound_bytes)}",
-        f"peak memory: {bytes_text(extra_bytes)} in {count_text(workers, 'thread')}",
+        f"peak memory: about {bytes_text(memory.peak_bytes)} resident in a process: "
+        f"{bytes_text(memory.buffers_bytes)} of buffers in {count_text(workers, 'thread')}, the "
+        "rest for the program and what it knows of the tensors",
         *matching_lines(conversion),
     ]
     if drawing is not None:
@@ -226,7 +255,9 @@ def _as_text(
     return lines
 
 
-def _as_json(source: str, conversion: Conversion, workers: int, extra_bytes: int) -> dict[str, Any]:
+def _as_json(
+    source: str, conversion: Conversion, workers: int, memory: PeakMemory
+) -> dict[str, Any]:
     arrangement, job = conversion.arrangement, conversion.job
     return {
         "source": source,
@@ -239,7 +270,8 @@ def _as_json(source: str, conversion: Conversion, workers: int, extra_bytes: int
         "written_bytes": sum(conversion.write_bytes_by_rank.values()),
         "moved_bytes": job.moved_bytes,
         "lower_bound_bytes": job.lower_bound_bytes,
-        "extra_bytes": extra_bytes,
+        "extra_bytes": memory.buffers_bytes,
+        "peak_bytes": memory.peak_bytes,
         "threads": workers,
         "tensors": [
             {

@@ -33,6 +33,11 @@ _ENTRY = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_a-z]{1,32})",'
     rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}},'
 )
+# An entry of the sharding information, as PyTorch and this package write it.
+_OFFSETS = re.compile(
+    r'"([^"\\\x00-\x1f]*)": \{"saved_offsets": '
+    r"\[((?:(?:0|[1-9][0-9]{0,18})(?:, (?:0|[1-9][0-9]{0,18}))*)?)\]\}(?:, (?=\")|\}$)"
+)
 _FIXED_CHARACTERS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _PIECE_CHARACTERS = 1 << 20
 
@@ -100,6 +105,27 @@ def find_metadata(text: str) -> Mapping[str, object] | None:
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """The offsets of these tensors in text as it is mostly written, of few objects for very many.
+
+    None for text that has others, or another order: it may be right all the same.
+    """
+    offsets: dict[str, tuple[int, ...]] = {}
+    by_text: dict[str, tuple[int, ...]] = {}
+    at = 1 if text.startswith("{") else len(text)
+    for name in names:
+        entry = _OFFSETS.match(text, at)
+        if entry is None or entry[1] != name:
+            return None
+        found = by_text.get(entry[2])
+        if found is None:
+            found = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
+            by_text[entry[2]] = found
+        offsets[name] = found
+        at = entry.end()
+    return offsets if names and at == len(text) and text.endswith("}}") else None
 
 
 def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_header,
     read_metadata,
 )
+from reshard.checkpoint.formats.safetensors.header_text import find_offsets
 from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
 from reshard.checkpoint.formats.safetensors.new_header import (
     HeaderFile,
@@ -61,11 +62,6 @@ from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeEr
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 
-# An entry of the sharding information, as PyTorch and this package write it.
-_OFFSETS = re.compile(
-    r'"([^"\\\x00-\x1f]*)": \{"saved_offsets": '
-    r"\[((?:(?:0|[1-9][0-9]{0,18})(?:, (?:0|[1-9][0-9]{0,18}))*)?)\]\}(?:, (?=\")|\}$)"
-)
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
@@ -387,7 +383,7 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
             "whole and sharded tensors cannot be in one checkpoint"
         )
     try:
-        offsets = _find_offsets(text, header.columns.names)
+        offsets = find_offsets(text, header.columns.names)
         if offsets is None:
             info = json.loads(text)
             offsets = {name: tuple(info[name]["saved_offsets"]) for name in header.columns.names}
@@ -413,27 +409,6 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
             )
         checked.add((found, number))
     return offsets
-
-
-def _find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
-    """The offsets of these tensors in text as it is mostly written, of few objects for very many.
-
-    None for text that has others, or another order: it may be right all the same.
-    """
-    offsets: dict[str, tuple[int, ...]] = {}
-    by_text: dict[str, tuple[int, ...]] = {}
-    at = 1 if text.startswith("{") else len(text)
-    for name in names:
-        entry = _OFFSETS.match(text, at)
-        if entry is None or entry[1] != name:
-            return None
-        found = by_text.get(entry[2])
-        if found is None:
-            found = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
-            by_text[entry[2]] = found
-        offsets[name] = found
-        at = entry.end()
-    return offsets if names and at == len(text) and text.endswith("}}") else None
 
 
 def _are_indices(found: tuple[object, ...]) -> bool:

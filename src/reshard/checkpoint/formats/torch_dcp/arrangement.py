@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,22 +142,16 @@ def metadata_bytes(
 
     `objects` are further bytes that are no tensors.
     """
-    archives = {
-        (file.stored.name, archive.storage_start_bytes): archive
-        for file in arrangement.files
-        if isinstance(file, ArchiveFile)
-        for archive in file.archives
-    }
-    tensors: dict[str, DcpTensor] = {}
-    for name, tensor in arrangement.tensors.items():
-        place = (places or {}).get(name) or StackedPlace(name)
-        chunks = tuple(
-            DcpChunk(_put_into(chunk.box, place), chunk.place)
-            for chunk in _list_chunks(tensor, archives)
-        )
-        shape = (*place.counts, *tensor.shape)
-        known = tensors.get(place.key, DcpTensor(tensor.dtype, shape, ()))
-        tensors[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))
+    tensors: Mapping[str, DcpTensor] = _ChunkedTensors(arrangement)
+    if places:
+        joined: dict[str, DcpTensor] = {}
+        for name, tensor in tensors.items():
+            place = places.get(name) or StackedPlace(name)
+            chunks = (DcpChunk(_put_into(one.box, place), one.place) for one in tensor.chunks)
+            shape = (*place.counts, *tensor.shape)
+            known = joined.get(place.key, DcpTensor(tensor.dtype, shape, ()))
+            joined[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))
+        tensors = joined
     items = {
         name: StoredBytes(item.place.path, item.place.start_bytes, item.size_bytes, item.transforms)
         for name, item in arrangement.items.items()
@@ -178,15 +173,40 @@ def _put_into(box: Box, place: StackedPlace) -> Box:
     return Box((*place.at, *box.start), (*behind, *box.stop))
 
 
-def _list_chunks(
-    tensor: StoredTensor, archives: Mapping[tuple[str, int], NewArchive]
-) -> Iterator[DcpChunk]:
-    for slot in tensor.stored_slots:
-        for number, box in enumerate(_list_stored_boxes(tensor.layout, slot)):
-            place = tensor.file_range(slot, number)
-            archive = archives[place.path, place.start_bytes]
-            size = archive.stop_bytes - archive.start_bytes
-            yield DcpChunk(box, StoredBytes(place.path, archive.start_bytes, size))
+class _ChunkedTensors(Mapping[str, DcpTensor]):
+    """The tensors of an arrangement with their chunks, each made when it is asked for."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._tensors = arrangement.tensors
+        self._archives = {
+            file.stored.name: file.archives
+            for file in arrangement.files
+            if isinstance(file, ArchiveFile)
+        }
+
+    def __getitem__(self, name: str) -> DcpTensor:
+        tensor = self._tensors[name]
+        return DcpTensor(tensor.dtype, tensor.shape, tuple(self._list_chunks(tensor)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _list_chunks(self, tensor: StoredTensor) -> Iterator[DcpChunk]:
+        for slot in tensor.stored_slots:
+            for number, box in enumerate(_list_stored_boxes(tensor.layout, slot)):
+                place = tensor.file_range(slot, number)
+                # They lie one behind the other.
+                archives = self._archives[place.path]
+                at = bisect_left(archives, place.start_bytes, key=_storage_start)
+                size = archives[at].stop_bytes - archives[at].start_bytes
+                yield DcpChunk(box, StoredBytes(place.path, archives[at].start_bytes, size))
+
+
+def _storage_start(archive: NewArchive) -> int:
+    return archive.storage_start_bytes
 
 
 def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:

@@ -19,13 +19,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.checkpoint.formats.torch_files.archived_tensors import TORCH_DTYPES
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, shortened
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Pairs, shortened
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
@@ -319,32 +319,43 @@ def _is_size(value: object) -> bool:
 
 def metadata_pickle(metadata: DcpMetadata) -> bytes:
     """The bytes of a `.metadata` file, as `torch.distributed.checkpoint` reads them."""
+
     # The two dicts of `Metadata`: what each name is, and where each chunk or item is stored.
-    described: dict[Any, Any] = {}
-    storage: dict[Any, Any] = {}
-    for name, tensor in metadata.tensors.items():
-        chunks = []
-        for number, chunk in enumerate(tensor.chunks):
-            offsets = _size(chunk.box.start)
-            chunks.append(
-                _object("ChunkStorageMetadata", offsets=offsets, sizes=_size(chunk.box.shape))
+    def describe() -> Iterator[tuple[Any, Any]]:
+        for name, tensor in metadata.tensors.items():
+            chunks = [
+                _object(
+                    "ChunkStorageMetadata",
+                    offsets=_size(chunk.box.start),
+                    sizes=_size(chunk.box.shape),
+                )
+                for chunk in tensor.chunks
+            ]
+            yield (
+                name,
+                _object(
+                    "TensorStorageMetadata",
+                    properties=_properties(tensor.dtype),
+                    size=_size(tensor.shape),
+                    chunks=chunks,
+                ),
             )
-            index = _object("MetadataIndex", fqn=name, index=number, offset=offsets)
-            storage[index] = _storage_info(chunk.place)
-        described[name] = _object(
-            "TensorStorageMetadata",
-            properties=_properties(tensor.dtype),
-            size=_size(tensor.shape),
-            chunks=chunks,
-        )
-    for name, place in metadata.items.items():
-        described[name] = _object("BytesStorageMetadata")
-        index = _object("MetadataIndex", fqn=name, index=None)
-        storage[index] = _storage_info(place)
+        for name in metadata.items:
+            yield name, _object("BytesStorageMetadata")
+
+    def place() -> Iterator[tuple[Any, Any]]:
+        for name, tensor in metadata.tensors.items():
+            for number, chunk in enumerate(tensor.chunks):
+                offset = _size(chunk.box.start)
+                index = _object("MetadataIndex", fqn=name, index=number, offset=offset)
+                yield index, _storage_info(chunk.place)
+        for name, item in metadata.items.items():
+            yield _object("MetadataIndex", fqn=name, index=None), _storage_info(item)
+
     state = {
-        "state_dict_metadata": described,
+        "state_dict_metadata": Pairs(describe),
         "planner_data": dict(metadata.paths) or None,
-        "storage_data": storage,
+        "storage_data": Pairs(place),
         "storage_meta": _object(
             "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
         ),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +49,19 @@ class Reference:
 
     def __repr__(self) -> str:
         return "<a reference>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """A dict of very many items that are made while they are written: those `iterate()` gives.
+
+    What is in an item is in no other, so that nothing of it is remembered.
+    """
+
+    iterate: Callable[[], Iterator[tuple[Any, Any]]]
+
+    def __repr__(self) -> str:
+        return "<items>"
 
 
 class Builder(Protocol):

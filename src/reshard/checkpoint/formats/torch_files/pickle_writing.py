@@ -8,10 +8,10 @@ that appear again are written once and recalled.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Pairs, Reference
 from reshard.errors import UsageError
 
 _PROTOCOL = 2
@@ -27,6 +27,8 @@ def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
     >>> import pickle
     >>> pickle.loads(write_pickle({"a": [1, -2, 2**40], "b": (None, True, 0.5)}))
     {'a': [1, -2, 1099511627776], 'b': (None, True, 0.5)}
+    >>> pickle.loads(write_pickle(Pairs(lambda: iter([("a", 1), ("b", 2)]))))
+    {'a': 1, 'b': 2}
     >>> pickle.loads(write_pickle(Call(Global("fractions", "Fraction"), (1, 3))))
     Fraction(1, 3)
 
@@ -37,7 +39,8 @@ def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
         writer.put(value)
     except RecursionError:
         raise UsageError("a value that is too deep for a pickle, or in itself") from None
-    return b"\x80" + bytes([_PROTOCOL]) + bytes(writer.content) + b"."
+    writer.content += b"."
+    return bytes(writer.content)
 
 
 class _PickleWriter:
@@ -45,8 +48,9 @@ class _PickleWriter:
 
     def __init__(self, describe: Describe | None) -> None:
         self._describe = describe
-        self.content = bytearray()
+        self.content = bytearray([0x80, _PROTOCOL])
         self._memo: dict[str | Global | Call, int] = {}
+        self._is_in_pairs = False
 
     def put(self, value: Any) -> None:
         """Write the opcodes that put a value on the stack."""
@@ -71,7 +75,12 @@ class _PickleWriter:
             self.content += b"e"
         elif kind is dict:
             self.content += b"}"
-            self._put_items(value)
+            self._put_items(value.items())
+        elif kind is Pairs:
+            self.content += b"}"
+            before, self._is_in_pairs = self._is_in_pairs, True
+            self._put_items(value.iterate())
+            self._is_in_pairs = before
         elif kind is Call:
             self._put_call(value)
         elif kind is Reference:
@@ -125,12 +134,14 @@ class _PickleWriter:
             self.put(item)
         self.content += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
 
-    def _put_items(self, items: dict[Any, Any]) -> None:
-        if items:
-            self.content += b"("
-            for key, item in items.items():
-                self.put(key)
-                self.put(item)
+    def _put_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        mark = b"("
+        for key, item in items:
+            self.content += mark
+            self.put(key)
+            self.put(item)
+            mark = b""
+        if not mark:
             self.content += b"u"
 
     def _put_call(self, value: Call) -> None:
@@ -143,7 +154,7 @@ class _PickleWriter:
         # NEWOBJ, or REDUCE; below, BUILD gives the state.
         self.content += b"\x81" if value.is_new else b"R"
         # An object that is met again is the same one; tensors are many, and none is.
-        if value.state is not None:
+        if value.state is not None and not self._is_in_pairs:
             self._remember(value)
         if value.members:
             self.content += b"("
@@ -151,7 +162,7 @@ class _PickleWriter:
                 self.put(member)
             self.content += b"e"
         if value.items:
-            self._put_items(value.items)
+            self._put_items(value.items.items())
         if value.state is not None:
             self.put(value.state)
             self.content += b"b"

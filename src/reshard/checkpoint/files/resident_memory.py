@@ -1,0 +1,28 @@
+"""The memory of this process that is resident, as the system counts it.
+
+It has all that is in use, the interpreter and imported libraries with it, and what was given back
+to the allocator but not yet to the system.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+
+def resident_bytes() -> tuple[int, int]:
+    """The resident memory of this process: how much it is, and the most that it was.
+
+    Where the system does not say the first, it is the second.
+    """
+    # Of what was executed: `ru_maxrss` has the peak of the process that forked as well.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        now, most = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    except (OSError, ValueError, KeyError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Linux counts in KiB, macOS in bytes.
+        now = most = peak if sys.platform == "darwin" else peak * 1024
+    return now, most
