@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
-from reshard.errors import LinkError, ShardError, UsageError
+from reshard.errors import LinkError, RunError, ShardError, UsageError
 from reshard.torch import connect
 from reshard.torch.links.link import WeightLink
 from reshard.torch.links.sync import WeightSync
@@ -94,6 +94,15 @@ def steps() -> None:
                 expect(set(report.engines) == {"a", "b"} and not report.lost, f"{report}")
             else:
                 expect_values(model, step)
+        sync.verify()
+        if NUMBER == 4:
+            model["norm"][3] += 1
+        if NAME == "a":
+            sync.verify()
+        else:
+            refused(sync.verify, RunError, "rank 2: not the source's: norm (from rank")
+        if NUMBER == 4:
+            model["norm"][3] -= 1
         if SIDE == "engine":
             refused(sync.run, LinkError, "still has version 20: the trainer closed the link")
             expect(sync.version == 20 and sync.is_usable, "version after the end")

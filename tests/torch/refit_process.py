@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import reshard
 from rank_cases import run_cases
@@ -232,6 +232,34 @@ def fully_sharded() -> None:
     target = distributed(zeros(given), mesh, places)
     refit(model, target)
     expect_same(target, distributed(given, mesh, places), "FSDP2")
+
+
+def verified() -> None:
+    """Both ends are compared, whatever lies between them; one element that differs is told."""
+    mesh4 = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh22 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    narrow, wide = torch.bfloat16, torch.float64
+    for types in ((torch.float32, torch.float32), (torch.float32, narrow), (narrow, wide)):
+        source = distributed(values(1, types[0]), mesh4, TP)
+        target = distributed(zeros(values(1, types[1])), mesh22, DP_TP)
+        done = Refit.prepare(source, target, cast=True)
+        refused(done.verify, RunError, "not the source's: ")
+        done.run()
+        found = done.verify()
+        size = sum(value.to_local().numel() for value in target.values())
+        least = min(one.itemsize for one in types)
+        expect(found.compared_bytes >= size * least, f"{found} of {size} elements")
+        expect(not found.left_out, f"{found.left_out}")
+        if dist.get_rank() == 2:
+            target["up.weight"].to_local()[-1, -1] += 8
+        told = refused(done.verify, RunError, "rank 2: not the source's: up.weight (")
+        expect("down.weight" not in told, told)
+        done.run()
+        done.verify()
+    target = distributed({"w": torch.zeros(8, 6)}, mesh4, {"w": [Replicate()]})
+    pending = {"w": DTensor.from_local(torch.ones(8, 6), mesh4, [Partial()])}
+    done = refit(pending, target)
+    expect(done.verify().left_out == ("w",), "a sum is not compared")
 
 
 def partial_sums() -> None:
@@ -500,6 +528,7 @@ CASES = [
     casts,
     modules,
     fully_sharded,
+    verified,
     partial_sums,
     renamed,
     experts,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from reshard.errors import LinkError, ReshardError, UsageError
+from reshard.errors import LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.refitting.refit import Refit
 
@@ -114,6 +114,21 @@ class WeightSync:
                 raise error
         return self.report
 
+    def verify(self) -> None:
+        """Compare the engines' weights with what the trainer has now, by digests.
+
+        All processes of all sides call this.
+
+        Raises:
+            RunError: on all sides, elements that differ: which tensors, and on which ranks.
+            LinkError: no engine is there.
+        """
+        self.wait()
+        self._verify()
+
+    def _verify(self) -> None:
+        raise NotImplementedError
+
     def _run_beside(self, version: int) -> None:
         try:
             self.report = self._run(version)
@@ -192,6 +207,19 @@ class TrainerSync(WeightSync):
         spent_s = time.perf_counter() - begun_s
         return SyncReport(version, seconds, lost, spent_s, sent_bytes)
 
+    def _verify(self) -> None:
+        if not self.refits:
+            raise LinkError("no engine is there to be compared; run first")
+        problems = []
+        for refit in self.refits.values():
+            # What one engine lacks does not keep the next one from being compared.
+            try:
+                refit.verify()
+            except RunError as error:
+                problems.append(str(error))
+        if problems:
+            raise RunError("; ".join(problems))
+
 
 class EngineSync(WeightSync):
     """An engine's part: its refit, with all ranks of the trainer and its own."""
@@ -231,6 +259,9 @@ class EngineSync(WeightSync):
         spent_s = time.perf_counter() - begun_s
         received_bytes = self.refit.received_bytes
         return SyncReport(version, seconds=spent_s, received_bytes=received_bytes)
+
+    def _verify(self) -> None:
+        self.refit.verify()
 
 
 def tell_header(group: RankGroup, version: int, is_closed: bool = False) -> None:

@@ -2,5 +2,6 @@
 
 `refit` is where to start. It compares both models (`matching`, with the `members` of fused
 tensors), chooses how each tensor moves (`methods`), plans each rank's part (`planning`) and runs
-it (`batches`). `transforms` make targets of other elements, such as quantised ones.
+it (`batches`). `transforms` make targets of other elements, such as quantised ones; `verification`
+compares both ends by digests.
 """

@@ -42,6 +42,9 @@ from reshard.torch.refitting.planning import (
     plan_part,
 )
 from reshard.torch.refitting.transforms import Transform
+from reshard.torch.refitting.verification import Verification, verify_part
+
+_SHOWN = 8
 
 
 class RefitOptions(TypedDict, total=False):
@@ -268,6 +271,26 @@ class Refit:
             torch.autograd.graph.increment_version(tensor)
             mark_usable(tensor)
         self.is_usable = True
+
+    def verify(self) -> Verification:
+        """Compare the target with what the source has now, by digests. All ranks call this.
+
+        Between two ranks 16 bytes travel for each tensor. What a transform or a collective makes
+        cannot be compared, and is among the names that are `left_out`.
+
+        Raises:
+            RunError: on every rank, elements that differ, on any: which tensors, and from which
+                rank they came; or a rank that does not answer.
+        """
+        prepared = self._prepared
+        with self._group.turn():
+            agree(Intent({"refit": prepared.digest}, self._problem()), self._group)
+            locals_of = (prepared.before.locals, prepared.after.locals)
+            found = verify_part(prepared.part, *locals_of, self._group)
+            told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
+            problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
+            agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
+        return found
 
     def _problem(self) -> str | None:
         """Why this rank cannot run; None where it can."""
