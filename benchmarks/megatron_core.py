@@ -153,13 +153,15 @@ def measure(case: str, folder: Path, layers: int, repeat: int) -> None:
             shutil.rmtree(target)
     medians = {way: statistics.median(turn.seconds_s for turn in taken[way]) for way in taken}
     print(f"{case}: {layers} layers, {needed / MIB:.0f} MiB", flush=True)
-    print(f"  begun          {'':>32}{max(begun) / MIB:7.0f} MiB")
+    print(f"  begun          {'':>55}{max(begun) / MIB:7.0f} MiB")
     for way, own in taken.items():
         peak_mib = max(turn.peak_bytes for turn in own) / MIB
         read = statistics.median(turn.read_bytes for turn in own) / needed
         ratio = medians[way] / medians["megatron-core"]
         print(
-            f"  {way:14} {medians[way]:8.2f} s   {ratio:5.2f} of its {peak_mib:13.0f} MiB  "
+            f"  {way:14} {medians[way]:8.2f} s   {ratio:5.2f} of its   "
+            f"{statistics.median(turn.processor_s for turn in own):7.2f} s of processors "
+            f"{peak_mib:7.0f} MiB  "
             f"read {read:5.2f}",
             flush=True,
         )

@@ -161,12 +161,18 @@ def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) ->
 
 
 def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
-    """The source with plain values for pickled items, where the target has such alone."""
+    """The source with plain values for pickled items, where the target's program looks there."""
     source, target = find_format(checkpoint.format), request.target_format
-    has_values = Holding.VALUES in target.can_hold and Holding.ITEMS not in target.can_hold
+    keeps_others = Holding.ITEMS in target.can_hold
+    # Megatron has both, and asks for no items of another program's names.
+    has_values = Holding.VALUES in target.can_hold and (
+        not keeps_others or target.training is not None
+    )
     # What a program pickles beside tensors is for itself: its other formats have it elsewhere.
     is_of_program = source is not None and source.training == target.training is not None
-    return in_plain_values(checkpoint) if has_values and not is_of_program else checkpoint
+    if not has_values or is_of_program:
+        return checkpoint
+    return in_plain_values(checkpoint, keeps_others=keeps_others)
 
 
 def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:

@@ -49,14 +49,18 @@ def decode_items(
     return values, unread
 
 
-def in_plain_values(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint whose pickled items are plain values; those that are none are its `unread`."""
+def in_plain_values(checkpoint: Checkpoint, *, keeps_others: bool = False) -> Checkpoint:
+    """A checkpoint whose pickled items are plain values.
+
+    Those that are none are its `unread`, or stay items where it `keeps_others`.
+    """
     values, unread = decode_items(checkpoint, checkpoint.items)
+    kept = {n: item for n, item in checkpoint.items.items() if keeps_others and n in unread}
     return dataclasses.replace(
         checkpoint,
-        items={},
+        items=kept,
         values={**checkpoint.values, **values},
-        unread=(*checkpoint.unread, *unread.items()),
+        unread=(*checkpoint.unread, *((n, why) for n, why in unread.items() if n not in kept)),
     )
 
 

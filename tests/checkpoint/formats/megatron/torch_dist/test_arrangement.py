@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,27 @@ def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
     assert "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc2.weight" in found.tensors
     common = read_torch_file(target / "common.pt")
     assert common["content_metadata"]["non_homogeneous_layers"] is True
+
+
+def test_plain_items_of_other_programs_are_in_the_common_state(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed import checkpoint as dcp
+
+    name = "decoder.final_layernorm.weight"
+    saved = {
+        name: torch.ones(4),
+        "iteration": 7,
+        "args": {"num_layers": 2, "params_dtype": "torch.bfloat16"},
+        "keeper": Path("elsewhere"),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    target = convert(tmp_path / "dcp", tmp_path / "target")
+    common = torch.load(target / "common.pt", weights_only=False)
+    assert common["iteration"] == 7
+    assert (common["args"].num_layers, common["args"].params_dtype) == (2, torch.bfloat16)
+    opened = checkpoint.open(target)
+    assert opened.values["iteration"] == 7
+    # What is no plain value stays as it was pickled.
+    assert [*opened.items] == ["keeper"]
