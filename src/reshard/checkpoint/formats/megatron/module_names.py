@@ -9,12 +9,17 @@ them::
     pre_mlp_layernorm.weight            mlp.linear_fc1.layer_norm_weight       in dense layers
                                         pre_mlp_layernorm.weight               in layers of experts
     experts.local_experts.3.linear_fc1.weight     experts.linear_fc1.weight3   grouped
+
+Of a Mamba layer `torch_dist` has the parts of two weights (`mixer.in_proj.weight.z`, `.x` and so
+on), and ranks' folders the weights; neither is made of the other here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+
+from reshard.errors import RecipeError
 
 _NORM = re.compile(r"^(.*layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
 _INSIDE = re.compile(
@@ -26,6 +31,7 @@ _BEHIND = {
 }
 _NORM_OF = {layer: norm for norm, layer in _BEHIND.items()}
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_MIXER = re.compile(r"^decoder\.layers\.\d+\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias)(\.\w+)?$")
 _SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
@@ -78,3 +84,24 @@ def grouped_name(name: str) -> str:
     'decoder.layers.0.mlp.experts.linear_fc1.weight3'
     """
     return _SEPARATE.sub(r".experts.\2.\3\1", name)
+
+
+def expect_mixers(names: Iterable[str], *, in_parts: bool) -> None:
+    """Raise RecipeError for weights of Mamba layers that are not as a format has them.
+
+    `in_parts` is whether it has their parts.
+    """
+    for name in names:
+        match = _MIXER.match(name)
+        if match is None or (match[1] is not None) == in_parts:
+            continue
+        if in_parts:
+            raise RecipeError(
+                f"{name!r} is a weight of a Mamba layer as folders of ranks have it; torch_dist "
+                "has its parts (z, x, B, C, dt), which it is not taken apart into. Load the "
+                "folders with Megatron-core and save them as torch_dist"
+            )
+        raise RecipeError(
+            f"{name!r} is a part of a Mamba layer's weight, as torch_dist has it; folders of ranks "
+            "have the whole weight, which it is not put together to. Convert to torch-dist"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
-from reshard.errors import RecipeError, UsageError
+from reshard.errors import CheckpointError, RecipeError, UsageError
 
 CASES = [
     ("tensor", "full"),
@@ -115,3 +116,27 @@ def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
         checkpoint.plan_conversion(
             folder / "legacy", tmp_path / "x", to="ep=2", format="megatron-legacy"
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "says"),
+    [
+        ("in_proj.weight", "torch-dist", "as folders of ranks have it; torch_dist has its parts"),
+        ("in_proj.weight.z", "megatron-legacy", "is a part of a Mamba layer's weight"),
+    ],
+)
+def test_weights_of_mamba_layers(name: str, target: str, says: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = tmp_path / "iter_0000001" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    names = [f"decoder.layers.0.mixer.{one}" for one in (name, "norm.weight")]
+    torch.save({"model": {one: torch.ones(4) for one in names}}, folder / "model_optim_rng.pt")
+    source = checkpoint.open(folder.parent)
+    assert sorted(source) == sorted(names)
+    with pytest.raises(RecipeError, match=says):
+        checkpoint.plan_conversion(source, tmp_path / "x", to="full", format=target)
+    # Where the cut of a weight is not known, no file is put together.
+    (folder.parent / "mp_rank_01").mkdir()
+    shutil.copy(folder / "model_optim_rng.pt", folder.parent / "mp_rank_01")
+    with pytest.raises(CheckpointError, match="how tensor parallelism cuts it is not known"):
+        checkpoint.open(folder.parent)

@@ -52,7 +52,7 @@ from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
 )
 from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME
 from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
-from reshard.checkpoint.formats.megatron.module_names import grouped_name, local_name
+from reshard.checkpoint.formats.megatron.module_names import expect_mixers, grouped_name, local_name
 from reshard.checkpoint.formats.megatron.module_order import order_key
 from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
@@ -115,6 +115,7 @@ class _Arranger:
                 "args.moe_grouped_gemm says that a layer's experts are one weight (GroupedMLP), "
                 "which is not written; convert to torch-dist, which GroupedMLP loads"
             )
+        expect_mixers(new.tensors, in_parts=False)
         self.is_local = self.arguments.get("transformer_impl") == "local"
         self.is_grouped = bool(self.arguments.get("moe_grouped_gemm"))
         self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))

@@ -32,7 +32,11 @@ from reshard.checkpoint.formats.megatron.common_state import (
     step_of,
     with_parallelism,
 )
-from reshard.checkpoint.formats.megatron.module_names import engine_name, keyed_name
+from reshard.checkpoint.formats.megatron.module_names import (
+    engine_name,
+    expect_mixers,
+    keyed_name,
+)
 from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name, split_common_name
 from reshard.checkpoint.formats.megatron.torch_dist.reader import (
     BACKEND,
@@ -60,6 +64,7 @@ def arrange(new: NewCheckpoint) -> Arrangement:
     Raises:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
     """
+    expect_mixers(new.tensors, in_parts=True)
     new = _leave_out_steps(new)
     places = _find_all_places(new.tensors, new.values)
     found = arrange_chunks(new, places)
