@@ -94,6 +94,12 @@ memory_option = click.option(
     metavar="SIZE",
     help="What the work may allocate.",
 )
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
+    "would be.",
+)
 _RUN_OPTIONS = (
     memory_option,
     threads_option,
@@ -147,6 +153,12 @@ dtype_option = click.option(
     type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
     help="Cast floating-point tensors; not those of quantised weights, nor float32 ones of a "
     "model of 16 bits.",
+)
+source_layout_option = click.option(
+    "--source-layout",
+    metavar="FILE",
+    help="Make the model's own tensors of what an engine's ranks hold (sharded_state): a file "
+    "that `reshard recipe derive` wrote. [default: the one beside the source]",
 )
 adapter_option = click.option(
     "--adapter",
@@ -223,12 +235,7 @@ _CONVERSION_OPTIONS = (
         type=click.Choice(QUANTIZATIONS),
         help="Make the matrices of layers float8, with a scale for each block of 128 by 128.",
     ),
-    click.option(
-        "--source-layout",
-        metavar="FILE",
-        help="Make the model's own tensors of what an engine's ranks hold (sharded_state): a file "
-        "that `reshard recipe derive` wrote. [default: the one beside the source]",
-    ),
+    source_layout_option,
     adapter_option,
     click.option(
         "--strategy",

@@ -70,7 +70,7 @@ _TARGETS = {
     "hf": _Target(
         (
             *("to", "config", "recipe", "source_names", "dtype", "adapters", "most_file_bytes"),
-            *_SELECTION,
+            *("source_layout", *_SELECTION),
         ),
         "a model folder has whole weights, in the names and files that transformers reads",
         _plan_for_hf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoint.engines.test_conversion import recorded, write_checkpoint
+from cli.command_runs import run_here
 from reshard import checkpoint
 from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME, as_model
 from reshard.checkpoint.conversion.run import run_conversion
@@ -78,6 +80,24 @@ def test_by_a_layout_that_is_given(tmp_path: Path) -> None:
     given = tmp_path / "layout.json"
     checkpoint.convert(state, tmp_path / "whole", to="full", source_layout=given)
     expect_same(tmp_path / "whole", arrays)
+
+
+def test_back_to_a_model_folder(tmp_path: Path) -> None:
+    """`--for hf` takes the ranks' state apart too, by the layout beside it or a given one."""
+    state, arrays = write_state(tmp_path, "llama-8", "tp=2")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "other", "tie_word_embeddings": False}))
+    run_conversion(checkpoint.plan_for_pretrained(state, tmp_path / "hf", config=config))
+    expect_same(tmp_path / "hf", arrays)
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert checkpoint.compare_pretrained(state, tmp_path / "hf", config=config).is_same
+    (state / LAYOUT_NAME).rename(tmp_path / "layout.json")
+    (state / "reshard.manifest.json").unlink()
+    given = ("--source-layout", tmp_path / "layout.json")
+    whole = tmp_path / "hf"
+    assert run_here("verify", state, whole, "--for", "hf", "--config", config, *given).code == 0
+    assert run_here("verify", state, whole, *given).code == 0
+    assert run_here("verify", state, whole).code == 1
 
 
 def test_the_same_format_keeps_the_ranks(tmp_path: Path) -> None:

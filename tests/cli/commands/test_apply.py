@@ -44,6 +44,18 @@ def test_what_is_said() -> None:
     assert (json["deltas"], json["to"], json["format"]) == (["delta"], "full", "safetensors")
 
 
+def test_a_dry_run() -> None:
+    run_here("diff", "before", "after", "-o", "delta", "-q")
+    arguments = ("apply", "before", "delta", "out")
+    said = run_here(*arguments, "--dry-run")
+    assert (said.code, os.path.exists("out")) == (0, False), said.errors
+    assert said.output.startswith("before would be written to out, cut for full, as safetensors:")
+    json = run_here(*arguments, "--dry-run", "--json").json
+    assert {one["name"] for one in json["tensors"]} == {"w", "b", "new"}
+    run_here(*arguments, "-q")
+    assert run_here(*arguments, "--dry-run").errors == run_here(*arguments).errors != ""
+
+
 def test_errors() -> None:
     assert run_here("diff", "before", "after").code == 2
     run_here("diff", "before", "after", "-o", "delta")

@@ -33,9 +33,9 @@ def compare_pretrained(
         model: a folder with config.json and whole weights, in the architecture's names.
         threads: at most so many at a time.
         progress: called after every block.
-        config, recipe, source_names, dtype, adapters, include, exclude, strip_prefix, rename: for
-            `checkpoint`, as in `plan_for_pretrained`. The config is the model's where none is
-            given.
+        config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
+            strip_prefix, rename: for `checkpoint`, as in `plan_for_pretrained`. The config is the
+            model's where none is given.
 
     Raises:
         CheckpointError: a checkpoint or a model that cannot be used, or that has not all weights.

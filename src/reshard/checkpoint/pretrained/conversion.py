@@ -26,9 +26,9 @@ from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
-from reshard.checkpoint.conversion.request import ConversionRequest, RecipeName
+from reshard.checkpoint.conversion.request import ConversionRequest, LayoutFile, RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
-from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.pretrained.model_folder import (
@@ -64,6 +64,7 @@ class PretrainedArguments(TypedDict, total=False):
     source_names: str | None
     dtype: str | None
     adapters: Iterable[str | os.PathLike[str]]
+    source_layout: LayoutFile | None
     include: Iterable[str]
     exclude: Iterable[str]
     strip_prefix: Iterable[str]
@@ -79,6 +80,7 @@ def plan_for_pretrained(
     source_names: str | None = None,
     dtype: str | None = None,
     adapters: Iterable[str | os.PathLike[str]] = (),
+    source_layout: LayoutFile | None = None,
     most_file_bytes: int | None = MOST_FILE_BYTES,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -97,6 +99,7 @@ def plan_for_pretrained(
             the names when None.
         dtype: of floating-point weights: bf16, fp16 or fp32; as they are when None.
         adapters: of PEFT, whose changes are merged into the weights, one after another.
+        source_layout: of the engine whose ranks hold the source, as in a `ConversionRequest`.
         most_file_bytes: begin a new file beyond so many bytes; one file when None.
         include, exclude, strip_prefix, rename: as in a `ConversionRequest`. Where prefixes or names
             are given, no other prefix is taken off.
@@ -112,6 +115,7 @@ def plan_for_pretrained(
         format="safetensors",
         dtype=dtype,
         adapters=adapters,
+        source_layout=source_layout,
         most_file_bytes=most_file_bytes,
         include=include,
         exclude=exclude,
@@ -121,7 +125,7 @@ def plan_for_pretrained(
     checkpoint, target = open_apart(source, target)
     files = find_model_files(checkpoint, config)
     chosen = choose_recipe(files.config) if recipe is None else find_recipe(recipe, checkpoint)
-    checkpoint = select_from(checkpoint, request.selection)
+    checkpoint = take_source(request, checkpoint)
     weights, names = _name_weights(checkpoint, chosen, files.config, source_names, request)
     weights = _cut_padding(weights, files.config)
     tied = store_tied_once(weights, files.config)

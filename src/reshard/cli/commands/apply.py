@@ -8,11 +8,12 @@ import click
 
 from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
 from reshard.checkpoint.deltas.application import plan_application
-from reshard.cli.commands.convert import run_and_report
+from reshard.cli.commands.convert import describe_run, run_and_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
     conversion_options,
+    dry_run_option,
     json_option,
     quiet_option,
     run_options,
@@ -24,6 +25,7 @@ from reshard.cli.options import (
 @click.argument("deltas", nargs=-1, required=True)
 @click.argument("target", callback=as_path)
 @conversion_options
+@dry_run_option
 @run_options
 @json_option
 @quiet_option
@@ -31,6 +33,7 @@ def apply(
     base: str,
     deltas: tuple[str, ...],
     target: str,
+    dry_run: bool,
     as_json: bool,
     quiet: bool,
     **arguments: Any,
@@ -58,6 +61,9 @@ def apply(
     """
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_application(base, deltas, target, **asked)
+    if dry_run:
+        describe_run(base, conversion, running, as_json, quiet)
+        return DONE
     beside = {"deltas": list(deltas)}
     run_and_report("applying", (base, target), conversion, running, as_json, quiet, beside)
     return DONE

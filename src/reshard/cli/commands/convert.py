@@ -26,6 +26,7 @@ from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
     conversion_options,
+    dry_run_option,
     json_option,
     quiet_option,
     run_options,
@@ -54,12 +55,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 @conversion_options
 @for_option
 @config_option
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
-    "would be.",
-)
+@dry_run_option
 @run_options
 @json_option
 @quiet_option
@@ -104,16 +100,23 @@ def convert(
     """
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_from_options(source, target, target_kind, config, **asked)
-    if not dry_run:
+    if dry_run:
+        describe_run(source, conversion, running, as_json, quiet)
+    else:
         run_and_report("converting", (source, target), conversion, running, as_json, quiet)
-        return DONE
+    return DONE
+
+
+def describe_run(
+    source: str, conversion: Conversion, running: RunArguments, as_json: bool, quiet: bool
+) -> None:
+    """Say what a run would write, and write nothing; refused for what the run would be."""
     expect_runnable(conversion, running["extra_bytes"], running["threads"])
     begun = check_target(conversion.target, running["overwrite"], running["restart"])
     if as_json:
         write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:
         write("\n".join(_as_dry_text(source, conversion, begun)))
-    return DONE
 
 
 def run_and_report(

@@ -26,6 +26,7 @@ from reshard.cli.options import (
     quiet_option,
     selection_options,
     source_cut_options,
+    source_layout_option,
     threads_option,
 )
 from reshard.cli.output import printable, write, write_json
@@ -61,6 +62,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text
 @config_option
 @dtype_option
 @adapter_option
+@source_layout_option
 @selection_options
 @source_cut_options
 @threads_option
@@ -76,6 +78,7 @@ def verify(
     config: str | None,
     dtype: str | None,
     adapters: tuple[str, ...],
+    source_layout: str | None,
     threads: int | None,
     as_json: bool,
     quiet: bool,
@@ -95,8 +98,8 @@ def verify(
 
     --source-mesh, --source-rule and --source-recipe say how LEFT is cut, where its files do not.
 
-    --dtype and --adapter are for LEFT, as in the conversion that made RIGHT of it; so are all
-    options of names with --for hf, which takes config.json of RIGHT unless --config is given.
+    --dtype, --adapter and --source-layout are for LEFT, as in the conversion that made RIGHT of
+    it; so are all options of names with --for hf, which takes RIGHT's config.json, or --config.
 
     --strip-prefix and --rename are for the names of LEFT, as in the conversion that made RIGHT of
     it, and --include and --exclude choose of LEFT then. Without the former they choose of both.
@@ -133,6 +136,7 @@ def verify(
                 source_names=left_names,
                 dtype=dtype,
                 adapters=adapters,
+                source_layout=source_layout,
                 **selection_arguments,
             )
     else:
@@ -140,7 +144,7 @@ def verify(
             raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
         selection = TensorSelection(**selection_arguments)
         a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
-        changed = _change(a, dtype, adapters)
+        changed = _change(a, dtype=dtype, adapters=adapters, source_layout=source_layout)
         with shown_progress("comparing", quiet) as progress:
             found = compare(changed, b, threads=workers, progress=progress)
     seconds_s = time.monotonic() - began_s
@@ -167,17 +171,15 @@ def _select_both(
     return [first, select_from(opened[1], selection, is_expected=False)]
 
 
-def _change(
-    checkpoint: str | Checkpoint, dtype: str | None, adapters: tuple[str, ...]
-) -> str | Checkpoint | Conversion:
-    """The checkpoint, or what a conversion would write of it that changes elements."""
-    if dtype is None and not adapters:
+def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
+    """The checkpoint, or what a conversion would write of it that makes other tensors."""
+    if not any(options.values()):
         return checkpoint
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     place = opened.folder.resolve()
     # It is not run: its target is a name alone.
     target = place.with_name(f"{place.name}.compared")
-    return plan_conversion(opened, target, to="full", dtype=dtype, adapters=adapters)
+    return plan_conversion(opened, target, to="full", **options)
 
 
 def _name_both(
