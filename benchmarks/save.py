@@ -1,4 +1,4 @@
-"""What does it cost the ranks of a job to save DTensors, by PyTorch's own save?
+"""What does it cost the ranks of a job to save and load DTensors, by PyTorch's own calls?
 
 Four ranks, each a process, save row shards of tensors of 32 MiB:
 
@@ -7,7 +7,13 @@ Four ranks, each a process, save row shards of tensors of 32 MiB:
     sharded-safetensors
     safetensors   whole tensors, put together by the ranks
 
-They take turns in one run; medians. A turn ends when all is on the disk.
+and load into columns what PyTorch's writer saved:
+
+    load dcp        `torch.distributed.checkpoint.load`, with PyTorch's `FileSystemReader`
+    load torch-dcp  the same with `reshard.torch.StorageReader`
+
+The ranks start once, since that takes longer than many saves, and take all turns in it, one after
+the other. All writers sync their files. Medians; of processor time, all ranks' together.
 
 Expected before the first run: each format in at most 1.1 times what PyTorch takes for its own.
 
@@ -17,43 +23,84 @@ Expected before the first run: each format in at most 1.1 times what PyTorch tak
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import resource
 import shutil
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sources
 import turns
-from turns import Turn
 
 RANKS = 4
-WAYS = ("dcp", "torch-dcp", "sharded-safetensors", "safetensors")
+SAVES = ("dcp", "torch-dcp", "sharded-safetensors", "safetensors")
+WAYS = (*SAVES, "load dcp", "load torch-dcp")
 
 
-def save(way: str, target: Path, size_mib: int) -> Turn:
-    """One rank's part."""
+def take_turns(folder: Path, size_mib: int, repeat: int) -> None:
+    """One rank's part; what all ranks took is written by the first."""
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from reshard.torch import StorageWriter
+    from reshard.torch import StorageReader, StorageWriter
 
     rank = turns.join_job()
     mesh = init_device_mesh("cpu", (RANKS,))
     tensors = sources.uniform(RANKS, size_mib, rank)
-    state = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in tensors.items()}
-    if way == "dcp":
-        writer = dcp.FileSystemWriter(target)
-    else:
-        writer = StorageWriter(target, format=way)
+    rows = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in tensors.items()}
+    columns = {
+        name: DTensor.from_local(
+            torch.zeros(one.shape[0], one.shape[1] // RANKS, dtype=one.dtype), mesh, [Shard(1)]
+        )
+        for name, one in rows.items()
+    }
+    target, written = folder / "target", folder / "written"
+    dcp.save(rows, storage_writer=dcp.FileSystemWriter(written))
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for way in list(WAYS) * repeat:
+        if way == "dcp":
+            act = partial(dcp.save, rows, storage_writer=dcp.FileSystemWriter(target))
+        elif way in SAVES:
+            act = partial(dcp.save, rows, storage_writer=StorageWriter(target, format=way))
+        else:
+            kind = dcp.FileSystemReader if way == "load dcp" else StorageReader
+            act = partial(dcp.load, columns, storage_reader=kind(written))
+        taken = time_together(act)
+        every: list[Any] = [None] * RANKS
+        torch.distributed.all_gather_object(every, taken)
+        found[way].append((max(one for one, _ in every), sum(one for _, one in every)))
+        if rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        torch.distributed.barrier()
+    if rank == 0:
+        (folder / "turns.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
 
-    def run() -> None:
-        dcp.save(state, storage_writer=writer)
-        os.sync()
 
-    return turns.timed_together(run)
+def time_together(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of an action of all ranks, from barrier to barrier, and processor seconds of this."""
+    import torch
+
+    torch.distributed.barrier()
+    start_s, before_s = time.perf_counter(), processor_s()
+    action()
+    used_s = processor_s() - before_s
+    torch.distributed.barrier()
+    return time.perf_counter() - start_s, used_s
+
+
+def processor_s() -> float:
+    """What this process has had of processors."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -62,25 +109,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="turns of each way")
     parser.add_argument("--folder", default=None, help="where to measure (default: temporary)")
     options = parser.parse_args()
-    print("way                  median    min-max       resident MiB")
-    taken: dict[str, list[Turn]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        for way in list(WAYS) * options.repeat:
-            target = Path(name) / "target"
-            os.sync()
-            taken[way].append(turns.in_ranks(__file__, RANKS, way, target, options.size_mib))
-            shutil.rmtree(target)
-    for way, of_way in taken.items():
-        seconds_s = [turn.seconds_s for turn in of_way]
-        peak = max(turn.peak_bytes for turn in of_way) / turns.MIB
+        turns.in_ranks(__file__, RANKS, name, options.size_mib, options.repeat)
+        found = json.loads((Path(name) / "turns.json").read_text())
+    print("way                    median    min-max     processors")
+    for way, of_way in found.items():
+        seconds_s, used_s = zip(*of_way, strict=True)
         print(
             f"{way:19} {statistics.median(seconds_s):7.2f} s  {min(seconds_s):6.2f}-"
-            f"{max(seconds_s):5.2f}  {peak:12.0f}"
+            f"{max(seconds_s):5.2f}  {statistics.median(used_s):8.2f} s"
         )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--turn"]:
-        turns.show(save(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])))
+        take_turns(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     else:
         main()
