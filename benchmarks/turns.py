@@ -89,6 +89,7 @@ def in_ranks(script: str, ranks: int, *arguments: object) -> Turn:
         max((turn.seconds_s for turn in turns), default=0.0),
         sum(turn.peak_bytes for turn in turns),
         sum(turn.read_bytes for turn in turns),
+        sum(turn.processor_s for turn in turns),
     )
 
 
