@@ -235,3 +235,52 @@ def test_a_file_that_shrank_since_it_was_opened(tmp_path: Path) -> None:
     os.truncate(path, 5000)
     with pytest.raises(SourceChangedError, match=re.escape(str(path))):
         checkpoint.compare(found, found)
+
+
+def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
+    whole = {
+        f"w{number:03}": tensor("float32" if number % 3 else "bfloat16", (6, number % 7), number)
+        for number in range(300)
+    }
+    changed = {name: Tensor(one.dtype, one.bits.copy()) for name, one in whole.items()}
+    for name, at in (("w008", [(0, 0)]), ("w100", [(2, 1), (5, 0)]), ("w299", [(5, 4)])):
+        for index in at:
+            changed[name].bits[index] ^= 1
+    del changed["w007"]
+    changed["w012"] = tensor("float16", (6, 5), 12)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    write_file(tmp_path / "a" / "model.safetensors", whole)
+    write_file(tmp_path / "b" / "model.safetensors", changed)
+    checkpoint.convert(tmp_path / "b", tmp_path / "cut", to="tp=4", rules=["*=tp, -"])
+    for other in ("b", "cut"):
+        found = checkpoint.compare(tmp_path / "a", tmp_path / other, threads=3)
+        assert {one.name: (one.elements, one.first_index) for one in found.differences} == {
+            "w007": (None, None),
+            "w012": (None, None),
+            "w008": (1, (0, 0)),
+            "w100": (2, (2, 1)),
+            "w299": (1, (5, 4)),
+        }
+        assert {*found.digests} == {*whole} - {one.name for one in found.differences}
+    digests = checkpoint.open(tmp_path / "cut").tensors
+    for name, digest in found.digests.items():
+        known = digests[name].digest
+        assert known is not None
+        assert known.tensor.hex() == digest
+
+
+def test_damage_of_one_small_tensor_among_many_is_found(tmp_path: Path) -> None:
+    whole = {f"w{number:03}": tensor("float32", (6, 5), number) for number in range(300)}
+    write_file(tmp_path / "model.safetensors", whole)
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "full", to="full")
+    assert not checkpoint.check_digests(tmp_path / "full").damaged
+    place = checkpoint.open(tmp_path / "full")["w123"].file_range(0)
+    with (tmp_path / "full" / place.path).open("r+b") as file:
+        file.seek(place.start_bytes + 7)
+        byte = file.read(1)[0]
+        file.seek(place.start_bytes + 7)
+        file.write(bytes([byte ^ 1]))
+    (damaged,) = checkpoint.check_digests(tmp_path / "full").damaged
+    assert (damaged.tensor, damaged.box) == ("w123", "[0:6, 0:5]")
+    assert damaged.places == (f"{place.path} bytes {place.start_bytes}:{place.start_bytes + 120}",)

@@ -1,7 +1,8 @@
 """Comparison of checkpoints: whether two hold the same tensors, bit for bit, however they are cut.
 
-Both are read block by block in the tensors' own order, so cuts, formats and files do not
-matter. Nothing is taken from manifests: the bytes are read, compared and digested.
+Both are read block by block in the tensors' own order, those of small tensors together, so cuts,
+formats and files do not matter. Nothing is taken from manifests: the bytes are read, compared and
+digested.
 
 1. Names, shapes and dtypes are compared without reading.
 2. Threads read the blocks of the tensors that both have, compare and digest them.
@@ -13,27 +14,38 @@ its manifest recorded, and its bytes with the checksums that files have of their
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from reshard.binding import FileRange
-from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
-from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.batches import BatchReader, BlockMemory, Section
+from reshard.checkpoint.blocks.block_io import (
+    BlockReader,
+    OpenFiles,
+    Workspace,
+    open_sources,
+)
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_digest
+from reshard.checkpoint.blocks.joined_ranges import arrays_at, equal_steps
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.blocks.tiles import target_tiles
 from reshard.checkpoint.changes.computed import ComputedReader
-from reshard.checkpoint.contents import Checkpoint, StoredChecksum
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
+from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import (
     damaged_ranges,
     item_digest,
     source_checksums,
 )
+from reshard.checkpoint.conversion.moves import Batch, Moves
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
@@ -115,31 +127,42 @@ class _Side:
     """One of two that are compared: a checkpoint, or what a conversion would write."""
 
     def __init__(self, given: Compared) -> None:
-        self._conversion = given if isinstance(given, Conversion) else None
+        self.conversion = given if isinstance(given, Conversion) else None
         if isinstance(given, Conversion):
             self.checkpoint = given.source
         else:
             self.checkpoint = given if isinstance(given, Checkpoint) else open_checkpoint(given)
+        self.computed = {} if self.conversion is None else self.conversion.computed
         self.files = open_sources(self.checkpoint)
-        self.reader = lru_cache(maxsize=64)(self._open_reader)
+        self.columns = TensorColumns.of(self.checkpoint.tensors)
+        self._reader = BatchReader(self.columns, self.files)
+        self._computed = lru_cache(maxsize=64)(self._open_computed)
 
-    def _open_reader(self, name: str) -> BlockReader | ComputedReader:
-        if self._conversion is not None and name in self._conversion.computed:
-            return ComputedReader(self._conversion.computed[name], self.files)
-        return BlockReader(self.checkpoint[name], self.files)
+    def _open_computed(self, name: str) -> ComputedReader:
+        return ComputedReader(self.computed[name], self.files)
 
-    def read(self, name: str, block: int, memory: Workspace) -> memoryview:
-        """The bytes of a block, valid until the next call."""
-        reader = self.reader(name)
-        if isinstance(reader, ComputedReader):
-            return reader.read_checked(block, memory)[0]
-        return reader.read(block, memory)
+    def sections_of(self, columns: TensorColumns, sections: Sequence[Section]) -> list[Section]:
+        """Sections of the other's columns, each of one tensor, as those of the same names here."""
+        rows = [self.columns.rows([columns.names[int(one.rows[0])]]) for one in sections]
+        return [
+            Section(int(self.columns.kind[row[0]]), row, one.block)
+            for row, one in zip(rows, sections, strict=True)
+        ]
 
-    def new_workspace(self, names: list[str]) -> Workspace:
+    def read(self, sections: Sequence[Section], memory: Workspace) -> list[BlockMemory]:
+        """The blocks of sections, valid until the next call."""
+        name = self.columns.names[int(sections[0].rows[0])]
+        if name not in self.computed:
+            return self._reader.read(sections, memory)
+        block, _ = self._computed(name).read_checked(sections[0].block, memory)
+        return [BlockMemory(block, np.zeros(1, np.int64), block.nbytes)]
+
+    def new_workspace(self, names: list[str], batch_bytes: int) -> Workspace:
         """The memory of one thread that reads these tensors."""
-        if self._conversion is not None:
-            return self._conversion.new_workspace(0)
-        return Workspace(*_find_workspace_sizes(self.checkpoint, names))
+        if self.conversion is not None:
+            return self.conversion.new_workspace(0)
+        rows = self.columns.rows(names)
+        return size_workspace(self._reader, rows, batch_bytes).new_workspace()
 
 
 def compare(
@@ -163,32 +186,40 @@ def compare(
     """
     sides = (_Side(left), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
-    differences = _compare_descriptions(a, b)
+    mine, others = sides[0].columns, sides[1].columns
+    differences = _compare_descriptions(a, b, mine, others)
     unequal = {difference.name for difference in differences}
-    names = [name for name in a.tensors if name in b.tensors and name not in unequal]
-    total = sum(a[name].size_bytes for name in names)
     files_a, files_b = sides[0].files, sides[1].files
+    is_common = [name in others and name not in unequal for name in mine.names]
+    rows = np.flatnonzero(np.array(is_common, dtype=bool))
+    computed = {*sides[0].computed, *sides[1].computed}
+    only = (name for name in mine.names if name not in others)
+    blocks = DigestedBlocks(Moves(others, mine, {*unequal, *computed, *only}))
+    # What a conversion computes is computed block by block, in the memory that it asks for.
+    has_conversion = any(side.conversion is not None for side in sides)
+    batch_bytes = 0 if has_conversion else blocks.moves.batched_bytes
 
-    def work(task: tuple[str, int], memory: _PairWorkspace) -> tuple[str, int, bytes, int, int]:
-        name, block = task
-        bytes_a = sides[0].read(name, block, memory.left)
-        bytes_b = sides[1].read(name, block, memory.right)
-        digest = block_digest(bytes_a)
-        if bytes_a == bytes_b:
-            return name, block, digest, 0, -1
-        # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row below is an
-        # element.
-        differ = np.frombuffer(bytes_a, np.uint8) != np.frombuffer(bytes_b, np.uint8)
-        elements = differ.reshape(-1, a[name].dtype.itemsize_bytes).any(axis=1)
-        return name, block, digest, int(elements.sum()), int(np.argmax(elements))
+    def work(batch: Batch, memory: _PairWorkspace) -> _Compared:
+        read_a = sides[0].read(batch.written, memory.left)
+        # Nothing is named for what one of both computes.
+        sections = batch.read or sides[1].sections_of(mine, batch.written)
+        read_b = sides[1].read(sections, memory.right)
+        digests = b"".join(block_digest(block) for of in read_a for block in of)
+        unlike, first = [], 0
+        for section, left, right in zip(batch.written, read_a, read_b, strict=True):
+            itemsize = mine.kinds[section.kind].dtype.itemsize_bytes
+            for at, elements, begin in _find_unlike(left, right, itemsize):
+                unlike.append((int(batch.numbers[first + at]), elements, begin))
+            first += len(section.rows)
+        return _Compared(batch, digests, unlike)
 
     def new_memory() -> _PairWorkspace:
-        return _PairWorkspace(*(side.new_workspace(names) for side in sides))
+        names = [mine.names[row] for row in rows.tolist()]
+        return _PairWorkspace(*(side.new_workspace(names, batch_bytes) for side in sides))
 
-    blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
-    found: dict[str, tuple[int, int, int]] = {}
-    done = 0
-    results = run_in_threads(_list_tasks(a, names), work, new_memory, threads)
+    found: dict[int, tuple[int, int, int]] = {}
+    total, done = int(mine.tensor_bytes[rows].sum()), 0
+    results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
         holds_values = all(_can_hold(one.format, Holding.VALUES) for one in (a, b))
         # One may have pickles of what the other has as values, or of parts of it.
@@ -197,71 +228,88 @@ def compare(
         else:
             differences += _compare_items(a, b, files_a, files_b)
             differences += _compare_values(a, b) if holds_values else ()
-        for name, block, digest, count, first in results:
-            blocks[name][block] = digest
-            if count:
+        for one in results:
+            blocks.note(one.batch.numbers, one.digests)
+            for number, count, first in one.unlike:
+                row, block = blocks.place(number)
                 # Blocks come in the order they are finished: the smallest (block, place) is the
                 # first.
-                before, first_block, first_at = found.get(name, (0, math.inf, 0))
+                before, first_block, first_at = found.get(row, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
-                found[name] = (before + count, int(earliest[0]), int(earliest[1]))
-            done += sides[0].reader(name).grid.size_bytes(block)
+                found[row] = (before + count, int(earliest[0]), int(earliest[1]))
+            done += one.batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, name))
+                progress(Progress(done, total, 0, blocks.last_name(one.batch)))
     finally:
         # The threads end before the files they read are closed.
         results.close()
         files_a.close()
         files_b.close()
     # From the place in the block to the index in the tensor.
-    for name, (count, block, at) in found.items():
-        box = BlockGrid.of(a[name].shape, a[name].dtype.itemsize_bytes).box(block)
+    for row, (count, block, at) in found.items():
+        name, shape = mine.names[row], mine.kinds[int(mine.kind[row])].layout.shape
+        box = blocks.moves.grids[int(mine.kind[row])].box(block)
         offset = np.unravel_index(at, box.shape) if box.shape else ()
         index = tuple(int(s + o) for s, o in zip(box.start, offset, strict=True))
-        problem = (
-            f"{count} of {math.prod(a[name].shape)} elements differ, the first at {list(index)}"
-        )
+        problem = f"{count} of {math.prod(shape)} elements differ, the first at {list(index)}"
         differences.append(Difference(name, problem, count, index))
-    digests = {
-        name: tensor_digest(blocks[name][i] for i in range(len(blocks[name]))).tensor.hex()
-        for name in names
-        if name not in found
-    }
+    digests = blocks.digests(row for row in rows.tolist() if row not in found)
     return Comparison(tuple(differences), digests, done)
 
 
-def _compare_descriptions(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compared:
+    """A batch that was compared: digests of its blocks, and which are unlike.
+
+    Of each of these the number, how many elements differ, and which is the first.
+    """
+
+    batch: Batch
+    digests: bytes
+    unlike: list[tuple[int, int, int]]
+
+
+def _find_unlike(
+    left: BlockMemory, right: BlockMemory, itemsize_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """The blocks of a section that are unlike: which, how many elements, and the first of them."""
+    size = left.size_bytes
+    for a, b in equal_steps(left.at, right.at):
+        # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row is a block.
+        mine = arrays_at(left.memory, np.dtype(np.uint8), (size,), left.at[a:b])
+        others = arrays_at(right.memory, np.dtype(np.uint8), (size,), right.at[a:b])
+        for at in np.flatnonzero((mine != others).any(axis=1)).tolist():
+            differ = (mine[at] != others[at]).reshape(-1, itemsize_bytes).any(axis=1)
+            yield a + at, int(differ.sum()), int(np.argmax(differ))
+
+
+def _compare_descriptions(
+    a: Checkpoint, b: Checkpoint, mine: TensorColumns, others: TensorColumns
+) -> list[Difference]:
     """Differences in names, shapes and dtypes, found without reading any bytes."""
+
+    # Tensors of one kind on both sides are compared once.
+    @cache
+    def compare_kinds(left: int, right: int) -> str | None:
+        kinds = mine.kinds[left], others.kinds[right]
+        shapes = [list(kind.layout.shape) for kind in kinds]
+        if shapes[0] != shapes[1]:
+            return f"has shapes {shapes[0]} and {shapes[1]}"
+        if kinds[0].dtype is not kinds[1].dtype:
+            return f"has dtypes {kinds[0].dtype.name} and {kinds[1].dtype.name}"
+        return None
+
     differences = []
-    for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        if name not in b.tensors:
+    right_kinds = others.kind.tolist()
+    for name, kind in zip(mine.names, mine.kind.tolist(), strict=True):
+        if name not in others:
             differences.append(Difference(name, f"is only in {a.folder}"))
-        elif name not in a.tensors:
-            differences.append(Difference(name, f"is only in {b.folder}"))
-        elif a[name].shape != b[name].shape:
-            shapes = f"{list(a[name].shape)} and {list(b[name].shape)}"
-            differences.append(Difference(name, f"has shapes {shapes}"))
-        elif a[name].dtype is not b[name].dtype:
-            dtypes = f"{a[name].dtype.name} and {b[name].dtype.name}"
-            differences.append(Difference(name, f"has dtypes {dtypes}"))
-    return differences
-
-
-def _list_tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, int]]:
-    for name in names:
-        tensor = checkpoint[name]
-        for block in range(BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes).count):
-            yield name, block
-
-
-def _find_workspace_sizes(checkpoint: Checkpoint, names: list[str]) -> tuple[int, int]:
-    block = span = 0
-    files = open_sources(checkpoint)
-    for name in names:
-        reader = BlockReader(checkpoint[name], files)
-        block = max(block, reader.grid.largest_bytes)
-        span = max(span, reader.span_bytes)
-    return block, span
+            continue
+        problem = compare_kinds(kind, right_kinds[others.row(name)])
+        if problem is not None:
+            differences.append(Difference(name, problem))
+    only = (name for name in others.names if name not in mine)
+    return differences + [Difference(name, f"is only in {b.folder}") for name in only]
 
 
 def check_digests(
@@ -279,13 +327,16 @@ def check_digests(
         RunError: a file that cannot be read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    names = list(checkpoint.tensors)
-    for name, tensor in checkpoint.tensors.items():
+    columns = TensorColumns.of(checkpoint.tensors)
+    recorded = columns.digests
+    known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]
+    for row in itertools.compress(range(len(columns)), known):
+        digest = recorded.of(row) if recorded is not None else None
         # The manifest must agree with itself before it is compared with anything.
-        if tensor.digest is not None and tensor_digest(tensor.digest.blocks) != tensor.digest:
+        if digest is not None and tensor_digest(digest.blocks) != digest:
             raise FormatError(
-                f"{checkpoint.folder}: the manifest's digest of {name!r} is not that of its "
-                "blocks' digests; the manifest was damaged or edited"
+                f"{checkpoint.folder}: the manifest's digest of {columns.names[row]!r} is not that "
+                "of its blocks' digests; the manifest was damaged or edited"
             )
     files = open_sources(checkpoint)
     damaged: list[DamagedBlock] = []
@@ -296,30 +347,32 @@ def check_digests(
         raise
     # What cannot be unpacked has no bytes to digest.
     unreadable = {block.tensor for block in damaged}
-    names = [name for name in names if name not in unreadable]
+    is_read = [name not in unreadable for name in columns.names]
+    rows = np.flatnonzero(np.array(is_read, dtype=bool))
     # The files' own checksums are found in passing, for tensors without a digest.
-    own = [one for one in checkpoint.checksums if one.tensor in names]
+    own = [
+        one
+        for one in checkpoint.checksums
+        if one.tensor in columns and one.tensor not in unreadable
+    ]
     seen = source_checksums(own)
-    watch = seen.add if own else None
-    readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files, watch))
-    sizes = _find_workspace_sizes(checkpoint, names)
-    total = sum(checkpoint[name].size_bytes for name in names)
+    reader = BatchReader(columns, files, seen.add if own else None)
+    blocks = DigestedBlocks(Moves(columns, columns))
 
-    def work(task: tuple[str, int], memory: Workspace) -> tuple[str, int, bytes]:
-        name, block = task
-        return name, block, block_digest(readers(name).read(block, memory))
+    def work(batch: Batch, memory: Workspace) -> tuple[Batch, bytes]:
+        read = reader.read(batch.read, memory)
+        return batch, b"".join(block_digest(block) for of in read for block in of)
 
-    blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
-    done = 0
-    results = run_in_threads(
-        _list_tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads
-    )
+    total, done = int(columns.tensor_bytes[rows].sum()), 0
+    batch_bytes = blocks.moves.batched_bytes
+    size = size_workspace(reader, rows, batch_bytes)
+    results = run_in_threads(blocks.batches(rows, batch_bytes), work, size.new_workspace, threads)
     try:
-        for name, block, digest in results:
-            blocks[name][block] = digest
-            done += readers(name).grid.size_bytes(block)
+        for batch, digests in results:
+            blocks.note(batch.numbers, digests)
+            done += batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, name))
+                progress(Progress(done, total, 0, blocks.last_name(batch)))
         damaged += [
             _describe_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)
         ]
@@ -327,27 +380,23 @@ def check_digests(
     finally:
         results.close()
         files.close()
-    for name in names:
-        recorded = checkpoint[name].digest
-        for block in range(len(blocks[name])) if recorded else ():
-            if recorded and blocks[name][block] != recorded.blocks[block]:
-                reader = readers(name)
-                box = reader.grid.box(block)
-                damaged.append(
-                    DamagedBlock(
-                        name,
-                        str(box),
-                        recorded.blocks[block].hex(),
-                        blocks[name][block].hex(),
-                        reader.places(block),
-                    )
-                )
-    digests = {
-        name: tensor_digest(blocks[name][i] for i in range(len(blocks[name]))).tensor.hex()
-        for name in names
-    }
-    without = tuple(name for name in checkpoint if checkpoint[name].digest is None)
-    return DigestReport(digests, without, tuple(damaged), done)
+    for row in rows.tolist():
+        if recorded is not None and known[row] and recorded.of_blocks(row) != blocks.of(row):
+            damaged += _list_damaged(columns.tensor(row), blocks.of(row), files)
+    without = tuple(itertools.compress(columns.names, (not one for one in known)))
+    return DigestReport(blocks.digests(rows.tolist()), without, tuple(damaged), done)
+
+
+def _list_damaged(
+    tensor: StoredTensor, found: bytes, files: OpenFiles[SourceFile]
+) -> Iterator[DamagedBlock]:
+    """The blocks of a tensor whose digests are not those that were recorded."""
+    reader = BlockReader(tensor, files)
+    for block, expected in enumerate(tensor.digest.blocks if tensor.digest is not None else ()):
+        digest = found[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+        if digest != expected:
+            box = str(reader.grid.box(block))
+            yield DamagedBlock(tensor.name, box, expected.hex(), digest.hex(), reader.places(block))
 
 
 def _find_damaged_sources(
