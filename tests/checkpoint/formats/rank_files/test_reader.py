@@ -177,6 +177,7 @@ import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
 from torch.distributed.fsdp import ShardedStateDictConfig, ShardedOptimStateDictConfig
+from torch.distributed.fsdp import LocalStateDictConfig
 from torch.distributed.fsdp import fully_shard
 
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
@@ -194,6 +195,9 @@ def train(model, optimizer):
 one = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
 optimizer = torch.optim.AdamW(one.parameters())
 train(one, optimizer)
+os.makedirs(f"{folder}/local", exist_ok=True)
+with FSDP.state_dict_type(one, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(True)):
+    torch.save(one.state_dict(), f"{folder}/local/pytorch_model_fsdp_rank{rank}.bin")
 configs = ShardedStateDictConfig(True), ShardedOptimStateDictConfig(True)
 with FSDP.state_dict_type(one, StateDictType.SHARDED_STATE_DICT, *configs):
     torch.save(one.state_dict(), f"{folder}/fsdp1/pytorch_model_fsdp_rank{rank}.bin")
@@ -239,6 +243,11 @@ def test_real_ranks_of_fsdp(trained: Path, kind: str) -> None:
         for key, tensor in state.items():
             found = read_tensor(opened, f"optimizer.state.{name}.{key}")
             assert found.tobytes() == bits(tensor), (name, key)
+
+
+def test_local_state_of_fsdp1_is_refused_by_its_name(trained: Path) -> None:
+    with pytest.raises(FormatError, match=r"FSDP1 \(LOCAL_STATE_DICT\): '.*_flat_param' is many"):
+        open_checkpoint(trained / "local")
 
 
 def plain_dtensor(rank: int) -> Any:

@@ -30,6 +30,8 @@ from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.errors import FormatError, UsageError
 
 FORMAT_NAME = "rank-files"
+# What FSDP1 names a parameter that is those of a module, one behind the other, without padding.
+_FLAT = ("_flat_param", "flat_param")
 
 
 def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
@@ -50,6 +52,13 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
     states = read_states(folder, groups)
     if not states.parts:
         raise FormatError(f"{folder}: the files of {ranks} ranks hold no tensors")
+    flat = next((name for name in states.parts if name.split(".")[-1] in _FLAT), None)
+    if flat is not None:
+        raise FormatError(
+            f"{folder} has the local state of FSDP1 (LOCAL_STATE_DICT): {flat!r} is many parameters "
+            "in one, and the files do not say which and of what shapes. Load it where it was "
+            "trained, and save it under SHARDED_STATE_DICT"
+        )
     says_cuts = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
