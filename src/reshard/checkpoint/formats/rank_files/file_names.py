@@ -2,7 +2,7 @@
 
     model_world_size_8_rank_3.pt, optim_world_size_8_rank_3.pt,        verl, SkyRL
         extra_state_world_size_8_rank_3.pt
-    pytorch_model_fsdp_rank3.bin, optimizer_fsdp_rank3.bin             Accelerate
+    pytorch_model_fsdp_0_rank3.bin, optimizer_0_rank3.bin              Accelerate
     consolidated.03.pth                                                Llama, as Meta published it
     mp_rank_03.pt, rank3.pt, rank_3.safetensors, model_rank03.pt       others
 

@@ -55,9 +55,9 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
     flat = next((name for name in states.parts if name.split(".")[-1] in _FLAT), None)
     if flat is not None:
         raise FormatError(
-            f"{folder} has the local state of FSDP1 (LOCAL_STATE_DICT): {flat!r} is many parameters "
-            "in one, and the files do not say which and of what shapes. Load it where it was "
-            "trained, and save it under SHARDED_STATE_DICT"
+            f"{folder} has the local state of FSDP1 (LOCAL_STATE_DICT): {flat!r} is many "
+            "parameters in one, and the files do not say which and of what shapes. Load it where "
+            "it was trained, and save it under SHARDED_STATE_DICT"
         )
     says_cuts = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()

@@ -1,0 +1,89 @@
+"""What Accelerate saves under FSDP2, as files of ranks and as DCP, is read, and back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+
+from live_processes import free_port, rank_variables
+from reshard.checkpoint import convert, open_checkpoint, read_tensor
+
+PROGRAM = Path(__file__).with_name("accelerate_process.py")
+
+
+def run_ranks(action: str, folder: Path) -> None:
+    """Two ranks; an error has what the first one that fails printed."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, action, folder],
+            env={**os.environ, **rank_variables(rank, 2, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=300)
+            assert rank.returncode == 0, output.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks saved after a step."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    run_ranks("save", folder)
+    return folder
+
+
+def test_files_of_ranks_have_the_weights_and_the_optimizer(saved: Path) -> None:
+    expected = torch.load(saved / "whole.pt", weights_only=True)
+    opened = open_checkpoint(saved / "files")
+    assert opened.format == "rank-files"
+    assert not opened.unread
+    for name, tensor in expected["weights"].items():
+        assert read_tensor(opened, name).tobytes() == tensor.numpy().tobytes(), name
+    for name, tensor in expected["state"].items():
+        found = read_tensor(opened, f"optimizer.state.{name}")
+        assert found.tobytes() == tensor.numpy().tobytes(), name
+    assert len(opened.tensors) == len(expected["weights"]) + len(expected["state"])
+
+
+def test_accelerate_loads_what_was_converted(saved: Path) -> None:
+    """Weights of ranks' files as DCP, and those of DCP as ranks' files."""
+    rules = ["*=dim0, ..."]
+    (saved / "converted dcp").mkdir()
+    convert(
+        saved / "files",
+        saved / "converted dcp" / "pytorch_model_fsdp_0",
+        to="dim0=2",
+        rules=rules,
+        format="torch-dcp",
+        exclude=["optimizer.*"],
+        rename=["*=model.*"],
+    )
+    made = saved / "converted files"
+    convert(
+        saved / "dcp" / "pytorch_model_fsdp_0",
+        made,
+        to="dim0=2",
+        rules=rules,
+        format="rank-files",
+        rename=["model.*=*"],
+    )
+    for rank in range(2):
+        name = f"model_world_size_2_rank_{rank}.pt"
+        (made / name).rename(made / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    run_ranks("load", saved)
