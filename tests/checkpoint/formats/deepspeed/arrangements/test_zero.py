@@ -5,12 +5,8 @@ That DeepSpeed itself goes on from them is tested with DeepSpeed (`tests/engines
 
 from __future__ import annotations
 
-import sys
-import types
-from collections import OrderedDict, namedtuple
-from enum import IntEnum
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,27 +20,6 @@ torch = pytest.importorskip("torch")
 
 STAGES = {"deepspeed-zero1": 1, "deepspeed-zero3": 3}
 SOURCES = [n for n in recorded() if not n.endswith("universal") and "experts" not in n]
-
-
-@pytest.fixture
-def deepspeed_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for the few classes of DeepSpeed that its files name, for `torch.load`."""
-
-    def add(name: str, **members: Any) -> None:
-        module = types.ModuleType(name)
-        for key, value in members.items():
-            setattr(module, key, value)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    scaler = type("LossScaler", (), {})
-    dynamic = type("DynamicLossScaler", (), {})
-    for name in ("", ".runtime", ".runtime.fp16", ".runtime.zero", ".utils"):
-        add(f"deepspeed{name}")
-    add("deepspeed.runtime.fp16.loss_scaler", LossScaler=scaler, DynamicLossScaler=dynamic)
-    stage = IntEnum("ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3})
-    add("deepspeed.runtime.zero.config", ZeroStageEnum=stage)
-    fragment = namedtuple("fragment_address", ["numel", "start"])
-    add("deepspeed.utils.tensor_fragment", fragment_address=fragment)
 
 
 def values_of(checkpoint: reshard.checkpoint.Checkpoint) -> dict[str, bytes]:
