@@ -215,6 +215,7 @@ class MessageExchange:
         for step in self._steps:
             step.is_done = False
         self._is_running = True
+        self._group.running.add(self)
         with _Failure(self, "a message could not be sent"):
             self._post_what_can_be()
             # Copies run while the first messages travel.
@@ -242,15 +243,15 @@ class MessageExchange:
                 cells = cells_of(tensor.change.target, self._rank, tensor.target)
                 finish_contributions(tensor.change, cells)
         except BaseException as error:
-            self._fail()
+            self.fail()
             self._group.break_off(error)
             raise
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
+        """Give up all messages: while they are under way they keep their connections."""
         self.has_failed = True
-        # Messages that are under way keep the connections that they are on.
         for step in self._steps:
-            step.works = []
+            step.works.clear()
 
     def _post_what_can_be(self) -> list[_ExchangeStep]:
         """The first step of each direction that still has to wait for a slot."""
@@ -293,10 +294,11 @@ class MessageExchange:
     def _complete_alone(self, step: _ExchangeStep) -> None:
         if step.is_done:
             return
-        works, step.works = step.works, []
         try:
-            for work in works:
-                work.wait()
+            while step.works:
+                # In place: an error must not keep what it has seen, see `_fail`.
+                step.works[0].wait()
+                step.works.pop(0)
         except RuntimeError as error:
             raise _LostMessageError(str(error)) from error
         for one in step.messages:
@@ -325,7 +327,7 @@ class _Failure:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        self._exchange._fail()
+        self._exchange.fail()
         group = self._exchange._group
         if isinstance(error, _LostMessageError):
             group.lose(self._what, error)

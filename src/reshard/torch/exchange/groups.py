@@ -21,6 +21,7 @@ them.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from reshard.mesh import DeviceMesh
 from reshard.torch.exchange.meeting import RankMeeting, meet
 
 CPU = torch.device("cpu")
+# Threads that nobody gave a name; their numbers differ between ranks that mean the same.
+_UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
 
 class RankGroup:
@@ -69,6 +72,9 @@ class RankGroup:
         self._transport: Any = meeting.connect()
         self._turn = threading.RLock()
         self._is_in_turn = False
+        self._has_threads = False
+        # Exchanges that have begun, which are to be given up where a rank fails.
+        self.running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._count = 0
         self._known_error: BaseException | None = None
@@ -142,13 +148,15 @@ class RankGroup:
 
         Raises UsageError inside another call of the thread, such as in a transform.
         """
+        # Before its turn: who is in the middle of a run must know that somebody waits.
+        self._threads.add(threading.current_thread())
+        self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
         with self._turn:
             if self._is_in_turn:
                 raise UsageError(
                     "this group is in the middle of a run, such as in a transform; other calls "
                     "come before or after it, or have a group of their own"
                 )
-            self._threads.add(threading.current_thread())
             self._is_in_turn = True
             try:
                 yield
@@ -157,8 +165,9 @@ class RankGroup:
 
     @property
     def has_threads(self) -> bool:
-        """Whether several threads that live have used the group in this process."""
-        return sum(thread.is_alive() for thread in list(self._threads)) > 1
+        """Whether who calls matters: several threads use the group, or people gave this a name."""
+        name = threading.current_thread().name
+        return self._has_threads or not _UNNAMED.match(name)
 
     def all_reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         """Combine a CPU tensor of all ranks, in place."""
@@ -180,18 +189,15 @@ class RankGroup:
 
     def send(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Any:
         """Begin to send a tensor; what is returned has `wait()`."""
-        carrier = self._carrier(tensor.device)
-        return carrier.send([tensor], self._positions[receiver], tag)
+        return self._carrier(tensor.device).send([tensor], self._positions[receiver], tag)
 
     def receive(self, tensor: torch.Tensor, sender: int, tag: int = 0) -> Any:
         """Begin to receive into a tensor."""
-        carrier = self._carrier(tensor.device)
-        return carrier.recv([tensor], self._positions[sender], tag)
+        return self._carrier(tensor.device).recv([tensor], self._positions[sender], tag)
 
     def post_together(self, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
         """Begin messages `(is_sent, tensor, other rank)` at once, as NCCL needs it."""
-        carriers = [self._carrier(tensor.device) for _, tensor, _ in messages]
-        if not carriers or carriers[0] is not self._given:
+        if all(tensor.device.type == "cpu" for _, tensor, _ in messages):
             return [
                 (self.send if is_sent else self.receive)(tensor, rank)
                 for is_sent, tensor, rank in messages
@@ -253,9 +259,13 @@ class RankGroup:
             self._meeting.leave_note(note)
             # Without anybody who keeps them, connections are closed.
             self._transport = None
+            for exchange in list(self.running):
+                exchange.fail()
 
 
+_LOCK = threading.Lock()
 _MET: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
+_MEETS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
@@ -272,8 +282,15 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
     check_member(group)
     given = group or dist.group.WORLD
     found = _MET.get(given)
-    if found is None or found.has_failed:
-        found = _MET[given] = RankGroup(meet(given), given)
+    if found is not None and not found.has_failed:
+        return found
+    with _LOCK:
+        turn = _MEETS.setdefault(given, threading.Lock())
+    # Threads that come first meet others once.
+    with turn:
+        found = _MET.get(given)
+        if found is None or found.has_failed:
+            found = _MET[given] = RankGroup(meet(given), given)
     return found
 
 

@@ -164,11 +164,15 @@ def meet_at(
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """How long a process group waits for a rank; None where it does not say."""
-    try:
-        found = group._get_backend(group._device_types[0]).options._timeout
-    except (RuntimeError, AttributeError, IndexError):
-        return None
-    return found if isinstance(found, datetime.timedelta) else None
+    # Of several backends the one for the CPU counts.
+    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
+        try:
+            found = group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(found, datetime.timedelta):
+            return found
+    return None
 
 
 class _Probe:
