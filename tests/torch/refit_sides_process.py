@@ -20,8 +20,10 @@ import reshard
 from rank_cases import run_cases
 from refit_models import expect, refused, whole
 from reshard.errors import ShardError
+from reshard.layout import Layout
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe
-from reshard.torch import by_recipe, refit
+from reshard.torch import MegatronModel, Refit, by_recipe, refit
 
 
 class Block(nn.Module):
@@ -124,8 +126,132 @@ def tied_by_recipe() -> None:
     )
 
 
+def plain_parts() -> None:
+    """Plain tensors that are parts, and not copies, are told apart or refused."""
+    rank, value = dist.get_rank(), whole(7, 8, 4)
+    target = {"w": torch.zeros(8, 4)} if rank > 1 else None
+    part = value[4 * rank : 4 * rank + 4].clone() if rank < 2 else None
+    source = None if part is None else {"w": part}
+    whole_target = None if target is None else {"w": torch.zeros(4, 4)}
+    words = "w: a plain tensor of the source is whole on every rank, but ranks 0 and 1 have"
+    for planning in ("local", "centralized"):
+        refused(lambda p=planning: refit(source, whole_target, planning=p), ShardError, words)
+    # Who says that either will do gets one of them.
+    refit(source, whole_target, check_replicas=False)
+    if whole_target is not None:
+        halves = value[:4], value[4:]
+        expect(any(torch.equal(whole_target["w"], half) for half in halves), "neither of both")
+    # A part that says so itself.
+    if part is not None:
+        part = nn.Parameter(part)
+        part.tensor_model_parallel, part.partition_dim = True, 0
+        source = {"w": part}
+    words = "w: a part of a tensor, by Megatron's tensor_model_parallel=True"
+    refused(lambda: refit(source, whole_target, check_replicas=False), ShardError, words)
+
+
+def replicas_that_drift() -> None:
+    """Copies that differ in one element are found on request, on either side."""
+    rank, value = dist.get_rank(), whole(7, 64, 64)
+    layout = Layout.replicated((64, 64), 4)
+    source, target = value.clone(), torch.zeros(64, 64)
+    done = Refit.prepare({"w": (source, layout)}, {"w": (target, layout)})
+    done.run()
+    done.verify()
+    for side, tensor in (("source", source), ("target", target)):
+        if rank == 2:
+            tensor[33, 31] += 1
+        refused(done.verify, ShardError, f"w of the {side}, part (0, 0): rank 0 and rank 2 differ")
+        tensor.copy_(value)
+    done.verify()
+    # Parts that nobody else has are no replicas.
+    rows = reshard.spec(reshard.DeviceMesh.of(x=4), "x, -").layout((8, 4))
+    Refit.prepare(
+        {"w": (whole(rank, 2, 4), rows), "n": torch.tensor(1.0)},
+        {"w": (torch.zeros(2, 4), rows), "n": torch.tensor(0.0)},
+    ).verify()
+
+
+def targets_that_overlap() -> None:
+    """Targets that share elements are refused; those that lie between one another are not."""
+    memory = torch.zeros(8, 8)
+    source = {"a": whole(1, 8, 4), "b": whole(2, 8, 4)}
+    refit(source, {"a": memory[:, :4], "b": memory[:, 4:]})
+    expect(torch.equal(memory[:, 4:], source["b"]), "columns of one matrix")
+    memory.zero_()
+    overlap = {"a": memory[:, :4], "b": memory[:, 3:7]}
+    words = "b and a of the target share some of their memory"
+    refused(lambda: refit(source, overlap), ShardError, words)
+    flat = torch.zeros(63)
+    overlap = {"a": flat[:32].view(8, 4), "b": flat[31:].view(8, 4)}
+    if dist.get_rank():
+        overlap = {name: torch.zeros(8, 4) for name in source}
+    refused(lambda: refit(source, overlap), ShardError, f"rank 0: {words}")
+    expect(not memory.any(), "something was written")
+
+
+def plans() -> None:
+    """Who sends what to whom, before anything runs; it is what runs."""
+    rows = reshard.spec(reshard.DeviceMesh.of(x=2), "x, -").layout((8, 4))
+    columns = reshard.spec(reshard.DeviceMesh.of(x=2), "-, x").layout((8, 4))
+    rank, value = dist.get_rank(), whole(4, 8, 4)
+    source = {"w": (value[4 * rank :][:4].clone() if rank < 2 else None, rows)}
+    target = {"w": (torch.zeros(8, 2) if rank > 1 else None, columns)}
+    for planning in ("local", "centralized"):
+        done = Refit.prepare(source, target, target_offset=2, planning=planning)
+        expected = {
+            (sender, 2 + half): ((4 * sender, 4 * sender + 4), (2 * half, 2 * half + 2))
+            for sender in range(2)
+            for half in range(2)
+        }
+        found = {(one.sender, one.receiver): one.slices for one in done.plan}
+        if planning == "centralized" and rank:
+            expected = {pair: box for pair, box in expected.items() if rank in pair}
+        expect(found == expected, f"{found}")
+        sent = sum(one.size_bytes for one in done.plan.sent_by(rank))
+        received = sum(one.size_bytes for one in done.plan.received_by(rank))
+        expect((sent, received) == (done.sent_bytes, done.received_bytes), f"{sent}, {received}")
+        if planning == "local":
+            expect("rank 0 -> 3: w[0:4, 2:4], float32, 32 B" in str(done.plan), str(done.plan))
+    # What stays is a move too; pieces of fused tensors are where they are in them.
+    fused = Fusion(("a", "b"), (4, 2), 2)
+    parts = {"a": whole(1, 8, 4), "b": whole(2, 4, 4)} if rank == 1 else None
+    qkv = {"ab": torch.zeros(12, 4)} if rank < 2 else None
+    done = Refit.prepare(parts, qkv, target_names={"ab": fused})
+    to_own = [one.slices[0] for one in done.plan if one.sender == one.receiver]
+    expect(sorted(to_own) == [(0, 4), (4, 6), (6, 10), (10, 12)], f"{to_own}")
+
+
+def lists_of_ranks() -> None:
+    """Megatron's groups as lists; one that this rank is not in is told."""
+    rank, value = dist.get_rank(), whole(9, 8, 4)
+    module = nn.Module()
+    module.weight = nn.Parameter(value[4 * (rank % 2) :][:4].clone())
+    module.weight.tensor_model_parallel = True
+    module.weight.partition_dim, module.weight.partition_stride = 0, 1
+    pair = [0, 1] if rank < 2 else [2, 3]
+    groups = {"tp": pair, "dp": [rank % 2, 2 + rank % 2], "pp": [rank]}
+    target = {"weight": torch.zeros(8, 4)}
+    refit(MegatronModel(module, groups=groups), target)
+    expect(torch.equal(target["weight"], value), "by lists of ranks")
+    wrong = MegatronModel(module, groups={**groups, "tp": [4, 5]})
+    words = "[4, 5]; give the torch process group that this rank is in, or a list of its ranks"
+    refused(lambda: refit(wrong, target), ShardError, words)
+
+
 def main() -> None:
-    run_cases([fully_sharded_and_tensor_parallel, tied_on_other_ranks, tied_by_recipe])
+    run_cases(
+        [
+            fully_sharded_and_tensor_parallel,
+            tied_on_other_ranks,
+            tied_by_recipe,
+            plain_parts,
+            replicas_that_drift,
+            targets_that_overlap,
+            plans,
+            lists_of_ranks,
+        ]
+    )
 
 
 if __name__ == "__main__":

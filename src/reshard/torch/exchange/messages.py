@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
+
+_Lists = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,25 +171,31 @@ class RankPieces:
         change, rows = tensor.change, tensor.received
         sources = cells_of(change.source, rank, tensor.source)
         targets = cells_of(change.target, rank, tensor.target)
+        # As lists at once: of small tensors, to take numbers out of columns is most of the work.
+        orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
+        into = rows.target_cell.tolist(), rows.target_start.tolist(), rows.shape.tolist()
+        out = rows.source_cell.tolist(), rows.source_start.tolist(), into[2]
         for row in order_transfers(rows):
-            order = int(rows.order[row])
+            order = orders[row]
             # The first contribution is copied into the target, later ones are combined with it.
             reduction = (change.source.reduction or "sum") if order else None
-            shape = rows.shape[row]
-            view = _view(targets, rows.target_cell[row], rows.target_start[row], shape)
-            if rows.stays[row]:
-                own = _view(sources, rows.source_cell[row], rows.source_start[row], shape)
-                self.local.setdefault(order, []).append(LocalCopy(view, own, reduction))
+            view = _view(targets, into, row)
+            if stays[row]:
+                copy = LocalCopy(view, _view(sources, out, row), reduction)
+                self.local.setdefault(order, []).append(copy)
             else:
-                at = (order, int(rows.source_slot[row]))
+                at = (order, senders[row])
                 travels = tensor.dtype or view.dtype
                 self.received.setdefault(at, []).append(Piece(view, travels, reduction))
         rows = tensor.sent
+        if not len(rows):
+            return
+        orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
+        out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
         for row in order_transfers(rows):
-            view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
-            at = (int(rows.order[row]), int(rows.target_slot[row]))
+            view = _view(sources, out, row)
             travels = tensor.dtype or view.dtype
-            self.sent.setdefault(at, []).append(Piece(view, travels))
+            self.sent.setdefault((orders[row], receivers[row]), []).append(Piece(view, travels))
 
 
 def list_messages(
@@ -313,10 +322,12 @@ def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
 
 
 def _view(
-    cells: dict[int, torch.Tensor], cell: Any, start: np.ndarray[Any, Any], shape: Any
+    cells: dict[int, torch.Tensor], columns: tuple[list[int], _Lists, _Lists], row: int
 ) -> torch.Tensor:
-    whole = cells[int(cell)]
+    """The box of a row in its cell: the columns are cells, where boxes begin, and shapes."""
+    number, start, shape = (column[row] for column in columns)
+    whole = cells[number]
     strides = whole.stride()
-    ahead = sum(a * b for a, b in zip(start.tolist(), strides, strict=True))
+    ahead = sum(map(operator.mul, start, strides))
     # One call, where `narrow` would be one for each dimension.
-    return whole.as_strided(shape.tolist(), strides, whole.storage_offset() + ahead)
+    return whole.as_strided(shape, strides, whole.storage_offset() + ahead)

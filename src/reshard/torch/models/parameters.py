@@ -32,10 +32,12 @@ from reshard.megatron.names import MegatronNames
 from reshard.megatron.rosters import LocalParameter
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
+from reshard.sharding import ShardingSpec
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern, tied_root
+from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Entry, Roster, Shape, shift_ranks
-from reshard.torch.sides import check_writable, local_of, place_sharding
+from reshard.torch.models.samples import sample_of
+from reshard.torch.sides import local_of, place_sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def list_tensors(
     offset: int | None = None,
     *,
     group: RankGroup,
+    takes_samples: bool = False,
 ) -> LocalTensors:
     """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
 
@@ -125,8 +128,9 @@ def list_tensors(
         offset: the group's number of the rank that layouts, or Megatron's ranks, call 0; None for
             the first of this process's job, or the one that the model says.
         group: of all ranks that take part.
+        takes_samples: whether to say some of what plain tensors have, so that others can compare.
     """
-    found = _Lister(naming, stacks, group)
+    found = _Lister(naming, stacks, group, takes_samples)
     names = model.names if isinstance(model, MegatronModel) else None
     try:
         if names is None or not isinstance(names.ranks, MegatronGrids):
@@ -172,12 +176,19 @@ def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
 
 class _Lister:
     def __init__(
-        self, naming: Naming | None, stacks: Mapping[str, str] | None, group: RankGroup
+        self,
+        naming: Naming | None,
+        stacks: Mapping[str, str] | None,
+        group: RankGroup,
+        takes_samples: bool,
     ) -> None:
+        self._takes_samples = takes_samples
         self._naming = naming
         self._stacks = stacks
         self._group = group
         self.first_rank = 0
+        self._described: dict[Any, tuple[ShardingSpec, Layout]] = {}
+        self._shifted: dict[Layout, Layout] = {}
         self.entries: list[Entry] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
@@ -190,7 +201,10 @@ class _Lister:
         own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
-            value, layout = value[0], shift_ranks(value[1], self.first_rank)
+            value, given = value
+            if given not in self._shifted:
+                self._shifted[given] = shift_ranks(given, self.first_rank)
+            layout = self._shifted[given]
         # This rank has no part of the tensor, and knows its layout.
         if value is None and layout is not None:
             self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
@@ -199,10 +213,15 @@ class _Lister:
             raise UsageError(
                 f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        spec = None
+        spec, sample = None, ""
+        if layout is None and getattr(value, "tensor_model_parallel", False):
+            self.problems.append(
+                f"{given_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
+                "not a whole one; give its module as MegatronModel(module, names or groups=...), "
+                "or it with its Layout"
+            )
         if layout is None and isinstance(value, DTensor):
-            spec = place_sharding(sharding_of(value), self._group)
-            layout = spec.layout(tuple(value.shape))
+            spec, layout = self._describe(value)
         local = self._local(name, value)
         if local is None:
             return
@@ -214,9 +233,19 @@ class _Lister:
         self._register(name, value, local if has_part else None)
         shape = tuple(local.shape) if has_part else None
         dtype = as_dtype(value.dtype).name
-        self.entries.append(
-            Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name, spec=spec)
-        )
+        if layout is None and self._takes_samples:
+            sample = sample_of(local)
+        own: dict[str, Any] = {"own_name": own_name, "spec": spec, "sample": sample}
+        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, **own))
+
+    def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
+        """How a DTensor is cut. Layers are cut alike, so this is worked out once for all."""
+        order = getattr(value._spec, "shard_order", None)
+        key = value.device_mesh, value.placements, value.shape, order
+        if key not in self._described:
+            spec = place_sharding(sharding_of(value), self._group)
+            self._described[key] = spec, spec.layout(tuple(value.shape))
+        return self._described[key]
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""
@@ -374,7 +403,7 @@ def _add_attributes(
 
 
 def _holds(layout: Layout, rank: int) -> bool:
-    return rank < layout.slots and bool(layout.cells_of(rank))
+    return rank in layout.local_shapes
 
 
 def position_of(layout: Layout, rank: int, number: int) -> int | None:
@@ -422,67 +451,3 @@ def member_layout(layout: Layout, number: int) -> Layout:
         layout.contributions,
         layout.reduction,
     )
-
-
-def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
-    """Note problems of a target's memory, and which of its names are of one tensor.
-
-    A target must not lie where a source is. Targets that are one tensor must be declared tied;
-    they are filled once. Others must not share memory.
-    """
-    problems: list[str] = []
-    alias_of: dict[str, str] = {}
-    at: dict[tuple[Any, ...], str] = {}
-    for name, local in after.locals.items():
-        try:
-            check_writable(local, None)
-        except ShardError as error:
-            problems.append(f"{name}: {error}")
-        # One tensor under two names is written once if these are tied, and refused otherwise.
-        key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
-        other = at.setdefault(key, name) if local.numel() else name
-        if other != name and tied_root(name, ties) == tied_root(other, ties):
-            alias_of[name] = other
-        elif other != name:
-            problems.append(
-                f"{name}: one tensor with {other} in the target; if it is to be, declare "
-                f"ties={{{name!r}: {other!r}}}"
-            )
-    shared = _find_shared(before.locals, after.locals)
-    if shared:
-        problems.append(f"{shared} share memory; a target must not lie where a source is")
-    after.roster = replace(
-        after.roster,
-        entries=tuple(
-            replace(entry, alias_of=alias_of.get(entry.name, ""))
-            if entry.name in alias_of
-            else entry
-            for entry in after.roster.entries
-        ),
-        problems=(*after.roster.problems, *problems),
-    )
-
-
-def _find_shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
-    """The first source and target that share memory; empty where none do."""
-    # A sweep by address: for each side, how far what began so far reaches.
-    spans = sorted(
-        (str(tensor.device), *_find_addresses(tensor), number, name)
-        for number, side in enumerate((sources, targets))
-        for name, tensor in side.items()
-        if tensor.numel()
-    )
-    reach: list[tuple[str, int, str]] = [("", 0, "")] * 2
-    for device, begin, end, number, name in spans:
-        where, furthest, holder = reach[1 - number]
-        if where == device and begin < furthest:
-            return f"{name} and {holder}"
-        if reach[number][:2] < (device, end):
-            reach[number] = (device, end, name)
-    return ""
-
-
-def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    steps = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (1 + steps) * tensor.element_size()

@@ -7,7 +7,7 @@ tensor once, and means it by its number::
     {"reshard": "roster", "version": 1, "tables": ..., "layouts": ...,
      "first_rank": 0, "problems": [], "unmatched": [], "megatron": [names of its ranks],
      "names":   ["layers.0.up", "layers.1.up", ...],     common names
-     "others":  [[number, own name, local name], ...],   where a tensor has others
+     "others":  [[number, own name, local name, sample], ...],   where a tensor has any
      "kinds":   [{"dtype", "shape", "layout", ...}],
      "kind_of": [column of kinds]}
 """
@@ -51,8 +51,8 @@ def write_roster(roster: Roster) -> str:
     kinds: dict[Any, int] = {}
     kind_of, others = [], []
     for number, entry in enumerate(roster.entries):
-        if (entry.own_name, entry.local_name) != ("", ""):
-            others.append([number, entry.own_name, entry.local_name])
+        if (entry.own_name, entry.local_name, entry.sample) != ("", "", ""):
+            others.append([number, entry.own_name, entry.local_name, entry.sample])
         kind_of.append(kinds.setdefault(_kind_of(entry), len(kinds)))
     content = {
         "first_rank": roster.first_rank,
@@ -121,17 +121,17 @@ def read_roster(text: str) -> Roster:
     kind_of = unpacked(field("kind_of", list), "kind_of").tolist()
     if len(kind_of) != len(names):
         raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names)} tensors")
-    others: dict[int, tuple[str, str]] = {}
+    others: dict[int, tuple[str, ...]] = {}
     for value in field("others", list):
-        if not isinstance(value, list) or len(value) != 3:
-            raise NotationError(f"others: {value!r} is not a number and two names")
-        own_name, local_name = read_texts(value[1:], "others")
-        others[whole_number(value[0], "others", 0)] = own_name, local_name
+        if not isinstance(value, list) or len(value) != 4:
+            raise NotationError(f"others: {value!r} is not a number, two names and a sample")
+        others[whole_number(value[0], "others", 0)] = tuple(read_texts(value[1:], "others"))
     entries = []
     for number, (name, kind) in enumerate(zip(names, kind_of, strict=True)):
-        own_name, local_name = others.get(number, ("", ""))
+        own_name, local_name, sample = others.get(number, ("", "", ""))
         says = reader.chosen(kinds, kind, "kind_of")
-        entries.append(Entry(name, own_name=own_name, local_name=local_name, **says))
+        says = {**says, "own_name": own_name, "local_name": local_name, "sample": sample}
+        entries.append(Entry(name, **says))
     megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
     return Roster(
         tuple(entries),

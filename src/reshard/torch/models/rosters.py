@@ -49,6 +49,7 @@ class Entry:
             whole model.
         spec: the sharding that the layout is of, where the rank knows it.
         alias_of: the name of another tensor, tied to this one, whose memory it is on this rank.
+        sample: of the elements of a plain tensor, where ranks are to compare them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Entry:
     own_name: str = ""
     spec: ShardingSpec | None = None
     alias_of: str = ""
+    sample: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +313,18 @@ def _assemble_tensor(
         problems.append(f"{name}: no rank of the {side} has it")
         return None
     (shape,) = shapes
+    samples: dict[str, int] = {}
+    for rank, entry in by_rank.items():
+        if entry.shape is not None:
+            samples.setdefault(entry.sample, rank)
+    if len(samples) > 1:
+        one, other, *_ = sorted(samples.values())
+        problems.append(
+            f"{name}: a plain tensor of the {side} is whole on every rank, but ranks {one} and "
+            f"{other} have different values; if they are parts, give it with its Layout, or its "
+            "module as MegatronModel; if either will do, say check_replicas=False"
+        )
+        return None
     holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
     return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1))
 
@@ -330,8 +344,7 @@ def _without_aliases(by_rank: Mapping[int, Entry]) -> Mapping[int, Entry]:
 def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:
     """Ranks whose local shapes are not those of the layout, together where they say the same."""
     found: dict[str, list[int]] = {}
-    for rank in layout.holders:
-        expected = layout.local_shape(rank)
+    for rank, expected in layout.local_shapes.items():
         entry = by_rank.get(rank)
         if entry is None or entry.shape is None:
             what = "no part of the {side}, which its layout says it holds"

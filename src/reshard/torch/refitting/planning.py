@@ -200,7 +200,7 @@ def _needs_memory(match: Match, chosen: TensorMethod) -> bool:
 
 
 def _holds(layout: Layout, rank: int) -> bool:
-    return rank < layout.slots and bool(layout.cells_of(rank))
+    return rank in layout.local_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +298,8 @@ def plan_part(
     after: Roster,
     planning: Planning,
     group: RankGroup,
-) -> tuple[RefitPart, PlanningReport]:
-    """This rank's part, and what finding it took."""
+) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
+    """This rank's part, what finding it took, and the whole plan where this rank has it."""
     begun_s, had_bytes = time.perf_counter(), _peak_memory_bytes()
     ranks = group.ranks
     is_central = planning == "centralized"
@@ -309,9 +309,11 @@ def plan_part(
     scattered_bytes = 0
     part: RefitPart | ReshardError
     parts: Any = None
+    whole: RefitPlan | None = None
     # 2. Plan: for all ranks, or each rank its own part.
     if is_first or not is_central:
         found = plan_or_error(matching, gathered.values)
+        whole = found if isinstance(found, RefitPlan) else None
         if not is_central:
             part = found if isinstance(found, ReshardError) else found.part(group.rank)
         elif isinstance(found, ReshardError):
@@ -340,7 +342,7 @@ def plan_part(
         made["target"],
         *_report_methods(part),
     )
-    return part, report
+    return part, report, whole
 
 
 def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:

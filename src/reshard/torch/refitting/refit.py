@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -28,19 +29,23 @@ from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
+from reshard.torch.models.memory import check_memory
 from reshard.torch.models.naming import Naming, tied_root
-from reshard.torch.models.parameters import LocalTensors, Model, check_memory, list_tensors
+from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import CastOption, Match
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
+from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.planning import (
     Planning,
     PlanningReport,
     RefitPart,
+    RefitPlan,
     RefitPlanner,
     plan_part,
 )
+from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 
@@ -64,6 +69,7 @@ class RefitOptions(TypedDict, total=False):
     method: RefitMethod
     topology: Topology | None
     extra_bytes: int
+    check_replicas: bool
     group: dist.ProcessGroup | None
 
 
@@ -106,6 +112,7 @@ class Refit:
         method: RefitMethod = "auto",
         topology: Topology | None = None,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
+        check_replicas: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
         """Compare both models, plan, and prepare what every run needs. Nothing is written yet.
@@ -140,6 +147,8 @@ class Refit:
                 contributions that become replicas, where they move less.
             topology: the hosts of the ranks and the links between them; the same on all ranks.
             extra_bytes: the most memory beyond both models, on each rank.
+            check_replicas: whether plain tensors of the source, which count as whole on every rank
+                that has them, are compared by a sample of each.
             group: of all ranks that have a part of either; all ranks when None. It may be a group
                 of several jobs: its ranks are then called by their places in it.
 
@@ -170,6 +179,7 @@ class Refit:
                 method=method,
                 topology=topology,
                 extra_bytes=extra_bytes,
+                check_replicas=check_replicas,
             )
 
     @classmethod
@@ -193,6 +203,7 @@ class Refit:
         method: RefitMethod,
         topology: Topology | None,
         extra_bytes: int,
+        check_replicas: bool,
     ) -> Refit:
         options = {
             "planning": planning,
@@ -204,10 +215,11 @@ class Refit:
             "num_experts": num_experts,
             "cast": _sort_table(cast),
             "strict": strict,
+            "check_replicas": check_replicas,
             "transforms": transforms,
         }
         # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
-        problem = _find_problem(ties or {}, transforms or {}, extra_bytes)
+        problem = _find_problem(ties or {}, transforms or {}, extra_bytes, check_replicas)
         problem = problem or _find_problem_of_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
@@ -219,18 +231,25 @@ class Refit:
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
         source, target = given.named(notes, group)
-        before = list_tensors(source, source_names, stacks, source_offset, group=group)
+        before = list_tensors(
+            source,
+            source_names,
+            stacks,
+            source_offset,
+            group=group,
+            takes_samples=check_replicas is True,
+        )
         after = list_tensors(target, target_names, stacks, target_offset, group=group)
         check_memory(before, after, ties or {})
         methods = RefitMethods(method, topology)
         matching = RefitPlanner(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
-        part, report = plan_part(matching, before.roster, after.roster, planning, group)
+        part, report, whole = plan_part(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report, digest)
+        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report, digest, whole)
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": digest}, problem), group)
         if batches is None:
@@ -308,6 +327,36 @@ class Refit:
                 return f"{name} of the source is partly new and partly old after a run that failed"
         return None
 
+    @cached_property
+    def plan(self) -> RefitMoves:
+        """Who sends which slice of which tensor to whom. Nothing has to run before.
+
+        Of all ranks; with centralized planning, on others than the first, what concerns this one.
+        """
+        prepared = self._prepared
+        if prepared.whole is None:
+            return RefitMoves(tuple(list_moves(prepared.part.items)))
+        ranks = self._group.ranks
+        parts = zip(ranks, prepared.whole.parts(ranks), strict=True)
+        return RefitMoves(
+            tuple(move for rank, part in parts for move in list_moves(part.items, rank))
+        )
+
+    def verify(self) -> None:
+        """Compare what several ranks have alike, of both models. All ranks of the group call this.
+
+        Every replica is read once; digests of them travel.
+
+        Raises:
+            ShardError: on every rank, tensors whose replicas differ, and the ranks that have them.
+            RunError: a rank that does not answer.
+        """
+        prepared = self._prepared
+        with self._group.turn():
+            agree(Intent({"refit": prepared.digest, "verify": b""}), self._group)
+            locals_of = prepared.before.locals, prepared.after.locals
+            compare_replicas(prepared.part.items, *locals_of, self._group)
+
     def renew(self, group: dist.ProcessGroup | None) -> None:
         """Prepare messages anew over a group of the same ranks, after a run that failed.
 
@@ -324,8 +373,12 @@ class Refit:
             self.is_usable = True
 
 
-def _find_problem(ties: object, transforms: object, extra_bytes: object) -> str | None:
+def _find_problem(
+    ties: object, transforms: object, extra_bytes: object, check_replicas: object
+) -> str | None:
     """Why options of this rank cannot be used; None where they can."""
+    if not isinstance(check_replicas, bool):
+        return f"check_replicas={check_replicas!r}; it is True or False"
     if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
         return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
     for name, transform in transforms.items():
@@ -378,6 +431,7 @@ class _PreparedRefit:
     extra_bytes: int
     report: PlanningReport
     digest: bytes
+    whole: RefitPlan | None
 
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""
