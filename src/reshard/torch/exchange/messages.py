@@ -325,9 +325,9 @@ def _view(
     cells: dict[int, torch.Tensor], columns: tuple[list[int], _Lists, _Lists], row: int
 ) -> torch.Tensor:
     """The box of a row in its cell: the columns are cells, where boxes begin, and shapes."""
-    number, start, shape = (column[row] for column in columns)
-    whole = cells[number]
+    numbers, starts, shapes = columns
+    whole = cells[numbers[row]]
     strides = whole.stride()
-    ahead = sum(map(operator.mul, start, strides))
+    ahead = sum(map(operator.mul, starts[row], strides))
     # One call, where `narrow` would be one for each dimension.
-    return whole.as_strided(shape, strides, whole.storage_offset() + ahead)
+    return whole.as_strided(shapes[row], strides, whole.storage_offset() + ahead)
