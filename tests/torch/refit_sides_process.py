@@ -157,19 +157,23 @@ def replicas_that_drift() -> None:
     source, target = value.clone(), torch.zeros(64, 64)
     done = Refit.prepare({"w": (source, layout)}, {"w": (target, layout)})
     done.run()
-    done.verify()
+    done.compare_replicas()
     for side, tensor in (("source", source), ("target", target)):
         if rank == 2:
             tensor[33, 31] += 1
-        refused(done.verify, ShardError, f"w of the {side}, part (0, 0): rank 0 and rank 2 differ")
+        refused(
+            done.compare_replicas,
+            ShardError,
+            f"w of the {side}, part (0, 0): rank 0 and rank 2 differ",
+        )
         tensor.copy_(value)
-    done.verify()
+    done.compare_replicas()
     # Parts that nobody else has are no replicas.
     rows = reshard.spec(reshard.DeviceMesh.of(x=4), "x, -").layout((8, 4))
     Refit.prepare(
         {"w": (whole(rank, 2, 4), rows), "n": torch.tensor(1.0)},
         {"w": (torch.zeros(2, 4), rows), "n": torch.tensor(0.0)},
-    ).verify()
+    ).compare_replicas()
 
 
 def targets_that_overlap() -> None:

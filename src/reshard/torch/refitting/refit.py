@@ -342,7 +342,7 @@ class Refit:
             tuple(move for rank, part in parts for move in list_moves(part.items, rank))
         )
 
-    def verify(self) -> None:
+    def compare_replicas(self) -> None:
         """Compare what several ranks have alike, of both models. All ranks of the group call this.
 
         Every replica is read once; digests of them travel.
@@ -353,7 +353,7 @@ class Refit:
         """
         prepared = self._prepared
         with self._group.turn():
-            agree(Intent({"refit": prepared.digest, "verify": b""}), self._group)
+            agree(Intent({"refit": prepared.digest, "replicas": b""}), self._group)
             locals_of = prepared.before.locals, prepared.after.locals
             compare_replicas(prepared.part.items, *locals_of, self._group)
 
