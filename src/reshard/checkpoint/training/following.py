@@ -14,7 +14,8 @@ A rule says how a weight is cut. What an optimizer keeps of it follows, whatever
    8-bit blocks, every rank that has some of the parameter has all, and a note says so.
 3. A rule by hand that matches the name of the state, and comes before those that match the weight,
    decides.
-4. What belongs to no parameter is whole on every rank, unless a rule by hand is for it.
+4. Copies of weights under another prefix, such as moving averages, are cut as these.
+5. What belongs to no parameter is whole on every rank, unless a rule by hand is for it.
 """
 
 from __future__ import annotations
@@ -90,8 +91,11 @@ class StateFollowers:
         for parameter, tensors in state.optimizer.items():
             self._add(parameter, tensors)
         for name in (*state.others, *(name for name, _ in state.unplaced)):
+            copied = self._find_copied(name)
             if any(rule.matches(name) for rule in by_hand):
                 self.leaders[name] = shapes[name]
+            elif copied is not None:
+                self._followers[name] = _Follower(copied, tuple(range(len(shapes[name]))))
             else:
                 self._whole.append(name)
         self._notes += _describe(shapes, state, self._apart)
@@ -115,6 +119,13 @@ class StateFollowers:
                 self._apart.append(name)
                 dims = (None,) * len(self.shapes[name])
             self._followers[name] = _Follower(leader, dims)
+
+    def _find_copied(self, name: str) -> str | None:
+        """The weight whose name and shape a tensor has, behind another prefix (`ema.NAME`)."""
+        words, shape = bare_name(name).split("."), self.shapes[name]
+        behind = (".".join(words[at:]) for at in range(1, len(words)))
+        weights = (self._state.weights[one] for one in behind if one in self._state.weights)
+        return next((one for one in weights if shape and self.shapes[one] == shape), None)
 
     def _is_decided_by_hand(self, name: str, of_weight: Sequence[str]) -> bool:
         """Whether a rule by hand is for the state before one is for the weight."""

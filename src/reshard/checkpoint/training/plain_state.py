@@ -26,6 +26,16 @@ from reshard.errors import CheckpointError, FormatError
 
 LARGEST_ITEM_BYTES = 16 * 1024 * 1024
 PARAMETERS = "params"
+#: Hyper-parameters of Optax, by PyTorch's names; both betas are one.
+INJECTED = {
+    "learning_rate": "lr",
+    "b1": "beta1",
+    "b2": "beta2",
+    "eps": "eps",
+    "weight_decay": "weight_decay",
+    "momentum": "momentum",
+    "rho": "rho",
+}
 
 
 def decode_items(

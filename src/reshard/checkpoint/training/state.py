@@ -57,6 +57,10 @@ _CONTAINER = re.compile(r"(?:opt|optim|optimizer)s?(?:_?states?|_state_dict)?(?:
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
+# What models stand under, among what else is saved.
+_MODEL_PREFIXES = (
+    *("model.", "params.", "state_dict.", "model_state_dict.", "module.", "network.", "net."),
+)
 _WRAPPER = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPERS))})\.")
 # What else programs save on the top level of a state.
 _ELSEWHERE = re.compile(
@@ -301,6 +305,8 @@ class _StateBuilder:
                 if own == bare or not own.endswith(f".{bare}"):
                     continue
                 prefix = own[: -len(bare)]
+                if _is_optimizer_word(prefix.partition(".")[0]):
+                    continue
                 # Wrappers in the name stand in the prefix or behind it.
                 candidates += [p for p in (_widen(name, prefix),) if p not in candidates]
         if len(candidates) == 1 and not guesses:
@@ -308,7 +314,11 @@ class _StateBuilder:
             found = candidates[-1]
         else:
             wanted = {bare_name(guess) for guess in guesses}
-            found = max(candidates, key=lambda p: len(wanted & self._names_under(p).keys()))
+            # Copies of the weights, such as moving averages, stand under other words.
+            found = max(
+                candidates,
+                key=lambda p: (len(wanted & self._names_under(p).keys()), p in _MODEL_PREFIXES),
+            )
             if not wanted & self._names_under(found).keys():
                 # An optimizer alone: nothing outside is a weight of it.
                 return {}
@@ -383,7 +393,7 @@ def _widen(name: str, prefix: str) -> str:
 
 def _common_prefix(names: Sequence[str]) -> list[str]:
     """The first word of most names with a dot behind it, where it is one for models."""
-    for word in ("model.", "state_dict.", "model_state_dict.", "module.", "network.", "net."):
+    for word in _MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
             name.startswith(word) or is_beside_model(name) or "." not in name for name in names
         ):

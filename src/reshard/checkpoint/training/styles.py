@@ -18,7 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reshard.checkpoint.formats.torch_files.optimizer_groups import OPTIMIZER_KEYS
 from reshard.errors import UsageError
+
+# What states of Optax are placed for (`reshard.checkpoint.formats.orbax.optax_states`).
+_OPTAX_KEYS = frozenset(
+    {"exp_avg", "exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "sum", "momentum_buffer"}
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,14 @@ class TrainingStyle:
 
     Attributes:
         name: on the command line.
+        program: whose optimizers go on.
         weights: what stands before the names of weights.
         optimizer: what stands before optimizer state.
         has_masters: whether 32-bit weights are kept beside those that the model computes with.
         step_type: of the number of steps that each parameter has.
+        has_one_step: whether parameters have one number of steps together.
+        step_keys: what is kept of parameters that have a number of steps; None for anything.
+        keys: what its optimizers keep of a parameter; None where they are not known.
         has_group_steps: whether groups have the number of steps, beside what parameters have.
         groups: the name of the list of groups; None where hyper-parameters are not saved.
         are_groups_apart: whether each hyper-parameter is a value by itself.
@@ -39,10 +49,14 @@ class TrainingStyle:
     """
 
     name: str
+    program: str
     weights: str
     optimizer: str
     has_masters: bool = True
     step_type: str = "float32"
+    has_one_step: bool = False
+    step_keys: frozenset[str] | None = None
+    keys: frozenset[str] | None = None
     has_group_steps: bool = False
     groups: str | None = None
     are_groups_apart: bool = False
@@ -89,23 +103,30 @@ STYLES = {
     for style in (
         TrainingStyle(
             "fsdp2",
+            "PyTorch",
             "model.",
             "optim.state.",
             has_masters=False,
+            keys=OPTIMIZER_KEYS,
             groups="optim.param_groups",
             are_groups_apart=True,
         ),
         TrainingStyle(
             "torch",
+            "PyTorch",
             "model.",
             "optimizer.state.",
             has_masters=False,
+            keys=OPTIMIZER_KEYS,
             groups="optimizer.param_groups",
             are_numbered=True,
         ),
-        TrainingStyle("reshard", "", "optimizer.state.", groups="optimizer.param_groups"),
+        TrainingStyle(
+            "reshard", "DeepSpeed", "", "optimizer.state.", groups="optimizer.param_groups"
+        ),
         TrainingStyle(
             "megatron",
+            "Megatron-core",
             "",
             "optimizer.state.",
             has_group_steps=True,
@@ -113,10 +134,14 @@ STYLES = {
         ),
         TrainingStyle(
             "optax",
+            "Optax",
             "params.",
             "optimizer.state.",
             has_masters=False,
             step_type="int32",
+            has_one_step=True,
+            step_keys=frozenset({"exp_avg"}),
+            keys=_OPTAX_KEYS,
             are_names_nested=True,
         ),
     )

@@ -28,6 +28,7 @@ from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.torch_files.optimizer_groups import complete_group
 from reshard.checkpoint.training.plain_state import (
+    INJECTED,
     PARAMETERS,
     decode_items,
     find_groups,
@@ -36,7 +37,7 @@ from reshard.checkpoint.training.plain_state import (
 from reshard.checkpoint.training.state import MASTER, STEP, TrainingState, find_training_state
 from reshard.checkpoint.training.styles import TrainingStyle
 from reshard.dtypes import DType, dtype
-from reshard.elements.casting import is_castable
+from reshard.elements.casting import as_float32, is_castable
 from reshard.errors import FormatError, UsageError
 from reshard.layout import Layout
 from reshard.text.quantities import count_text
@@ -84,6 +85,8 @@ class _Translation:
         self.notes: list[str] = []
         self.sources: Counter[str] = Counter()
         self.numbers: dict[str, str] = {}
+        # Tensors that are hyper-parameters, and become those of groups.
+        self.injected: set[str] = set()
         self.files = open_sources(old)
 
     def make(self, has_items: bool, keeps_items: bool) -> ChangedElements:
@@ -94,14 +97,16 @@ class _Translation:
 
     def _make(self, has_items: bool, keeps_items: bool) -> ChangedElements:
         items = self._read_values(has_items, keeps_items)
-        groups = self._complete_groups(find_groups(self.values, self.state))
+        groups = find_groups(self.values, self.state) or self._read_injected()
+        groups = self._complete_groups(groups)
         self.numbers = self._number_parameters(groups)
         for name in names_of_groups([*self.values], self.state):
             del self.values[name]
         self._add_weights()
         self._add_state()
         self._add_steps(groups)
-        for name in (*self.state.others, *(name for name, _ in self.state.unplaced)):
+        others = [name for name in self.state.others if name not in self.injected]
+        for name in (*others, *(name for name, _ in self.state.unplaced)):
             self._add(name, self.old.tensors[name], self.old.paths.get(name))
         self._add_groups(groups)
         for why in dict.fromkeys(why for _, why in self.state.unplaced):
@@ -144,9 +149,8 @@ class _Translation:
         """The groups, with all that PyTorch's optimizers want where the target is theirs."""
         if not self.style.is_pytorch:
             return groups
-        found = [complete_group(group, self.state.keys) for group in groups]
-        if found:
-            return found
+        if groups:
+            return [complete_group(group, self._keys_of(group)) for group in groups]
         made = complete_group({}, self.state.keys)
         hyper = ", ".join(f"{k} {made[k]}" for k in ("lr", "betas", "eps", "momentum") if k in made)
         self.notes.append(
@@ -154,6 +158,36 @@ class _Translation:
             f"defaults ({hyper}), which the program that goes on has to set"
         )
         return [{**made, PARAMETERS: [*self.state.optimizer]}]
+
+    def _keys_of(self, group: Mapping[str, Any]) -> Iterable[str]:
+        """What is kept of the parameters of a group; of all where it does not name them."""
+        state = self.state.optimizer
+        named = [n for n in group.get(PARAMETERS) or () if isinstance(n, str) and n in state]
+        return {key for name in named for key in state[name]} or self.state.keys
+
+    def _read_injected(self) -> list[dict[str, Any]]:
+        """Hyper-parameters that Optax keeps as tensors (`inject_hyperparams`), as groups."""
+        if self.style.groups is None:
+            return []
+        found: dict[tuple[str | int, ...], dict[str, Any]] = {}
+        for name in self.state.others:
+            path = self.old.paths.get(name, ())
+            key = INJECTED.get(str(path[-1])) if path[-2:-1] == ("hyperparams",) else None
+            if key is not None and not self.old.tensors[name].shape:
+                found.setdefault(path[:-2], {})[key] = self._read_scalar(self.old.tensors[name])
+                self.injected.add(name)
+        groups = []
+        for place, hyper in found.items():
+            of_place = [
+                parameter
+                for parameter, kept in self.state.optimizer.items()
+                if any(self.old.paths.get(n, ())[: len(place)] == place for n in kept.values())
+            ]
+            betas = [hyper.pop(key, None) for key in ("beta1", "beta2")]
+            if None not in betas:
+                hyper["betas"] = tuple(betas)
+            groups.append({**hyper, PARAMETERS: of_place})
+        return groups
 
     def _number_parameters(self, groups: list[dict[str, Any]]) -> dict[str, str]:
         """What parameters are called in optimizer state, where that is not their name."""
@@ -236,6 +270,17 @@ class _Translation:
 
     def _add_state(self) -> None:
         """What the optimizer keeps of each parameter, but for masters and steps."""
+        keys = self.style.keys
+        foreign = [
+            key
+            for key in self.state.keys
+            if keys is not None and key not in keys and key not in (MASTER, STEP)
+        ]
+        if foreign:
+            self.notes.append(
+                f"no optimizer of {self.style.program} keeps {', '.join(foreign)}: "
+                "tensors of it have its name in the target, where nothing asks for them"
+            )
         for bare, kept in self.state.optimizer.items():
             for key, called in kept.items():
                 if key in (MASTER, STEP):
@@ -249,7 +294,11 @@ class _Translation:
         stored = {p: kept[STEP] for p, kept in self.state.optimizer.items() if STEP in kept}
         numbers = self._find_numbers(groups)
         missing, kind = [], dtype(self.style.step_type)
-        for bare in self.state.optimizer:
+        counted = self._list_counted()
+        if self.style.has_one_step and counted:
+            numbers = self._find_one_number(counted, stored, numbers)
+            stored = {}
+        for bare in counted:
             known = self.numbers.get(bare, bare)
             name, path = self.style.state_name(known, STEP), self.style.state_path(known, STEP)
             tensor = self.old.tensors[stored[bare]] if bare in stored else None
@@ -270,6 +319,39 @@ class _Translation:
         if self.style.has_group_steps:
             for group in groups:
                 self._add_group_step(group, stored, numbers)
+
+    def _list_counted(self) -> list[str]:
+        """The parameters that have a number of steps in the target."""
+        keys = self.style.step_keys
+        state = self.state.optimizer
+        found = [bare for bare, kept in state.items() if keys is None or keys & kept.keys()]
+        left = [bare for bare in state if STEP in state[bare]] if not found else []
+        if left:
+            self.notes.append(
+                f"not in the target: the number of steps of {count_text(len(left), 'parameter')} "
+                f"(first: {left[0]}), since {self.style.program} counts none for such state"
+            )
+        return found
+
+    def _find_one_number(
+        self, counted: Sequence[str], stored: Mapping[str, str], numbers: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The number of steps of all parameters: that which most of them have."""
+        counts: Counter[float] = Counter()
+        for bare in counted:
+            if bare in stored:
+                counts[self._read_number(self.old.tensors[stored[bare]])] += 1
+            elif bare in numbers:
+                counts[numbers[bare]] += 1
+        if not counts:
+            return {}
+        ((number, times), *others) = counts.most_common()
+        if others:
+            self.notes.append(
+                f"parameters have {len(counts)} numbers of steps, and the target one for all: "
+                f"{number:g}, which {times} of them have"
+            )
+        return dict.fromkeys(counted, number)
 
     def _add_group_step(
         self, group: dict[str, Any], stored: Mapping[str, str], numbers: Mapping[str, float]
@@ -308,14 +390,23 @@ class _Translation:
             found = {**dict.fromkeys(self.state.optimizer, known.pop()), **found}
         return found
 
-    def _read_number(self, tensor: StoredTensor) -> float:
+    def _read_scalar(self, tensor: StoredTensor) -> float | None:
+        """The first element; None where there is none."""
         reader = BlockReader(tensor, self.files)
         workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
         try:
             content = bytes(reader.read(0, workspace))
         finally:
             workspace.close()
-        number = float(np.frombuffer(content, dtype=tensor.dtype.numpy)[0]) if content else -1.0
+        if not content:
+            return None
+        if tensor.dtype.name == "bfloat16":
+            return float(as_float32(np.frombuffer(content, np.uint16)[:1], tensor.dtype)[0])
+        return float(np.frombuffer(content, tensor.dtype.numpy)[0])
+
+    def _read_number(self, tensor: StoredTensor) -> float:
+        found = self._read_scalar(tensor)
+        number = -1.0 if found is None else found
         if not 0 <= number < MOST_STEPS:
             raise FormatError(
                 f"{tensor.name!r} in {self.old.folder} should be a number of steps, and is "

@@ -79,11 +79,100 @@ def test_momentum_and_what_only_looks_like_it() -> None:
 
 
 def test_two_optimizers_of_one_parameter() -> None:
-    paths = [("params", "w")]
-    paths += [(opt, node, "w") for opt in ("one", "two") for node in ("mu", "nu")]  # type: ignore[misc]
-    names = [name for found in name_states(paths).values() for name in found]
-    assert len(names) == len(set(names)) == 5
-    assert "two.mu.w" in names
+    nodes = [("mu", "w"), ("nu", "w"), ("count",)]
+    paths = [("params", "w"), *((opt, *node) for opt in ("one", "two") for node in nodes)]
+    found = name_states(paths)
+    names = [name for one in found.values() for name in one]
+    assert len(names) == len(set(names)) == 7
+    assert found["one", "mu", "w"] == ("optimizer.state.w.exp_avg",)
+    assert found["two", "mu", "w"] == ("optimizer.state.w.exp_avg_2",)
+    # A parameter has one number of steps.
+    assert found["two", "count"] == ("two.count",)
+
+
+def keys_of(*paths: tuple[str | int, ...]) -> dict[str, str]:
+    """The key of what each node of states keeps of the weight `a.w`, by the node's path."""
+    weight = ("params", "a", "w")
+    found = name_states([weight, *paths])
+    assert found.pop(weight) == ("params.a.w",)
+    prefix = "optimizer.state.a.w."
+    return {
+        ".".join(map(str, path)).removesuffix(".a.w"): name.removeprefix(prefix)
+        for path, (name,) in found.items()
+        if name.startswith(prefix)
+    }
+
+
+def test_states_of_other_optimizers() -> None:
+    leaf = ("a", "w")
+    count = ("opt_state", 0, "count")
+
+    def keys(*nodes: str, counted: bool = False) -> dict[str, str]:
+        found = keys_of(*(("opt_state", 0, n, *leaf) for n in nodes), *([count] if counted else ()))
+        return {name.rpartition(".")[2]: key for name, key in found.items()}
+
+    assert keys("mu", counted=True) == {"mu": "exp_avg", "count": "step"}
+    assert keys("nu") == {"nu": "square_avg"}
+    assert keys("mu", "nu") == {"mu": "grad_avg", "nu": "square_avg"}
+    assert keys("sum_of_squares") == {"sum_of_squares": "sum"}
+    assert keys("e_g", "e_x") == {"e_g": "square_avg", "e_x": "acc_delta"}
+    factored = ("v_row", "v_col", "v")
+    assert keys(*factored) == {node: node for node in factored}
+    # The largest of corrected moments is not what PyTorch calls `max_exp_avg_sq`.
+    assert keys("mu", "nu", "nu_max", counted=True)["nu_max"] == "nu_max"
+
+
+def test_muon_is_told_by_its_coefficients() -> None:
+    state = ("opt_state", "inner_states", "muon", "inner_state", 0)
+    found = keys_of((*state, "mu", "a", "w"), (*state, "ns_coeffs"))
+    assert found == {"opt_state.inner_states.muon.inner_state.0.mu": "momentum_buffer"}
+
+
+def test_trees_like_that_of_the_parameters_are_state() -> None:
+    """Gradients that are summed up, averages: none of them is taken for the weights."""
+    found = keys_of(
+        ("opt_state", "acc_grads", "a", "w"),
+        ("opt_state", "inner_opt_state", 0, "mu", "a", "w"),
+        ("opt_state", "inner_opt_state", 0, "nu", "a", "w"),
+        ("opt_state", "inner_opt_state", 0, "count"),
+        ("opt_state", 1, "ema", "a", "w"),
+        ("opt_state", "hyperparams", "learning_rate"),
+        ("opt_state", "mini_step"),
+    )
+    assert [*found.values()] == ["acc_grads", "exp_avg", "exp_avg_sq", "step", "ema"]
+
+
+def test_variables_of_flax() -> None:
+    """Each has its value one level further down; weights stand under `model`."""
+    leaf = ("up", "kernel", "value")
+    state = ("optimizer", "opt_state", "0")
+    paths = [("model", *leaf), *((*state, node, *leaf) for node in ("mu", "nu"))]
+    found = name_states([*paths, (*state, "count", "value"), ("optimizer", "step", "value")])
+    assert found[paths[1]] == ("optimizer.state.up.kernel.value.exp_avg",)
+    assert found[*state, "count", "value"] == ("optimizer.state.up.kernel.value.step",)
+    assert found["optimizer", "step", "value"] == ("optimizer.step.value",)
+
+
+def test_other_optimizers_of_other_programs_are_placed() -> None:
+    def place(*keys: str) -> tuple[dict[str, tuple[str | int, ...]], list[int]]:
+        names = ["w", *(f"optimizer.state.w.{key}" for key in keys)]
+        found, empty = place_states(names, {})
+        assert found.pop("w") == ("params", "w")
+        by_key = {name.rpartition(".")[2]: path for name, path in found.items()}
+        return by_key, [number for _, number in empty]
+
+    def at(number: int, node: str) -> tuple[str | int, ...]:
+        return ("opt_state", number, node, "w")
+
+    assert place("exp_avg") == ({"exp_avg": at(0, "mu")}, [1, 2])
+    assert place("momentum_buffer") == ({"momentum_buffer": at(0, "trace")}, [1])
+    assert place("sum") == ({"sum": at(0, "sum_of_squares")}, [1])
+    assert place("square_avg") == ({"square_avg": at(0, "nu")}, [1, 2])
+    both = {"square_avg": at(1, "e_g"), "acc_delta": at(1, "e_x")}
+    assert place("square_avg", "acc_delta") == (both, [0, 2])
+    # What Optax has not stands beside.
+    found, _ = place("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert found["max_exp_avg_sq"] == ("optimizer", "state", "w", "max_exp_avg_sq")
 
 
 def test_what_has_a_place_keeps_it() -> None:

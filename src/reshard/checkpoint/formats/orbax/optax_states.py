@@ -1,30 +1,77 @@
 """Optax's optimizer states, by the names that training state has here.
 
-Optax keeps states as nested tuples, in each of which is a tree like that of the parameters::
+Optax keeps states as nested tuples, in each of which are trees like that of the parameters::
 
     params.dense.kernel
     opt_state.1.0.mu.dense.kernel       optimizer.state.dense.kernel.exp_avg
     opt_state.1.0.nu.dense.kernel       optimizer.state.dense.kernel.exp_avg_sq
     opt_state.1.0.count                 optimizer.state.dense.kernel.step, of each parameter
+    opt_state.2.acc_grads.dense.kernel  optimizer.state.dense.kernel.acc_grads
 
-1. `mu` and `nu` beside one another, with the same leaves, are of Adam; `trace` is a momentum, where
-   its leaves are those of parameters.
-2. A tensor's place in the tree is not changed: what comes from Orbax goes back to where it was.
-3. Training state of other programs is placed as that of `optax.adamw`, or of `optax.sgd`.
+1. A node below `opt_state`, or another word for optimizers, whose leaves are those of parameters,
+   is what a state keeps of them. Without weights beside, `mu` and `nu` with the same leaves are.
+2. Nodes that PyTorch's optimizers have too, with the same meaning, get their keys; others keep
+   theirs. Of two states that keep the same of a parameter, the second's keys end in `_2`.
+3. A tensor's place in the tree is not changed: what comes from Orbax goes back to where it was.
+4. Training state of other programs is placed as that of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
+   `adagrad` or `adadelta`, by what it keeps.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from reshard.checkpoint.formats.orbax.tree_metadata import TreePath
 
-_KEYS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
-_NODES = {key: node for node, key in _KEYS.items()}
-_COUNT, _STEP = "count", "step"
-_OURS = re.compile(rf"optimizer\.state\.(.+)\.({'|'.join([*_NODES, _STEP])})", re.DOTALL)
+_MU, _NU = "mu", "nu"
+_COUNT, _STEP, _VALUE = "count", "step", "value"
 _OPTIMIZER, _PARAMS = "opt_state", "params"
+_WORD = re.compile(r"opts?|opt(im(izer)?)?s?_?states?|optim(izer)?s?")
+# What Muon keeps beside its momentum.
+_COEFFICIENTS = "ns_coeffs"
+# PyTorch's keys of the nodes, by the nodes of the state; `max_exp_avg_sq` is none of them, since
+# AMSGrad's `nu_max` is of corrected moments.
+_ADAM = {_MU: "exp_avg", _NU: "exp_avg_sq"}
+_CENTERED = {_MU: "grad_avg", _NU: "square_avg"}
+_ALONE = {
+    _MU: "exp_avg",
+    _NU: "square_avg",
+    "trace": "momentum_buffer",
+    "sum_of_squares": "sum",
+    "e_g": "square_avg",
+    "e_x": "acc_delta",
+}
+# Where what optimizers of other programs keep goes: keys and nodes, the number of the state in the
+# chain, and those in the chain that keep nothing.
+_PLACES: tuple[tuple[Mapping[str, str], int, tuple[int, ...]], ...] = (
+    ({"exp_avg": _MU, "exp_avg_sq": _NU}, 0, (1, 2)),
+    ({"square_avg": "e_g", "acc_delta": "e_x"}, 1, (0, 2)),
+    ({"grad_avg": _MU, "square_avg": _NU}, 0, (1, 2)),
+    ({"exp_avg": _MU}, 0, (1, 2)),
+    ({"square_avg": _NU}, 0, (1, 2)),
+    ({"momentum_buffer": "trace"}, 0, (1,)),
+    ({"sum": "sum_of_squares"}, 0, (1,)),
+)
+_OURS = re.compile(r"optimizer\.state\.(.+)\.([^.]+)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class _ChainState:
+    """One state of a chain: the leaves below each of its nodes that are parameters'."""
+
+    nodes: dict[str, dict[TreePath, None]] = field(default_factory=dict)
+
+    def keys(self, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
+        """The keys of the nodes."""
+        mu, nu = self.nodes.get(_MU), self.nodes.get(_NU)
+        found = _ALONE
+        if mu and nu and mu.keys() == nu.keys():
+            found = _ADAM if has_count else _CENTERED
+        elif mu and has_coefficients:
+            found = {_MU: "momentum_buffer"}
+        return {node: found.get(node, node) for node in self.nodes}
 
 
 def _name(path: TreePath) -> str:
@@ -40,47 +87,82 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
      ('o', 0, 'count'): ('optimizer.state.w.step',)}
     """
     found: dict[TreePath, tuple[str, ...]] = {path: (_name(path),) for path in paths}
-    # The leaves of the trees below each node of a state, in the order of the states.
-    below: dict[TreePath, dict[str, dict[TreePath, None]]] = {}
-    for path in found:
-        for at, key in enumerate(path[:-1]):
-            if key in _KEYS:
-                below.setdefault(path[:at], {}).setdefault(str(key), {})[path[at + 1 :]] = None
-                break
-    weights = _list_endings(path for path in found if not any(key in _KEYS for key in path))
     named: set[str] = set()
-    for state, trees in below.items():
-        mu, nu, trace = (trees.get(node, {}) for node in ("mu", "nu", "trace"))
-        if mu and mu.keys() == nu.keys():
-            kept: tuple[str, ...] = ("mu", "nu")
-        elif trace and not mu and not nu and all(leaf in weights for leaf in trace):
-            kept = ("trace",)
-        else:
-            continue
-        leaves = list(trees[kept[0]])
-        made = {
-            (*state, node, *leaf): f"optimizer.state.{_name(leaf)}.{_KEYS[node]}"
-            for node in kept
-            for leaf in leaves
-        }
-        # Of two states of one parameter, the second keeps its own names.
-        if named & {*made.values()}:
-            continue
-        named |= {*made.values()}
-        found |= {path: (name,) for path, name in made.items()}
-        if (*state, _COUNT) in found:
-            steps = tuple(f"optimizer.state.{_name(leaf)}.{_STEP}" for leaf in leaves)
-            found[*state, _COUNT] = steps
+    for place, state in _find_states(found).items():
+        count = next(
+            (one for one in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if one in found), None
+        )
+        has_coefficients = any(path[: len(place) + 1] == (*place, _COEFFICIENTS) for path in found)
+        keys = state.keys(has_count=count is not None, has_coefficients=has_coefficients)
+        leaves = dict.fromkeys(leaf for node in state.nodes.values() for leaf in node)
+        for node, own in state.nodes.items():
+            names = {leaf: _free_name(leaf, keys[node], named) for leaf in own}
+            found |= {(*place, node, *leaf): (name,) for leaf, name in names.items()}
+            named |= {*names.values()}
+        steps = tuple(f"optimizer.state.{_name(leaf)}.{_STEP}" for leaf in leaves)
+        if count is not None and not named.intersection(steps):
+            found[count] = steps
+            named |= {*steps}
     return found
 
 
-def _list_endings(paths: Iterable[TreePath]) -> set[TreePath]:
-    return {path[at:] for path in paths for at in range(len(path))}
+def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
+    """A name of what is kept of a parameter that no other state has."""
+    name, number = f"optimizer.state.{_name(leaf)}.{key}", 1
+    while name in named:
+        number += 1
+        name = f"optimizer.state.{_name(leaf)}.{key}_{number}"
+    return name
+
+
+def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
+    """The states, by their places, in the order of the tree."""
+    inside: dict[TreePath, int] = {}
+    leaves: set[TreePath] = set()
+    for path in paths:
+        first = _find_optimizer(path)
+        if first is None:
+            behind = path[path.index(_PARAMS) + 1 :] if _PARAMS in path else ()
+            leaves |= {path, path[1:], behind}
+        else:
+            inside[path] = first
+    leaves -= {(), (_STEP,), (_COUNT,)}
+    states: dict[TreePath, _ChainState] = {}
+    # Nodes of which no weights are beside, or some leaves are no parameters'.
+    foreign: dict[TreePath, _ChainState] = {}
+    for path, first in inside.items():
+        known = (
+            at
+            for at in range(first, len(path) - 1)
+            if isinstance(path[at], str) and path[at + 1 :] in leaves
+        )
+        at, kept = next(known, None), states
+        if at is None:
+            found = (n for n in range(first, len(path) - 1) if path[n] in (_MU, _NU))
+            at, kept = next(found, None), foreign
+        if at is not None:
+            state = kept.setdefault(path[:at], _ChainState())
+            state.nodes.setdefault(str(path[at]), {})[path[at + 1 :]] = None
+    for place, state in foreign.items():
+        mu, nu = state.nodes.get(_MU), state.nodes.get(_NU)
+        if place not in states and mu and nu and mu.keys() == nu.keys():
+            states[place] = state
+    return states
+
+
+def _find_optimizer(path: TreePath) -> int | None:
+    """Where in a path the states of an optimizer begin; None for what is none of one."""
+    for at, key in enumerate(path[:-1]):
+        if isinstance(key, str) and _WORD.fullmatch(key):
+            return at + 1
+        if key == _PARAMS:
+            return None
+    return next((at for at, key in enumerate(path[:-1]) if key in (_MU, _NU, "trace")), None)
 
 
 def is_count(path: TreePath) -> bool:
     """Whether a path is that of a count of steps, which several names may share."""
-    return bool(path) and path[-1] == _COUNT
+    return bool(path) and path[-1 - (path[-1] == _VALUE) :][:1] == (_COUNT,)
 
 
 def place_states(
@@ -92,29 +174,33 @@ def place_states(
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),
      'optimizer.state.w.step': ('opt_state', 0, 'count')}
     """
-    names = list(names)
-    there = set(names)
-    found: dict[str, TreePath] = {}
-    nodes: set[str] = set()
-    for name in names:
+    there = dict.fromkeys(names)
+    kept: dict[str, dict[str, str]] = {}
+    for name in there:
         match = _OURS.fullmatch(name)
-        if match is None or any(key in (*_KEYS, _COUNT) for key in paths.get(name, ())):
-            continue
-        parameter, key = match.groups()
-        if key == _STEP:
-            found[name] = (_OPTIMIZER, 0, _COUNT)
-            continue
-        node = _NODES[key]
-        nodes.add(node)
+        # What was read from Orbax has a place.
+        if match is not None and paths.get(name, (name,)) == (name,):
+            kept.setdefault(match[1], {})[match[2]] = name
+    found: dict[str, TreePath] = {}
+    used: dict[int, set[int]] = {}
+    for parameter, keys in kept.items():
+        known = (place for place in _PLACES if place[0].keys() <= keys.keys())
+        nodes, number, empty = next(known, ({}, 0, ()))
         leaf: TreePath = tuple(parameter.split("."))
         weight = paths.get(f"{_PARAMS}.{parameter}", paths.get(parameter, ()))
         if weight[:1] == (_PARAMS,):
             leaf = weight[1:]
         elif parameter in there:
             found[parameter] = (_PARAMS, *leaf)
-        found[name] = (_OPTIMIZER, 0, node, *leaf)
-    if not nodes:
-        return {}, []
-    # What follows in the chain keeps nothing: decay and learning rate of adamw, the rate of sgd.
-    empty: list[TreePath] = [(_OPTIMIZER, n) for n in ((1, 2) if "mu" in nodes else (1,))]
-    return found, empty
+        if nodes:
+            used.setdefault(number, set()).update(empty)
+        for key, name in keys.items():
+            if key in nodes:
+                found[name] = (_OPTIMIZER, number, nodes[key], *leaf)
+            elif key == _STEP:
+                found[name] = (_OPTIMIZER, number, _COUNT)
+            else:
+                # Optax has no such state.
+                found[name] = ("optimizer", "state", *leaf, key)
+    empty_places = sorted({n for numbers in used.values() for n in numbers} - used.keys())
+    return found, [(_OPTIMIZER, n) for n in empty_places]
