@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 if os.environ.get("RESHARD_ENGINE") != "orbax":
     pytest.skip("needs Orbax", allow_module_level=True)
 
-from engines.orbax.saving import make_mesh, make_state, make_training, nest, save  # isort: skip
+from engines.orbax.saving import (  # isort: skip
+    expect_same,
+    make_mesh,
+    make_state,
+    make_training,
+    nest,
+    put_on,
+    save,
+)
 
 import jax
 import numpy as np
@@ -29,29 +36,6 @@ TARGETS: dict[str, tuple[str, list[str]]] = {
     "uneven": ("a=3,b=2", ["*.w=b, a", "*.host=b, a", "*=..."]),
     "strided": ("a=2", ["*.w=a@stride2, -", "*=..."]),
 }
-
-
-def put_on(mesh: Any, leaf: Any) -> Any:
-    """A leaf as Orbax is asked for it: cut over a mesh where it can be."""
-    if not hasattr(leaf, "shape") or isinstance(leaf, np.ndarray | np.generic):
-        return leaf
-    cut: list[Any] = [None] * leaf.ndim
-    if leaf.ndim and leaf.shape[-1] % 4 == 0:
-        cut[-1] = "q"
-    if leaf.ndim > 1 and leaf.shape[0] % 2 == 0:
-        cut[0] = "p"
-    sharding = NamedSharding(mesh, PartitionSpec(*cut))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def expect_same(expected: Any, found: Any) -> None:
-    assert jax.tree.structure(expected) == jax.tree.structure(found)
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        if isinstance(one, str):
-            assert one == other
-            continue
-        a, b = np.asarray(one), np.asarray(other)
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 @pytest.mark.parametrize("target", TARGETS)
