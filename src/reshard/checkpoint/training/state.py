@@ -395,7 +395,11 @@ def _common_prefix(names: Sequence[str]) -> list[str]:
     """The first word of most names with a dot behind it, where it is one for models."""
     for word in _MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
-            name.startswith(word) or is_beside_model(name) or "." not in name for name in names
+            name.startswith(word)
+            or is_beside_model(name)
+            or "." not in name
+            or _is_optimizer_word(name.partition(".")[0])
+            for name in names
         ):
             return [word]
     return []
