@@ -7,9 +7,10 @@ are compared:
     script    what one writes with `safetensors.numpy`: load every file, concatenate, split, save
               every file, then `sync`; no digests
 
-Cases are conversions of whole tensors to whole ones and of four ranks to eight, by rules, and
-loading what one rank of eight holds. Processor time is user and system of the process, from the
-end of its imports on. Memory is the peak of `RssAnon`, sampled, less what the process had with
+Cases are conversions of whole tensors to whole ones and of four ranks to eight, by rules, loading
+what one rank of eight holds, and comparing a checkpoint with itself, bit for bit. Processor time
+is user and system of the process, from the end of its imports on. Memory is the
+peak of `RssAnon`, sampled, less what the process had with
 its imports done; beyond the buffers of the run it is given a tensor.
 
 Expected before the first run: at 100,000 tensors of 4 KiB and at 30,720 of 96 KiB at most 1.5
@@ -183,11 +184,28 @@ def open_by_script(source: Path, target: Path) -> None:
             file.get_slice(name).get_shape()
 
 
+def verify_by_reshard(source: Path, target: Path) -> None:
+    from reshard.checkpoint import compare
+
+    compare(source, source)
+
+
+def verify_by_script(source: Path, target: Path) -> None:
+    from safetensors import safe_open
+
+    path = source / "model.safetensors"
+    with safe_open(path, "np") as left, safe_open(path, "np") as right:
+        for name in left.keys():  # noqa: SIM118 (no mapping)
+            a, b = left.get_tensor(name), right.get_tensor(name)
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
 # The source of each case, and its ways.
 CASES: dict[str, tuple[str, dict[str, Callable[[Path, Path], int | None]]]] = {
     "full-full": ("whole", {"reshard": full_by_reshard, "script": full_by_script}),
     "tp4-tp8": ("ranks", {"reshard": ranks_by_reshard, "script": ranks_by_script}),
     "load": ("whole", {"reshard": load_by_reshard, "script": load_by_script}),
+    "verify": ("whole", {"reshard": verify_by_reshard, "script": verify_by_script}),
     "open": ("whole", {"reshard": open_by_reshard, "script": open_by_script}),
 }
 
