@@ -65,6 +65,7 @@ def test_a_file_has_its_header_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     header = NewHeader(names, np.arange(100), KINDS, kind, {"OFFSETS": ""}, "OFFSETS", ((),) * 3)
     whole = b"".join(header.pieces())
     monkeypatch.setattr(new_header, "_TENSORS_A_PIECE", 7)
+    monkeypatch.setattr(new_header, "_WRITTEN_BYTES", 300)
     file = HeaderFile.of("a", 0, header)
     at = 0
     for begin, piece in file.known_bytes():

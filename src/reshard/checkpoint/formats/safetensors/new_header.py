@@ -42,6 +42,7 @@ LARGEST_HEADER_BYTES = 100_000_000
 
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
+_WRITTEN_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +153,15 @@ class HeaderFile(NewFile):
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
         """The header, in pieces."""
-        at = 0
+        at, gathered = 0, bytearray()
         for piece in self.header.pieces() if self.header else ():
-            yield at, piece
-            at += len(piece)
+            gathered += piece
+            # Each piece that is given is a write, and most of a header's are a few characters.
+            if len(gathered) >= _WRITTEN_BYTES:
+                yield at, bytes(gathered)
+                at, gathered = at + len(gathered), bytearray()
+        if gathered:
+            yield at, bytes(gathered)
 
 
 def aligned_rows(
