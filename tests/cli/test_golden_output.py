@@ -1,7 +1,7 @@
 """The output of every command, compared with files that were checked by eye.
 
 `RESHARD_UPDATE_GOLDEN=1 pytest tests/cli` writes the files anew; look at every change. Times and
-rates are replaced, and so are the figures of files, whose headers may change.
+rates are replaced, and so are what is resident, and the figures of files, whose headers may change.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ DIFFERENT = {"verify_differs", "verify_differs_json"}
 def replaced(text: str) -> str:
     """Without what is different in every run."""
     text = re.sub(r'("seconds_s"|"bytes_per_s"): [\d.e-]+', r"\1: NUMBER", text)
+    text = re.sub(r'("peak_bytes"): \d+', r"\1: NUMBER", text)
+    text = re.sub(r"(?<=peak memory: about )[\d.]+ [kMG]?B", "MEMORY", text)
     text = re.sub(r"[\d.]+ ([kMGT]?B)/s", "RATE", text)
     return re.sub(r"(?<= in )[\d.]+ (µs|ms|s)\b", "TIME", text)
 

@@ -431,6 +431,12 @@ def main(fault: str) -> None:
         bystander,
     )
     {one.__name__: one for one in faults}[fault]()
+    # Why a rank failed stands at the store, which ends with rank 0; rank 1 is the one that fails.
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank():
+        store.set(f"ended/{dist.get_rank()}", "")
+    else:
+        store.wait(["ended/2"])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from reshard.recipes.library import load_recipe
 from reshard.torch import MegatronModel, Refit, by_recipe, redistribute, refit
 
 SIDE_RANKS = 2
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", 0))
 IS_TRAINER = RANK < SIDE_RANKS
 ROWS = {name: [Shard(0)] for name in CUTS}
 COLUMNS = {name: [Replicate()] if "," not in CUTS[name] else [Shard(1)] for name in CUTS}

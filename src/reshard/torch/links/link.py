@@ -44,7 +44,7 @@ from reshard.torch.links.admission import (
     prove_secret,
 )
 from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync, tell_header
+from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import Model
 from reshard.torch.refitting.refit import Refit
@@ -53,6 +53,7 @@ from reshard.torch.refitting.transforms import Transform
 Side = Literal["trainer", "engine"]
 _PATIENCE_S = 1800.0
 _LOOK_S = 0.05
+_LINGER_S = 1.0
 
 
 class WeightLink:
@@ -145,17 +146,22 @@ class WeightLink:
         return sync
 
     def close(self) -> None:
-        """Leave. A trainer's engines learn it in their next run; an engine is missed by nobody."""
+        """Leave. Who waits for this process learns it at once; a trainer goes on without an engine.
+
+        The process that serves the store stays for a second, in which others read why.
+        """
         if self.is_closed:
             return
         self.is_closed = True
         with contextlib.suppress(RuntimeError, ReshardError):
             if self.side == "engine":
                 self._store.set(f"left/{self._own.number}/{self.rank}", "")
-            for _, group in self._groups.values():
-                if self.side == "trainer" and not group.has_failed:
-                    tell_header(group, 0, is_closed=True)
+        groups = [group for _, group in self._groups.values()]
         self._groups.clear()
+        for group in groups:
+            group.break_off(LinkError(f"{self.name} closed the link"))
+        if groups and self.side == "trainer" and self.rank == 0:
+            time.sleep(_LINGER_S)
 
     def __enter__(self) -> WeightLink:
         return self

@@ -4,7 +4,7 @@ Both sides call `run` once a step; what one run does::
 
     trainer                                engine
     which engines are there, which version
-    header: version               --->     waits for it
+    its version                   --->     waits for it
     refit, with each engine       --->     is written in place
     report                                 has the version
 
@@ -26,8 +26,6 @@ import torch
 from reshard.errors import LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.refitting.refit import Refit
-
-_OPEN, _CLOSED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +187,7 @@ class TrainerSync(WeightSync):
         for number, name, group in self._begin():
             refit, from_s = self.refits[number], time.perf_counter()
             try:
-                tell_header(group, version)
+                tell_version(group, version)
                 refit.run()
             except ReshardError as error:
                 # The other engines go on, and this one may come again.
@@ -242,7 +240,7 @@ class EngineSync(WeightSync):
     def _run(self, version: int) -> SyncReport:
         has = "no weights of the trainer's" if self.version is None else f"version {self.version}"
         try:
-            version = hear_header(self._group)
+            version = hear_version(self._group)
         except ReshardError as error:
             raise LinkError(f"the engine still has {has}: {error}") from error
         begun_s = time.perf_counter()
@@ -264,22 +262,18 @@ class EngineSync(WeightSync):
         self.refit.verify()
 
 
-def tell_header(group: RankGroup, version: int, is_closed: bool = False) -> None:
-    """The trainer's first rank tells all ranks of a group which version comes, or that none does.
+def tell_version(group: RankGroup, version: int) -> None:
+    """The trainer's first rank tells all ranks of a group which version comes.
 
     All of the trainer's ranks call this. Raises RunError where a rank does not answer.
     """
-    header = torch.tensor([_CLOSED if is_closed else _OPEN, version])
     with group.errors("nothing was moved"):
-        group.broadcast(header, group.ranks[0])
+        group.broadcast(torch.tensor([version]), group.ranks[0])
 
 
-def hear_header(group: RankGroup) -> int:
-    """The version that the trainer brings. Raises LinkError where it closes the link instead."""
-    header: Any = torch.zeros(2, dtype=torch.int64)
+def hear_version(group: RankGroup) -> int:
+    """The version that the trainer brings. Raises RunError where it does not come."""
+    told: Any = torch.zeros(1, dtype=torch.int64)
     with group.errors("the trainer does not answer"):
-        group.broadcast(header, group.ranks[0])
-    state, version = header.tolist()
-    if state == _CLOSED:
-        raise LinkError("the trainer closed the link")
-    return int(version)
+        group.broadcast(told, group.ranks[0])
+    return int(told.item())
