@@ -236,7 +236,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         "mesh": mesh_json(checkpoint.mesh),
         "ranks": checkpoint.ranks,
         "metadata": dict(checkpoint.metadata),
-        "tensors": [
+        "tensors": (
             {
                 "name": tensor.name,
                 "dtype": tensor.dtype.name,
@@ -248,7 +248,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
                 "digest": digests.get(tensor.name),
             }
             for tensor in checkpoint.tensors.values()
-        ],
+        ),
         "files": [file_json(file) for file in checkpoint.files],
         "items": [
             {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
