@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import PlanError, RunError
-from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
+from reshard.torch.exchange.groups import CPU, RankGroup, bytes_of, rank_group, tensor_of
 
 _SHOWN_RANKS = 8
 _SHOWN_PROBLEMS = 20
@@ -252,7 +252,7 @@ def gather(own: bytes, group: Group, to_first: bool = False) -> Gathered:
             if not digest[0]:
                 found[digest] = b""
                 continue
-            data = _as_tensor(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
+            data = tensor_of(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
             if not to_first:
                 among.broadcast(data, rank)
             elif me == rank:
@@ -261,7 +261,7 @@ def gather(own: bytes, group: Group, to_first: bool = False) -> Gathered:
                 among.receive(data, rank).wait()
             if me != rank:
                 received_bytes += len(data)
-                found[digest] = _as_bytes(data)
+                found[digest] = bytes_of(data)
     # What is not received is what this rank has itself.
     every = zip(ranks, digests, strict=True)
     return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
@@ -274,9 +274,9 @@ def share(value: Any, sender: int, group: Group) -> Any:
     length = torch.tensor([len(own)])
     with among.errors(_UNANSWERED):
         among.broadcast(length, sender)
-        data = _as_tensor(own) if own else torch.empty(int(length.item()), dtype=torch.uint8)
+        data = tensor_of(own) if own else torch.empty(int(length.item()), dtype=torch.uint8)
         among.broadcast(data, sender)
-    return value if own else pickle.loads(_as_bytes(data))
+    return value if own else pickle.loads(bytes_of(data))
 
 
 def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
@@ -298,12 +298,12 @@ def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
             moved_bytes = int(length.item())
             data = torch.empty(moved_bytes, dtype=torch.uint8)
             among.receive(data, first).wait()
-            return pickle.loads(_as_bytes(data)), moved_bytes
+            return pickle.loads(bytes_of(data)), moved_bytes
         for rank, part in zip(among.ranks, parts, strict=True):
             if rank == among.rank:
                 own = part
                 continue
-            data = _as_tensor(pickle.dumps(part))
+            data = tensor_of(pickle.dumps(part))
             among.send(torch.tensor([len(data)]), rank).wait()
             among.send(data, rank).wait()
             moved_bytes += len(data)
@@ -316,11 +316,3 @@ def _gather_digests(data: bytes, group: RankGroup) -> list[tuple[int, ...]]:
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_DIGEST_WORDS)]
     found = group.all_gather(torch.tensor([len(data), *words]))
     return [tuple(row.tolist()) for row in found]
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _as_bytes(data: torch.Tensor) -> bytes:
-    return bytes(data.numpy())

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -195,6 +195,19 @@ class RankGroup:
         """Begin to receive into a tensor."""
         return self._carrier(tensor.device).recv([tensor], self._positions[sender], tag)
 
+    def swap_bytes(
+        self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]
+    ) -> dict[int, bytes]:
+        """Give other ranks bytes, and get theirs: as many as are expected of each."""
+        received = {
+            rank: torch.empty(length, dtype=torch.uint8) for rank, length in expected_bytes.items()
+        }
+        works = [self.send(tensor_of(data), rank) for rank, data in given.items()]
+        works += [self.receive(data, rank) for rank, data in received.items()]
+        for work in works:
+            work.wait()
+        return {rank: bytes_of(data) for rank, data in received.items()}
+
     def post_together(self, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
         """Begin messages `(is_sent, tensor, other rank)` at once, as NCCL needs it."""
         if all(tensor.device.type == "cpu" for _, tensor, _ in messages):
@@ -261,6 +274,16 @@ class RankGroup:
             self._transport = None
             for exchange in list(self.running):
                 exchange.fail()
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """Bytes as a tensor, which travels."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of(data: torch.Tensor) -> bytes:
+    """The bytes that `tensor_of` made a tensor of."""
+    return bytes(data.numpy())
 
 
 _LOCK = threading.Lock()

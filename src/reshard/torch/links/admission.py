@@ -24,9 +24,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
 
 from reshard.errors import LinkError
 from reshard.torch.exchange.groups import RankGroup
@@ -36,7 +33,7 @@ from reshard.torch.links.sealed_store import SealedStore, code_of
 PROTOCOL = 1
 TRAINER = "trainer"
 _LOOK_S = 0.05
-_NONCE_BYTES = 32
+_CODE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,8 @@ def announce(
     store.set(f"side/{name}", str(number))
     for other in range(1, ranks):
         claim = f"claim/{number}/{other}"
-        _wait_until(
-            lambda claim=claim: store.check([claim]),  # type: ignore[misc]
-            deadline_s,
-            f"rank {other} of {name} did not come within {timeout_s:g} s",
-        )
+        if not _comes(lambda claim=claim: store.check([claim]), deadline_s):  # type: ignore[misc]
+            raise LinkError(f"rank {other} of {name} did not come within {timeout_s:g} s")
         token, its_ranks = json.loads(store.get(claim))
         if its_ranks != ranks:
             problem = f"rank 0 of {name} has ranks={ranks}, rank {other} has ranks={its_ranks}"
@@ -120,16 +114,19 @@ def _ask_to_be_let_in(
             raise LinkError(f"rank 0 of {name} did not let rank {rank} in; start it as well")
         time.sleep(_LOOK_S)
     key = f"announcement/{claimed}"
-    _wait_until(lambda: store.check([key]), deadline_s, f"rank 0 of {name} did not announce it")
+    if not _comes(lambda: store.check([key]), deadline_s):
+        raise LinkError(f"rank 0 of {name} did not announce it")
     return Announcement.read(store.get(key))
 
 
 def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
     """The trainer's announcement. Raises LinkError where it does not come, or does not fit."""
-    deadline_s, told = time.monotonic() + timeout_s, f"no trainer came within {timeout_s:g} s"
-    _wait_until(lambda: store.check([f"side/{TRAINER}"]), deadline_s, told)
-    key = f"announcement/{int(store.get(f'side/{TRAINER}'))}"
-    _wait_until(lambda: store.check([key]), deadline_s, told)
+    deadline_s, side = time.monotonic() + timeout_s, f"side/{TRAINER}"
+    key = ""
+    if _comes(lambda: store.check([side]), deadline_s):
+        key = f"announcement/{int(store.get(side))}"
+    if not key or not _comes(lambda: store.check([key]), deadline_s):
+        raise LinkError(f"no trainer came within {timeout_s:g} s")
     found = Announcement.read(store.get(key))
     found.check_protocol()
     return found
@@ -146,39 +143,52 @@ def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     return found
 
 
+def wait_for_engines(
+    store: SealedStore, seen: set[int], fewest: int, timeout_s: float
+) -> list[Announcement]:
+    """Engines as `find_engines` finds them, once there are `fewest` names of them.
+
+    Raises LinkError where they do not come.
+    """
+    found: list[Announcement] = []
+
+    def are_here() -> bool:
+        found[:] = find_engines(store, seen)
+        return len({one.name for one in found}) >= fewest
+
+    if not _comes(are_here, time.monotonic() + timeout_s):
+        raise LinkError(f"{len(found)} of {fewest} engines came within {timeout_s:g} s")
+    return found
+
+
 def prove_secret(group: RankGroup, key: bytes) -> None:
     """Return where all ranks know the secret that `key` is derived from. All ranks call this.
 
     Raises LinkError, naming the rank that does not.
     """
     own = group.rank
-    nonces = {other: os.urandom(_NONCE_BYTES) for other in group.ranks if other != own}
-    theirs = _exchange(group, nonces)
+    nonces = {other: os.urandom(_CODE_BYTES) for other in group.ranks if other != own}
+    theirs = _swap(group, nonces)
     answers = {
         other: code_of(key, b"proof", nonce, f"{own} to {other}".encode())
         for other, nonce in theirs.items()
     }
-    for other, answer in _exchange(group, answers).items():
+    for other, answer in _swap(group, answers).items():
         expected = code_of(key, b"proof", nonces[other], f"{other} to {own}".encode())
         if not hmac.compare_digest(answer, expected):
             raise LinkError(f"rank {other} of the link does not know its secret")
 
 
-def _exchange(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
+def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
     """Give every other rank its bytes, and get theirs; all of one length."""
-    received = {other: torch.zeros(_NONCE_BYTES, dtype=torch.uint8) for other in given}
     with group.errors("the link was not made"):
-        works: list[Any] = []
-        for other, data in given.items():
-            works.append(group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), other))
-            works.append(group.receive(received[other], other))
-        for work in works:
-            work.wait()
-    return {other: bytes(data.numpy()) for other, data in received.items()}
+        return group.swap_bytes(given, dict.fromkeys(given, _CODE_BYTES))
 
 
-def _wait_until(is_there: Callable[[], bool], deadline_s: float, otherwise: str) -> None:
+def _comes(is_there: Callable[[], bool], deadline_s: float) -> bool:
+    """Wait for something; whether it comes in time."""
     while not is_there():
         if time.monotonic() > deadline_s:
-            raise LinkError(otherwise)
+            return False
         time.sleep(_LOOK_S)
+    return True

@@ -39,9 +39,9 @@ from reshard.torch.links.admission import (
     TRAINER,
     Announcement,
     announce,
-    find_engines,
     find_trainer,
     prove_secret,
+    wait_for_engines,
 )
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync
@@ -52,7 +52,6 @@ from reshard.torch.refitting.transforms import Transform
 
 Side = Literal["trainer", "engine"]
 _PATIENCE_S = 1800.0
-_LOOK_S = 0.05
 _LINGER_S = 1.0
 
 
@@ -190,7 +189,7 @@ class WeightLink:
         self._steps += 1
         with self._store_errors():
             if self.rank == 0:
-                came = self._wait_for_engines(fewest)
+                came = wait_for_engines(self._store, self._seen, fewest, self._timeout_s)
                 left = [n for n in self._groups if self._store.check([f"left/{n}/0"])]
                 numbers = [one.number for one in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
@@ -211,14 +210,6 @@ class WeightLink:
                     sync.prepare_for(one.number, self._groups[one.number][1])
             except ReshardError as error:
                 self._give_up(one.number, str(error), one.name)
-
-    def _wait_for_engines(self, fewest: int) -> list[Announcement]:
-        deadline = _Deadline(self._timeout_s)
-        while True:
-            found = find_engines(self._store, self._seen)
-            if len({one.name for one in found}) >= fewest:
-                return found
-            deadline.check(f"{len(found)} of {fewest} engines came")
 
     def _join(self, engines: int) -> None:
         """Meet the other side."""
@@ -272,17 +263,6 @@ class WeightLink:
         except (RuntimeError, ValueError) as error:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
-
-
-class _Deadline:
-    def __init__(self, seconds: float) -> None:
-        self._limit_s, self._end_s = seconds, time.monotonic() + seconds
-
-    def check(self, what: str) -> None:
-        """Wait a little. Raises LinkError where all time is spent."""
-        if time.monotonic() > self._end_s:
-            raise LinkError(f"{what} within {self._limit_s:g} s")
-        time.sleep(_LOOK_S)
 
 
 # What the trainer says of a refit, and an engine learns: the JSON types of each.

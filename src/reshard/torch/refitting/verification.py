@@ -125,20 +125,11 @@ def _exchange_digests(
     sent: Mapping[int, list[bytes]], expected: Mapping[int, int], group: RankGroup
 ) -> dict[int, list[bytes]]:
     """Give each receiver the digests of what it was sent, and get those of what came here."""
-    received = {
-        peer: torch.zeros(count * _DIGEST_BYTES, dtype=torch.uint8)
-        for peer, count in expected.items()
-    }
+    given = {peer: b"".join(of) for peer, of in sent.items()}
+    expected_bytes = {peer: count * _DIGEST_BYTES for peer, count in expected.items()}
     with group.errors("nothing was compared"):
-        works = [
-            group.send(torch.frombuffer(bytearray(b"".join(of)), dtype=torch.uint8), peer)
-            for peer, of in sent.items()
-        ]
-        works += [group.receive(data, peer) for peer, data in received.items()]
-        for work in works:
-            work.wait()
+        received = group.swap_bytes(given, expected_bytes)
     found = {}
-    for peer, data in received.items():
-        text = bytes(data.numpy())
+    for peer, text in received.items():
         found[peer] = [text[i : i + _DIGEST_BYTES] for i in range(0, len(text), _DIGEST_BYTES)]
     return found
