@@ -31,14 +31,14 @@ import numpy as np
 
 from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, BlockMemory
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
-from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
-from reshard.checkpoint.blocks.tensor_columns import DigestColumns
+from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.computed import ComputedReader
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
     DEFAULT_THREADS,
     Conversion,
 )
+from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
@@ -128,9 +128,8 @@ class _ConversionRun:
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
         self.reader = BatchReader(moves.source, sources, self.checksums.watch_source)
         self.writer = BatchWriter(moves.target, self.targets, self.checksums.watch_target)
-        # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
         self.finished = np.zeros(moves.count, dtype=bool)
-        self.block_digests = np.zeros((moves.count, DIGEST_BYTES), dtype=np.uint8)
+        self.digests = DigestedBlocks(moves)
         self.size_bytes = int(moves.target.tensor_bytes.sum())
         self._note_journal(staging.finished)
         self.resumed_bytes = self.finished_bytes
@@ -152,7 +151,7 @@ class _ConversionRun:
 
     def _note(self, numbers: IntArray, digests: bytes) -> None:
         self.finished[numbers] = True
-        self.block_digests[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        self.digests.note(numbers, digests)
 
     def _note_journal(self, finished: FinishedBlocks) -> None:
         tensors, blocks, digests = finished.columns()
@@ -300,14 +299,6 @@ class _ConversionRun:
                 "command again, it continues"
             )
 
-    def digests(self) -> DigestColumns:
-        """The digest of every tensor, from those of its blocks."""
-        first, blocks = self.moves.first_block, self.block_digests.tobytes()
-        ends = (first * DIGEST_BYTES).tolist()
-        memory = memoryview(blocks)
-        whole = b"".join(block_digest(memory[begin:end]) for begin, end in itertools.pairwise(ends))
-        return DigestColumns(first, blocks, whole)
-
     def finish(self) -> None:
         """Write everything but the tensors, the manifest last, and commit; only on process 0."""
         if self.staging.owner is None:
@@ -347,7 +338,7 @@ class _ConversionRun:
                 arrangement.mesh,
                 tuple(file.stored for file in arrangement.files),
                 self.moves.target,
-                self.digests(),
+                self.digests.columns(),
                 tuple(self.conversion.companions),
                 items,
             )
