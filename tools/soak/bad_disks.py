@@ -11,22 +11,22 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpoint.any_conversion import plan_any
+from checkpoint.campaigns.large_conversions import make_large
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS
 from checkpoint.campaigns.troubles import TROUBLES, Trouble, count_calls, try_in_trouble
-from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
-from reshard.checkpoint import convert, run_conversion
+from checkpoint.model_files import contents
+from reshard.checkpoint import run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 
 BLOCK_BYTES = 64 * 1024
 # Of small checkpoints, so that they have several blocks.
 SMALL_BLOCK_BYTES = 512
 
-LARGE = ("shards to shards", "shards to torch-dcp", "torch-dcp to files")
+_SMALL = {row.name: row for row in CONVERSIONS}
 
 Run = Callable[[Path], object]
 Planned = tuple[Path, Mapping[str, Any], int]
@@ -43,40 +43,24 @@ class BadDisks:
         self._folder = folder
         # Digests of manifests are those of blocks.
         blocks.BLOCK_BYTES = BLOCK_BYTES
-        whole = write_model(folder / "whole", layers=3)
-        convert(whole, folder / "rows", **ROWS)
-        convert(whole, folder / "torch", format="torch-dcp", **ROWS)
-        self._makers: dict[str, Callable[[], Planned]] = {
-            "shards to shards": lambda: (folder / "rows", COLUMNS, BLOCK_BYTES),
-            "shards to torch-dcp": lambda: (
-                folder / "rows",
-                {"format": "torch-dcp", **COLUMNS},
-                BLOCK_BYTES,
-            ),
-            "torch-dcp to files": lambda: (
-                folder / "torch",
-                {"to": "full", "most_file_bytes": 2_000_000},
-                BLOCK_BYTES,
-            ),
-        }
-        for row in CONVERSIONS:
-            self._makers[row.name] = partial(self._make_small, row.name, row.make)
+        self._large = make_large(folder, layers=3)
         self._planned: dict[str, Planned] = {}
         self._expected: dict[str, dict[str, str] | None] = {}
         self._counted: dict[tuple[str, str, int], int] = {}
 
-    def _make_small(
-        self, name: str, make: Callable[[Path], tuple[Path, dict[str, Any]]]
-    ) -> Planned:
+    def _make(self, name: str) -> Planned:
+        """The source of a name, with what is asked of it and the size of its blocks."""
+        if name in self._large:
+            return *self._large[name], BLOCK_BYTES
         own = self._folder / "made" / name
         own.mkdir(parents=True)
         blocks.BLOCK_BYTES = SMALL_BLOCK_BYTES
-        return *make(own), SMALL_BLOCK_BYTES
+        return *_SMALL[name].make(own), SMALL_BLOCK_BYTES
 
     def run(self, seed: int) -> Counter[str]:
         choose = random.Random(seed)
         # Half of the cases with large tensors, by direct I/O.
-        name = choose.choice(LARGE if choose.random() < 0.5 else sorted(self._makers))
+        name = choose.choice(sorted(self._large if choose.random() < 0.5 else _SMALL))
         kind = choose.choice(sorted(TROUBLES))
         threads = choose.choice([1, 4])
         run = self._find_run(name, threads)
@@ -100,7 +84,7 @@ class BadDisks:
     def _find_run(self, name: str, threads: int) -> Run:
         """Runs the conversion of a name; its source is made when it is first asked for."""
         if name not in self._planned:
-            self._planned[name] = self._makers[name]()
+            self._planned[name] = self._make(name)
             self._find_run(name, 1)(self._folder / "expected")
             self._expected[name] = contents(self._folder / "expected")
             shutil.rmtree(self._folder / "expected")

@@ -14,9 +14,9 @@ import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
+from checkpoint.campaigns.large_conversions import make_large
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.killed_conversion import (
@@ -25,8 +25,7 @@ from checkpoint.killed_conversion import (
     run_until_the_power_fails,
     write_old,
 )
-from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
-from reshard.checkpoint import convert
+from checkpoint.model_files import contents
 from reshard.checkpoint.blocks import grid as blocks
 
 SMALL_BLOCK_BYTES = 512
@@ -43,17 +42,7 @@ class Kills:
         warnings.simplefilter("ignore")
         self._folder = folder
         self._processes = FaultyProcesses()
-        whole = write_model(folder / "whole", layers=6)
-        rows = folder / "rows"
-        torch = folder / "torch"
-        convert(whole, rows, **ROWS)
-        convert(whole, torch, format="torch-dcp", **ROWS)
-        self._large: dict[str, tuple[Path, dict[str, Any]]] = {
-            "shards to shards": (rows, COLUMNS),
-            "shards to one file": (rows, {"to": "full"}),
-            "shards to torch-dcp": (rows, {"format": "torch-dcp", **COLUMNS}),
-            "torch-dcp to files": (torch, {"to": "full", "most_file_bytes": 2_000_000}),
-        }
+        self._large = make_large(folder, layers=6)
         self._cases: dict[str, Case] = {}
 
     def _find_case(self, name: str) -> Case:
