@@ -438,6 +438,66 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+class Steps:
+    """Which batches begin and end, and which tensors are complete then."""
+
+    def __init__(self, target: Any, expected: Any) -> None:
+        self.target, self.expected = target, expected
+        self.refit: Refit | None = None
+        self.told: list[tuple[str, int]] = []
+
+    def begin(self, number: int) -> None:
+        self.told.append(("begin", number))
+
+    def end(self, number: int) -> None:
+        self.told.append(("end", number))
+        for name in self.refit.complete_names[number]:
+            expect_same({name: self.target[name]}, {name: self.expected[name]}, f"bucket {number}")
+
+
+def in_buckets() -> None:
+    """Tensors are complete bucket by bucket, in the order of the target; with transforms behind."""
+    given = {**values(), "extra.w": whole(9, 16, 8)}
+    cuts = {**CUTS, "extra.w": "tp, -"}
+    mesh4, mesh2 = (reshard.DeviceMesh.of(tp=ranks) for ranks in (4, 2))
+    layouts = [
+        {n: reshard.spec(mesh, cuts[n]).layout(given[n].shape) for n in given}
+        for mesh in (mesh4, mesh2)
+    ]
+    source, expected = (laid_out(given, of) for of in layouts)
+    # 992, 384, 384, 32 and 512 bytes.
+    for buckets, names in (
+        (400, [["embed.weight"], ["up.weight"], ["down.weight"], ["norm"]]),
+        (800, [["embed.weight"], ["up.weight", "down.weight", "norm"]]),
+        ("auto", [["embed.weight", "up.weight", "down.weight", "norm"]]),
+        (None, [["embed.weight", "up.weight", "down.weight", "norm"]]),
+        (
+            {"embed.weight": 2, "norm": 0},
+            [["norm"], [], ["embed.weight", "up.weight", "down.weight"]],
+        ),
+    ):
+        target = laid_out(zeros(given), layouts[1])
+        steps = Steps(target, expected)
+        steps.refit = Refit.prepare(
+            source, target, buckets=buckets, transforms={"extra.w": Cast("float32")}
+        )
+        found = [sorted(of) for of in steps.refit.complete_names]
+        names = [sorted(of) for of in [*names, ["extra.w"]]]
+        held = set(target) if dist.get_rank() < 2 else set()
+        expect(found == [[n for n in of if n in held] for of in names] or not held, f"{found}")
+        for _ in range(2):
+            steps.told.clear()
+            steps.refit.run(steps)
+            order = [(at, n) for n in range(len(names)) for at in ("begin", "end")]
+            expect(steps.told == order, f"{steps.told}")
+            expect_same(target, expected, f"buckets {buckets}")
+            for local, _ in target.values():
+                if local is not None:
+                    local.zero_()
+    for wrong in (0, -1, True, "some", {"norm": -1}, 2.5):
+        refused(partial(Refit.prepare, source, target, buckets=wrong), RunError, "buckets=")
+
+
 def inference_tensors() -> None:
     """Tensors of an engine that made them in inference mode."""
     with torch.inference_mode():
@@ -534,6 +594,7 @@ CASES = [
     experts,
     recipes,
     quantised,
+    in_buckets,
     inference_tensors,
     refusals,
 ]

@@ -152,15 +152,15 @@ def are_cut_alike(change: LayoutChange) -> bool:
 def fill_batches(sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, int]:
     """The batch of each name, from 0 up: in their order, as many in each as fit in the memory.
 
-    Each fits by itself.
+    What does not fit by itself is alone.
 
-    >>> fill_batches({"a": 6, "b": 4, "c": 1}, 10)
-    {'a': 0, 'b': 0, 'c': 1}
+    >>> fill_batches({"a": 6, "b": 4, "c": 1, "d": 11}, 10)
+    {'a': 0, 'b': 0, 'c': 1, 'd': 2}
     """
     found = {}
     number, filled_bytes = 0, 0
     for name, size_bytes in sizes_bytes.items():
-        if filled_bytes + size_bytes > limit_bytes:
+        if filled_bytes and filled_bytes + size_bytes > limit_bytes:
             number, filled_bytes = number + 1, 0
         filled_bytes += size_bytes
         found[name] = number

@@ -3,11 +3,11 @@
 Batches run one after the other, in the same memory::
 
     extra_bytes   | messages on their way | what is sent and arrives of transformed tensors |
-    batch 0         straight from the source into the target, nothing beside it
-    batch 1, ...    prepare_send  ->  exchange  ->  finish_receive
+    buckets         straight from the source into the target, nothing beside it
+    other batches   prepare_send  ->  exchange  ->  finish_receive
                     made at the source  ->  exchange, straight into the target
 
-A part without transformed tensors has only batch 0, and all the memory for its messages.
+A part without transformed tensors has only buckets, and all the memory for their messages.
 
 A batch has one stage, or as many as the longest program in it has steps. The first steps of all
 programs travel with what is exchanged, in one exchange of messages; then the second steps of all::
@@ -24,6 +24,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import Protocol
 
 import torch
 
@@ -37,8 +39,18 @@ from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange
-from reshard.torch.refitting.planning import DIRECT, PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refitting.planning import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
+
+
+class BatchObserver(Protocol):
+    """What is told of the batches of a run, in its thread; what it raises ends the run."""
+
+    def begin(self, number: int) -> None:
+        """Before anything of a batch is read or written on this rank."""
+
+    def end(self, number: int) -> None:
+        """Once all of a batch is read and written on this rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,17 +104,19 @@ class RefitBatches:
         self._source, self._target, self._transforms = source, target, transforms
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
-        if part.batches > 1:
+        self._buckets = part.buckets
+        if part.batches > part.buckets:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
         listed = [_BatchContents() for _ in range(part.batches)]
-        for number, found in enumerate(listed):
+        for number, of_batch in groupby(
+            sorted(part.items, key=lambda item: item.batch), key=lambda item: item.batch
+        ):
             # Batches run one after another, so all of them take the same memory.
             self._arena.clear()
-            for item in part.items:
-                if item.batch == number:
-                    self._list(item, found)
+            for item in of_batch:
+                self._list(item, listed[number])
         shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
         if sum(len(found.stages) for found in listed) > 1:
@@ -191,7 +205,7 @@ class RefitBatches:
             found.after.append(partial(transform.finish_receive, name, received, outputs))
         return sent, found.received.get(name)
 
-    def run(self) -> None:
+    def run(self, observer: BatchObserver | None = None) -> None:
         """Run all batches; all ranks confirm the end.
 
         Raises RunError where a message does not come, and on every rank where a transform of one
@@ -199,13 +213,17 @@ class RefitBatches:
         """
         error: Exception | None = None
         for number, batch in enumerate(self.batches):
-            if number != DIRECT:
+            if observer is not None:
+                observer.begin(number)
+            if number >= self._buckets:
                 # A rank whose transform fails must not leave others waiting for what it would send.
                 error = error or _run_calls(batch.before)
                 confirm(self._group, error)
             for exchange in batch.exchanges:
                 exchange.run()
             error = _run_calls(batch.after)
+            if observer is not None and error is None:
+                observer.end(number)
         confirm(self._group, error)
 
 

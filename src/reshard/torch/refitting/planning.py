@@ -9,13 +9,18 @@ it where ranks are many and slow and their models large; the first rank's time a
 with the number of ranks, as `PlanningReport` says.
 
 Tensors that a transform makes need memory to arrive in, so they go in batches, one after another.
-So do programs of collectives that have shards between source and target. All others go in the
-first batch, straight into the target.
+So do programs of collectives that have shards between source and target. All others go before
+them, straight into the target: in one batch, or in several that are called buckets, so that some
+tensors are complete while others travel::
+
+    batch      0    1    2          3    4
+    what       buckets              transforms and programs, which need memory
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,9 +49,12 @@ from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMet
 from reshard.torch.refitting.transforms import Transform
 
 Planning = Literal["local", "centralized"]
+# The most bytes of a bucket, or which one each tensor of the source is in; one for all when None.
+Buckets = int | Literal["auto"] | Mapping[str, int] | None
 _SHOWN = 20
-# The number of the first batch.
-DIRECT = 0
+# How many buckets there are at least where they are not told, unless they are smaller than worth
+# it; and the most, since each has messages of its own.
+_FEWEST_BUCKETS, _LEAST_BUCKET_BYTES, _MOST_BUCKETS = 16, 1 << 20, 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +75,15 @@ class PartItem:
 class RefitPart:
     """What one rank does: its tensors in the order of all, and how many batches there are.
 
-    `staging_bytes` is what the largest batch needs beside messages. `digest` is of the
-    whole plan, the same on every rank.
+    The first `buckets` of them go straight into the target. `staging_bytes` is what the largest
+    of the others needs beside messages. `digest` is of the whole plan, the same on every rank.
     """
 
     items: tuple[PartItem, ...]
     batches: int
     staging_bytes: int
     digest: str
+    buckets: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class RefitPlan:
         matches: the tensors.
         staging_bytes: the most memory for what lies between source and target.
         methods: how each moves, in their order; all in the exchange when empty.
+        buckets: what goes straight into the target goes in buckets of at most so many bytes, or
+            of these numbers for the source's tensors; in one when None.
 
     Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
     """
@@ -92,6 +103,7 @@ class RefitPlan:
     matches: tuple[Match, ...]
     staging_bytes: int
     methods: tuple[TensorMethod, ...] = ()
+    buckets: int | Mapping[str, int] | None = None
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
@@ -133,12 +145,45 @@ class RefitPlan:
                     f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
-        # Batches behind the direct one, filled in the order of the tensors.
+        # Batches behind the buckets, filled in the order of the tensors.
         batch_of = fill_batches(needed_bytes, self.staging_bytes)
+        buckets = max(self.bucket_of.values(), default=0) + 1
         return tuple(
-            DIRECT + 1 + batch_of[one.made_of or one.name] if _needs_memory(one, chosen) else DIRECT
+            buckets + batch_of[one.made_of or one.name]
+            if _needs_memory(one, chosen)
+            else self.bucket_of[one.name]
             for one, chosen in self.moves
         )
+
+    @cached_property
+    def bucket_of(self) -> dict[str, int]:
+        """The bucket of every match that goes straight into the target."""
+        direct = [one for one, chosen in self.moves if not _needs_memory(one, chosen)]
+        if isinstance(self.buckets, Mapping):
+            last = max(self.buckets.values(), default=0)
+            return {one.name: self.buckets.get(one.source_name, last) for one in direct}
+        # All pieces of a tensor are in one bucket, so that it is complete with that.
+        size_bytes: dict[str, int] = {}
+        for one in direct:
+            size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + _count_bytes(one)
+        total_bytes = sum(size_bytes.values())
+        limit_bytes = self.buckets
+        if limit_bytes is None:
+            limit_bytes = total_bytes
+        limit_bytes = max(limit_bytes, -(-total_bytes // _MOST_BUCKETS))
+        number_of = fill_batches(size_bytes, limit_bytes)
+        return {one.name: number_of[one.target_name] for one in direct}
+
+    @property
+    def batch_count(self) -> int:
+        """How many batches there are: one at least."""
+        return max(self.batches, default=0) + 1
+
+    @cached_property
+    def complete_names(self) -> tuple[tuple[str, ...], ...]:
+        """By batch, the target's tensors that are complete with it."""
+        pairs = list(zip(self.batches, self.matches, strict=True))
+        return list_complete_names(pairs, self.batch_count)
 
     def part(self, rank: int) -> RefitPart:
         """What one rank does."""
@@ -160,16 +205,31 @@ class RefitPlan:
             or _holds(one.target, rank)
             or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
         ]
-        batches = max(self.batches, default=DIRECT) + 1
         # All batches share one arena, which must be as large as the fullest of them needs.
-        filled_bytes = [0] * batches
+        filled_bytes = [0] * self.batch_count
         for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
-            filled_bytes[batch] += staging_bytes(one, chosen) if batch != DIRECT else 0
-        return RefitPart(tuple(items), batches, max(filled_bytes), self.digest)
+            filled_bytes[batch] += staging_bytes(one, chosen) if _needs_memory(one, chosen) else 0
+        buckets = max(self.bucket_of.values(), default=0) + 1
+        return RefitPart(tuple(items), self.batch_count, max(filled_bytes), self.digest, buckets)
 
     def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
         """What each of the ranks does, one after the other."""
         return (self.part(rank) for rank in ranks)
+
+
+def list_complete_names(
+    pairs: Sequence[tuple[int, Match]], batches: int
+) -> tuple[tuple[str, ...], ...]:
+    """By batch, the targets of matches in batches `(batch, match)` that are complete with it."""
+    last: dict[str, int] = {}
+    for batch, match in pairs:
+        # What a transform makes is complete with all that it is made of.
+        for name in {match.target_name, match.made_of or match.target_name}:
+            last[name] = max(last.get(name, 0), batch)
+    names: list[list[str]] = [[] for _ in range(batches)]
+    for name, batch in last.items():
+        names[batch].append(name)
+    return tuple(map(tuple, names))
 
 
 def staging_limit_bytes(extra_bytes: int) -> int:
@@ -193,6 +253,11 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
         found_bytes += align(int(elements.max(initial=0)) * itemsize)
     return found_bytes
+
+
+def _count_bytes(match: Match) -> int:
+    """Of its elements, as they travel."""
+    return math.prod(match.target.shape) * as_dtype(match.dtype).itemsize_bytes
 
 
 def _needs_memory(match: Match, chosen: TensorMethod) -> bool:
@@ -243,6 +308,7 @@ class RefitPlanner:
     transforms: Mapping[str, Transform]
     extra_bytes: int
     methods: RefitMethods = field(default_factory=RefitMethods)
+    buckets: Buckets = None
 
     def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
         """The transform of every tensor that one makes; what it makes besides has none."""
@@ -280,7 +346,14 @@ class RefitPlanner:
                 f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
             )
         staging_bytes = staging_limit_bytes(self.extra_bytes)
-        return RefitPlan(tuple(matches), staging_bytes, self.methods.of(matches, staging_bytes))
+        methods = self.methods.of(matches, staging_bytes)
+        return RefitPlan(tuple(matches), staging_bytes, methods, self._limit_buckets(matches))
+
+    def _limit_buckets(self, matches: Sequence[Match]) -> int | Mapping[str, int] | None:
+        if self.buckets != "auto":
+            return self.buckets
+        share_bytes = sum(map(_count_bytes, matches)) // _FEWEST_BUCKETS
+        return min(self.extra_bytes, max(share_bytes, _LEAST_BUCKET_BYTES))
 
 
 def _names(rosters: Mapping[int, Roster]) -> set[str]:

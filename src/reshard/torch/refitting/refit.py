@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.errors import ReshardError, RunError, ShardError
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
@@ -30,19 +30,27 @@ from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
-from reshard.torch.models.naming import Naming, tied_root
+from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
 from reshard.torch.programs.methods import METHODS, topology_problem
-from reshard.torch.refitting.batches import RefitBatches
+from reshard.torch.refitting.batches import BatchObserver, RefitBatches
 from reshard.torch.refitting.matching import CastOption, Match
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
+from reshard.torch.refitting.options import (
+    find_problem,
+    find_problem_of_buckets,
+    find_problem_of_names,
+    sort_table,
+)
 from reshard.torch.refitting.planning import (
+    Buckets,
     Planning,
     PlanningReport,
     RefitPart,
     RefitPlan,
     RefitPlanner,
+    list_complete_names,
     plan_part,
 )
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
@@ -70,6 +78,7 @@ class RefitOptions(TypedDict, total=False):
     topology: Topology | None
     extra_bytes: int
     check_replicas: bool
+    buckets: Buckets
     group: dist.ProcessGroup | None
 
 
@@ -113,6 +122,7 @@ class Refit:
         topology: Topology | None = None,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         check_replicas: bool = True,
+        buckets: Buckets = None,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
         """Compare both models, plan, and prepare what every run needs. Nothing is written yet.
@@ -149,6 +159,9 @@ class Refit:
             extra_bytes: the most memory beyond both models, on each rank.
             check_replicas: whether plain tensors of the source, which count as whole on every rank
                 that has them, are compared by a sample of each.
+            buckets: the most bytes of tensors that travel together, those before these; "auto" for
+                16 of at least 1 MiB and at most `extra_bytes`; all together when None. There are at
+                most 256. A table says the bucket of each of the source's tensors, from 0.
             group: of all ranks that have a part of either; all ranks when None. It may be a group
                 of several jobs: its ranks are then called by their places in it.
 
@@ -180,6 +193,7 @@ class Refit:
                 topology=topology,
                 extra_bytes=extra_bytes,
                 check_replicas=check_replicas,
+                buckets=buckets,
             )
 
     @classmethod
@@ -204,28 +218,30 @@ class Refit:
         topology: Topology | None,
         extra_bytes: int,
         check_replicas: bool,
+        buckets: Buckets,
     ) -> Refit:
         options = {
             "planning": planning,
             "method": method,
             "topology": topology.interning_key() if isinstance(topology, Topology) else topology,
             "extra_bytes": extra_bytes,
-            "ties": _sort_table(ties),
+            "ties": sort_table(ties),
             "stacks": stacks,
             "num_experts": num_experts,
-            "cast": _sort_table(cast),
+            "cast": sort_table(cast),
             "strict": strict,
             "check_replicas": check_replicas,
+            "buckets": sort_table(buckets),
             "transforms": transforms,
         }
         # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
-        problem = _find_problem(ties or {}, transforms or {}, extra_bytes, check_replicas)
-        problem = problem or _find_problem_of_names(stacks or {}, source_offset, target_offset)
+        problem = find_problem(ties or {}, transforms or {}, extra_bytes, check_replicas)
+        problem = problem or find_problem_of_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         if method not in METHODS:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
-        problem = problem or topology_problem(topology)
+        problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
         given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
@@ -242,7 +258,9 @@ class Refit:
         after = list_tensors(target, target_names, stacks, target_offset, group=group)
         check_memory(before, after, ties or {})
         methods = RefitMethods(method, topology)
-        matching = RefitPlanner(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
+        matching = RefitPlanner(
+            ties or {}, cast, strict, transforms or {}, extra_bytes, methods, buckets
+        )
         part, report, whole = plan_part(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
@@ -256,8 +274,12 @@ class Refit:
             raise RunError("nothing was moved: no messages could be prepared")
         return cls(prepared, batches, group)
 
-    def run(self) -> None:
+    def run(self, observer: BatchObserver | None = None, *, checks_source: bool = True) -> None:
         """Fill the target with what the source has now. All ranks of the group call this.
+
+        Args:
+            observer: is told of every batch.
+            checks_source: whether the source's tensors have to be usable when the run begins.
 
         Raises:
             RunError: on every rank, one that fails or does not answer in the group's timeout.
@@ -265,16 +287,17 @@ class Refit:
             PlanError: on every rank, ranks that run different refits.
         """
         with self._group.turn():
-            self._run()
+            self._run(observer, checks_source)
 
-    def _run(self) -> None:
+    def _run(self, observer: BatchObserver | None, checks_source: bool) -> None:
         # Before each run, since a rank may have failed, or its tensors may have moved.
-        agree(Intent({"refit": self._prepared.digest}, self._problem()), self._group)
+        problem = self._problem(checks_source)
+        agree(Intent({"refit": self._prepared.digest}, problem), self._group)
         self.is_usable = False
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.
             with torch.inference_mode():
-                self._batches.run()
+                self._batches.run(observer)
         except BaseException as error:
             for tensor in self._prepared.after.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
@@ -311,7 +334,7 @@ class Refit:
             agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
         return found
 
-    def _problem(self) -> str | None:
+    def _problem(self, checks_source: bool = True) -> str | None:
         """Why this rank cannot run; None where it can."""
         if not self.is_usable:
             return (
@@ -323,9 +346,16 @@ class Refit:
             for name, address in side.moved():
                 return f"{name} is at another address than when it was prepared ({address:#x})"
         for name, tensor in self._prepared.before.tensors.items():
-            if not is_usable(tensor):
+            if checks_source and not is_usable(tensor):
                 return f"{name} of the source is partly new and partly old after a run that failed"
         return None
+
+    @cached_property
+    def complete_names(self) -> tuple[tuple[str, ...], ...]:
+        """By batch, the tensors of the target on this rank that are complete with it."""
+        items = self._prepared.part.items
+        pairs = [(item.batch, item.match) for item in items]
+        return list_complete_names(pairs, self._prepared.part.batches)
 
     @cached_property
     def plan(self) -> RefitMoves:
@@ -371,43 +401,6 @@ class Refit:
         if batches is not None:
             self._batches, self._group = batches, among
             self.is_usable = True
-
-
-def _find_problem(
-    ties: object, transforms: object, extra_bytes: object, check_replicas: object
-) -> str | None:
-    """Why options of this rank cannot be used; None where they can."""
-    if not isinstance(check_replicas, bool):
-        return f"check_replicas={check_replicas!r}; it is True or False"
-    if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
-        return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
-    for name, transform in transforms.items():
-        if not isinstance(transform, Transform):
-            return f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as Cast('int8')"
-    if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
-        return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
-    try:
-        for name in ties:
-            tied_root(name, ties)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-def _find_problem_of_names(stacks: object, *offsets: object) -> str | None:
-    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
-        return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
-    for offset in offsets:
-        if offset is None:
-            continue
-        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-            return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
-    return None
-
-
-def _sort_table(given: Any) -> Any:
-    """A table in one order on all ranks; others as they are."""
-    return sorted(given.items()) if isinstance(given, Mapping) else given
 
 
 def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refit:

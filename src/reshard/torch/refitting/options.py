@@ -1,0 +1,66 @@
+"""Options of a refit: what is wrong with them, said before ranks wait for one another.
+
+A rank that raised by itself would leave others waiting, so a problem is brought to their agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.torch.models.naming import tied_root
+from reshard.torch.refitting.transforms import Transform
+
+
+def find_problem(
+    ties: object, transforms: object, extra_bytes: object, check_replicas: object
+) -> str | None:
+    """Why options of this rank cannot be used; None where they can."""
+    if not isinstance(check_replicas, bool):
+        return f"check_replicas={check_replicas!r}; it is True or False"
+    if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
+        return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
+    for name, transform in transforms.items():
+        if not isinstance(transform, Transform):
+            return f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as Cast('int8')"
+    if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
+        return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
+    try:
+        for name in ties:
+            tied_root(name, ties)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def find_problem_of_buckets(buckets: object) -> str | None:
+    """Why buckets cannot be made like this; None where they can.
+
+    >>> find_problem_of_buckets({"up": 0}), find_problem_of_buckets("auto")
+    (None, None)
+    """
+    numbers = buckets.values() if isinstance(buckets, Mapping) else [buckets]
+    least = 0 if isinstance(buckets, Mapping) else 1
+    if buckets in (None, "auto") or all(type(n) is int and n >= least for n in numbers):
+        return None
+    return (
+        f"buckets={buckets!r}; give a number of bytes above 0, 'auto', a table of numbers, or None"
+    )
+
+
+def find_problem_of_names(stacks: object, *offsets: object) -> str | None:
+    """Why names, or ranks' offsets, cannot be used; None where they can."""
+    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
+        return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
+    for offset in offsets:
+        if offset is None:
+            continue
+        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+            return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
+    return None
+
+
+def sort_table(given: Any) -> Any:
+    """A table in one order on all ranks; others as they are."""
+    return sorted(given.items()) if isinstance(given, Mapping) else given
