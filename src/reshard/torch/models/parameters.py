@@ -229,7 +229,7 @@ class _Lister:
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
-        has_part = layout is None or _holds(layout, self._group.rank)
+        has_part = layout is None or self._group.rank in layout.local_shapes
         self._register(name, value, local if has_part else None)
         shape = tuple(local.shape) if has_part else None
         dtype = as_dtype(value.dtype).name
@@ -329,7 +329,7 @@ class _Lister:
                 self._register(member, value, view)
                 self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
-        expected = layout.local_shape(rank) if _holds(layout, rank) else None
+        expected = layout.local_shapes.get(rank)
         if any(len(layout.cells_of(rank)) != 1 for rank in layout.holders):
             self.problems.append(f"{name}: a stacked tensor whose ranks have several boxes each")
             return
@@ -400,10 +400,6 @@ def _add_attributes(
             f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
         )
     return replace(parameter, **says)
-
-
-def _holds(layout: Layout, rank: int) -> bool:
-    return rank in layout.local_shapes
 
 
 def position_of(layout: Layout, rank: int, number: int) -> int | None:

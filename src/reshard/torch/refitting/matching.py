@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError
 from reshard.geometry.layout_change import LayoutChange
@@ -78,6 +80,16 @@ class Match:
     def is_transformed(self) -> bool:
         """Whether its elements need memory between source and target."""
         return bool(self.made_at)
+
+    def source_view(self, locals_of: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
+        """What a rank has of it in the source, whose local tensors are given by name."""
+        local = locals_of.get(self.source_name)
+        return local if self.source_range is None else self.source_range.of(local, rank)
+
+    def target_view(self, locals_of: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
+        """Likewise in the target."""
+        local = locals_of.get(self.target_name)
+        return local if self.target_range is None else self.target_range.of(local, rank)
 
 
 def match_tensors(

@@ -33,7 +33,6 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.layout import Layout
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
@@ -202,7 +201,7 @@ class RefitPlan:
             for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
             if one.name in transfers
             or one.made_of in made
-            or _holds(one.target, rank)
+            or rank in one.target.local_shapes
             or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
         ]
         # All batches share one arena, which must be as large as the fullest of them needs.
@@ -262,10 +261,6 @@ def _count_bytes(match: Match) -> int:
 
 def _needs_memory(match: Match, chosen: TensorMethod) -> bool:
     return match.is_transformed or (chosen.program is not None and staging_bytes(match, chosen) > 0)
-
-
-def _holds(layout: Layout, rank: int) -> bool:
-    return rank in layout.local_shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,17 +42,11 @@ def check_replicas(
     own: dict[str, str] = {}
     for item in items:
         match = item.match
-        sides = (
-            ("source", match.source_name, match.source, match.source_range, source),
-            ("target", match.target_name, match.target, match.target_range, target),
-        )
-        for side, name, layout, piece, tensors in sides:
-            local = tensors.get(name)
-            if piece is not None:
-                local = piece.of(local, group.rank)
-            if item.match.made_at and side == "target":
-                # What a transform makes has a layout of its own.
-                continue
+        sides = [("source", match.source, match.source_view(source, group.rank))]
+        # What a transform makes has a layout of its own.
+        if not match.made_at:
+            sides.append(("target", match.target, match.target_view(target, group.rank)))
+        for side, layout, local in sides:
             for key, digest in _describe_cells(layout, group.rank, local):
                 own[f"{match.name} of the {side}, {key}"] = digest
     found = gather(json.dumps(own).encode(), group).values

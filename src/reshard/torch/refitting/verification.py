@@ -91,11 +91,7 @@ def _list_pieces(
     rank: int,
 ) -> RankPieces:
     match, travels = item.match, getattr(torch, as_dtype(item.match.dtype).name)
-    before, after = source.get(match.source_name), target.get(match.target_name)
-    if match.source_range is not None:
-        before = match.source_range.of(before, rank)
-    if match.target_range is not None:
-        after = match.target_range.of(after, rank)
+    before, after = match.source_view(source, rank), match.target_view(target, rank)
     pieces = RankPieces()
     pieces.add(RankTransfers.of(item.change, item.transfers, rank, before, after, travels), rank)
     return pieces
