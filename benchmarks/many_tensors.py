@@ -7,8 +7,10 @@ are compared:
     script    what one writes with `safetensors.numpy`: load every file, concatenate, split, save
               every file, then `sync`; no digests
 
-Cases are conversions of whole tensors to whole ones and of four ranks to eight, by rules, loading
-what one rank of eight holds, and comparing a checkpoint with itself, bit for bit. Processor time
+Cases are conversions of whole tensors to whole ones, to eight ranks and to another element type,
+of four ranks to eight, by rules, and of PyTorch's distributed checkpoint of four ranks to whole
+tensors; loading what one rank of eight holds; comparing a checkpoint with itself, bit for bit; and
+what differs from one in which every tenth tensor has other elements, as a file. Processor time
 is user and system of the process, from the end of its imports on. Memory is the
 peak of `RssAnon`, sampled, less what the process had with
 its imports done; beyond the buffers of the run it is given a tensor.
@@ -23,6 +25,7 @@ of the script's processor time, and 1 KiB of memory a tensor beyond the buffers.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -112,12 +115,35 @@ def write_ranks(folder: Path, whole: Path, ranks: int) -> None:
     convert(whole, folder, to=f"tp={ranks}", rules=[RULE])
 
 
+def write_dcp(folder: Path, whole: Path, ranks: int) -> None:
+    """The same as PyTorch's distributed checkpoint of so many ranks, by reshard."""
+    from reshard.checkpoint import convert
+
+    convert(whole, folder, to=f"tp={ranks}", rules=[RULE], format="torch-dcp")
+
+
+def write_changed(folder: Path, whole: Path) -> None:
+    """The same with one element in 32 of every tenth tensor changed, by the safetensors package."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    named = load_file(whole / "model.safetensors")
+    for name in list(named)[::10]:
+        named[name].view(np.uint32)[:, 0] ^= 1
+    folder.mkdir()
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def full_by_reshard(source: Path, target: Path) -> int:
     return convert_by_reshard(source, target, to="full")
 
 
 def ranks_by_reshard(source: Path, target: Path) -> int:
     return convert_by_reshard(source, target, to="tp=8", rules=[RULE])
+
+
+def half_by_reshard(source: Path, target: Path) -> int:
+    return convert_by_reshard(source, target, to="full", dtype="fp16")
 
 
 def convert_by_reshard(source: Path, target: Path, **asked: Any) -> int:
@@ -142,11 +168,62 @@ def ranks_by_script(source: Path, target: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     shards = [load_file(path) for path in sorted(source.glob("*.safetensors"))]
-    whole = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+    if len(shards) == 1:
+        (whole,) = shards
+    else:
+        whole = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
     target.mkdir()
     for rank in range(8):
         pieces = {name: np.array_split(tensor, 8)[rank] for name, tensor in whole.items()}
         save_file(pieces, target / f"rank-{rank}.safetensors")
+    subprocess.run(["sync"], check=True)
+
+
+def half_by_script(source: Path, target: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    whole = load_file(source / "model.safetensors")
+    target.mkdir()
+    halves = {name: tensor.astype(np.float16) for name, tensor in whole.items()}
+    save_file(halves, target / "model.safetensors")
+    subprocess.run(["sync"], check=True)
+
+
+def dcp_by_script(source: Path, target: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    reader = dcp.FileSystemReader(source)
+    described = reader.read_metadata().state_dict_metadata
+    whole = {name: torch.empty(one.size) for name, one in described.items()}
+    dcp.load(whole, storage_reader=reader, no_dist=True)
+    target.mkdir()
+    save_file(whole, target / "model.safetensors")
+    subprocess.run(["sync"], check=True)
+
+
+def diff_by_reshard(source: Path, target: Path) -> None:
+    from reshard.checkpoint import diff
+
+    diff(source, source.with_name("changed"), target)
+
+
+def diff_by_script(source: Path, target: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    before = load_file(source / "model.safetensors")
+    after = load_file(source.with_name("changed") / "model.safetensors")
+    delta = {}
+    for name, tensor in after.items():
+        bits = tensor.reshape(-1).view(np.uint32)
+        places = np.flatnonzero(bits != before[name].reshape(-1).view(np.uint32))
+        if len(places):
+            delta[f"{name}.places"] = places.astype(np.uint32)
+            delta[f"{name}.values"] = bits[places]
+    save_file(delta, target)
     subprocess.run(["sync"], check=True)
 
 
@@ -204,10 +281,40 @@ def verify_by_script(source: Path, target: Path) -> None:
 CASES: dict[str, tuple[str, dict[str, Callable[[Path, Path], int | None]]]] = {
     "full-full": ("whole", {"reshard": full_by_reshard, "script": full_by_script}),
     "tp4-tp8": ("ranks", {"reshard": ranks_by_reshard, "script": ranks_by_script}),
+    "full-tp8": ("whole", {"reshard": ranks_by_reshard, "script": ranks_by_script}),
+    "fp16": ("whole", {"reshard": half_by_reshard, "script": half_by_script}),
+    "dcp-full": ("dcp", {"reshard": full_by_reshard, "script": dcp_by_script}),
+    "diff": ("whole", {"reshard": diff_by_reshard, "script": diff_by_script}),
     "load": ("whole", {"reshard": load_by_reshard, "script": load_by_script}),
     "verify": ("whole", {"reshard": verify_by_reshard, "script": verify_by_script}),
     "open": ("whole", {"reshard": open_by_reshard, "script": open_by_script}),
 }
+
+
+def check(case: str, source: Path, target: Path) -> None:
+    """See that reshard wrote what it should. A fast conversion that is wrong would be no feat."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    from reshard.checkpoint import apply, compare
+
+    expected: Path = source
+    if case == "diff":
+        expected, delta = source.with_name("changed"), target
+        target = target.with_name("applied")
+        apply(source, delta, target)
+    if case == "fp16":
+        before = load_file(source / "model.safetensors")
+        after = load_file(target / "model.safetensors")
+        assert before.keys() == after.keys()
+        with np.errstate(over="ignore"):
+            for name, one in before.items():
+                assert np.array_equal(after[name], one.astype(np.float16), equal_nan=True), name
+        return
+    comparison = compare(expected, target)
+    assert comparison.is_same, comparison.differences[:3]
+    if case == "diff":
+        shutil.rmtree(target)
 
 
 def hidden(command: str, *arguments: str) -> None:
@@ -216,13 +323,18 @@ def hidden(command: str, *arguments: str) -> None:
         write_whole(Path(arguments[0]), int(arguments[1]), int(arguments[2]))
     elif command == "cut":
         write_ranks(Path(arguments[0]), Path(arguments[1]), 4)
+    elif command == "dcp":
+        write_dcp(Path(arguments[0]), Path(arguments[1]), 4)
+    elif command == "change":
+        write_changed(Path(arguments[0]), Path(arguments[1]))
     elif command == "check":
-        from reshard.checkpoint import compare
-
-        comparison = compare(*arguments)
-        assert comparison.is_same, comparison.differences[:3]
+        check(arguments[0], Path(arguments[1]), Path(arguments[2]))
     else:
         import safetensors.numpy
+
+        if command == "dcp-full" and arguments[0] == "script":
+            importlib.import_module("torch.distributed.checkpoint")
+            importlib.import_module("safetensors.torch")
 
         import reshard.checkpoint.conversion.run
 
@@ -272,10 +384,18 @@ def main() -> None:
     answers: dict[str, dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        sources = {"whole": folder / "whole", "ranks": folder / "ranks"}
+        sources = {name: folder / name for name in ("whole", "ranks", "dcp", "changed")}
         in_a_process("write", sources["whole"], options.tensors, options.size_kib)
-        if "tp4-tp8" in options.cases:
-            in_a_process("cut", sources["ranks"], sources["whole"])
+        made = {
+            "tp4-tp8": ("cut", "ranks"),
+            "dcp-full": ("dcp", "dcp"),
+            "diff": ("change", "changed"),
+        }
+        for case in made.keys() & {*options.cases}:
+            command, kind = made[case]
+            in_a_process(command, sources[kind], sources["whole"])
+        if all(CASES[case][0] != "whole" for case in options.cases):
+            shutil.rmtree(sources["whole"])
         target = folder / "target"
         for case in options.cases:
             source, ways = CASES[case]
@@ -285,11 +405,10 @@ def main() -> None:
                     turn = in_a_process(case, way, sources[source], target)
                     assert turn is not None
                     taken[way].append(turn)
-                    # A fast conversion that is wrong would be no feat.
                     if target.exists():
                         if number == 0 and way == "reshard":
-                            in_a_process("check", sources[source], target)
-                        shutil.rmtree(target)
+                            in_a_process("check", case, sources[source], target)
+                        target.unlink() if target.is_file() else shutil.rmtree(target)
             show(case, taken, options.tensors)
             answers[case] = {way: [asdict(turn) for turn in turns] for way, turns in taken.items()}
     if options.json is not None:
