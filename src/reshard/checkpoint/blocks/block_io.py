@@ -11,6 +11,7 @@ once are read and written by `batches`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import resource
@@ -50,6 +51,12 @@ class Workspace:
         self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
         self.inputs = tuple(AlignedBuffer(AlignedBuffer.capacity_for(n)) for n in input_bytes)
 
+    def for_inputs(self) -> Workspace:
+        """The same memory for blocks that others are made of: they lie in the first input."""
+        found = copy.copy(self)
+        found.block = self.inputs[0]
+        return found
+
     def close(self) -> None:
         """Give the memory back."""
         for buffer in (self.block, self.span, *self.inputs):
@@ -74,12 +81,16 @@ class WorkspaceSize:
         parts = (self.block_bytes, self.span_bytes, *self.input_bytes)
         return sum(map(AlignedBuffer.capacity_for, parts)) + self.scratch_bytes
 
-    def with_batches(self, batch_bytes: int) -> WorkspaceSize:
-        """The same with room for batches of so many bytes."""
+    def with_batches(self, batch_bytes: int, *, has_inputs: bool = False) -> WorkspaceSize:
+        """The same with room for batches of so many bytes, also in the first input if asked."""
+        inputs = self.input_bytes
+        if has_inputs:
+            inputs = (max(batch_bytes, *inputs[:1]), *inputs[1:])
         return dataclasses.replace(
             self,
             block_bytes=max(self.block_bytes, batch_bytes),
             span_bytes=max(self.span_bytes, batch_bytes),
+            input_bytes=inputs,
             batch_bytes=batch_bytes,
         )
 

@@ -79,14 +79,19 @@ class ComputedReader:
         """The most that is in memory of each source, for the largest block."""
         return self.tensor.input_bytes(self.grid.box(0)) if self.grid.count else ()
 
-    def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
+    def read_checked(
+        self, index: int, workspace: Workspace, at: int = 0
+    ) -> tuple[memoryview, bytes]:
         """The bytes of block `index`, valid until the next call, and their digest.
+
+        They begin at `at` of the workspace's memory for blocks.
 
         Raises:
             RunError: a file that cannot be read.
         """
         box = self.grid.box(index)
-        memory = workspace.block.region(0, box.elements * self.grid.itemsize_bytes).memory
+        size_bytes = box.elements * self.grid.itemsize_bytes
+        memory = workspace.block.memory[at : at + size_bytes]
         out = np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(box.shape)
 
         def read(source: int, part: Box) -> NDArray[Any]:

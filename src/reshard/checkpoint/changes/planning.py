@@ -10,14 +10,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.binding import Binding, FileRange
-from reshard.checkpoint.changes.casts import CastComputed, CastTensor
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
+from reshard.checkpoint.changes.casts import CastColumns, CastComputed, CastTensor
 from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.dequantized import DequantizedWeight
 from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
@@ -109,11 +111,11 @@ class _Change:
     ) -> None:
         self.checkpoint, self.config, self.kept = checkpoint, config, {*kept}
         self.dtype = None if dtype_name is None else cast_type(dtype_name)
-        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        types = types_of(checkpoint.tensors)
         self.weights = find_quantized(
-            shapes,
+            shapes_of(checkpoint.tensors),
             config,
-            {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()},
+            {name: element.itemsize_bytes for name, element in types.items()},
             read_flat_shapes(checkpoint),
         )
         self.member_of = {
@@ -139,6 +141,34 @@ class _Change:
                 f"{self.checkpoint.folder} is quantised already: {name!r} is "
                 f"{self.weights[name].method}; --dequantize it first"
             )
+        is_other = dequantize or quantize is not None
+        tensors: Mapping[str, StoredTensor] = self.tensors
+        computed: Mapping[str, ComputedTensor] = self.computed
+        if is_other or self.weights or self.computed:
+            kept = self._change_each(dequantize, quantize is not None)
+        else:
+            computed, kept = self._cast_all(self._expect_dtype())
+            tensors = computed.tensors()
+        if kept:
+            self.notes.append(
+                f"{count_text(len(kept), 'tensor')} in float32 stay so (first: {kept[0]}), since "
+                "config.json says that the model is of 16 bits: they were kept on purpose"
+            )
+        config = self._make_config(quantize) if is_other else self._make_plain_config()
+        return self._finish(config, tensors, computed)
+
+    def _cast_all(self, to: DType) -> tuple[CastColumns, list[str]]:
+        """What can be cast, kind by kind, and the names of what stays wide on purpose."""
+        stored = TensorColumns.of(self.checkpoint.tensors)
+        types = [kind.dtype for kind in stored.kinds]
+        may_be = stored.by_kind([self._is_cast(one) for one in types]).astype(bool)
+        may_be[stored.rows([name for name in self.kept if name in stored])] = False
+        stays = stored.by_kind([self._stays_wide(one) for one in types]).astype(bool)
+        kept = list(itertools.compress(stored.names, (may_be & stays).tolist()))
+        return CastColumns(stored, may_be & ~stays, to), kept
+
+    def _change_each(self, dequantize: bool, quantize: bool) -> list[str]:
+        """Change tensor by tensor, and return the names of what stays wide on purpose."""
         kept: list[str] = []
         for name, tensor in self.checkpoint.tensors.items():
             weight = self.weights.get(self.member_of.get(name, ""))
@@ -147,31 +177,20 @@ class _Change:
                     self.tensors[name] = tensor
                 elif weight.name not in self.tensors:
                     self._dequantize(weight)
-            elif quantize is not None and _is_matrix(tensor):
+            elif quantize and _is_matrix(tensor):
                 self._quantize(tensor)
-            elif self._is_cast(tensor):
-                if self._stays_wide(tensor):
+            elif name not in self.kept and self._is_cast(tensor.dtype):
+                if self._stays_wide(tensor.dtype):
                     kept.append(name)
                     self.tensors[name] = tensor
                 else:
                     self._add(name, self._cast(tensor, self._expect_dtype()), tensor.binding)
             else:
                 self.tensors[name] = tensor
-        if kept:
-            self.notes.append(
-                f"{count_text(len(kept), 'tensor')} in float32 stay so (first: {kept[0]}), since "
-                "config.json says that the model is of 16 bits: they were kept on purpose"
-            )
-        made = dequantize or quantize is not None
-        return self._finish(self._make_config(quantize) if made else self._make_plain_config())
+        return kept
 
-    def _is_cast(self, tensor: StoredTensor) -> bool:
-        return (
-            self.dtype is not None
-            and tensor.name not in self.kept
-            and is_castable(tensor.dtype)
-            and (tensor.dtype is not self.dtype)
-        )
+    def _is_cast(self, element: DType) -> bool:
+        return self.dtype is not None and is_castable(element) and element is not self.dtype
 
     def _cast(self, tensor: StoredTensor, to: DType) -> ComputedTensor:
         made = self.computed.get(tensor.name)
@@ -192,10 +211,10 @@ class _Change:
                     return dtype(name)
         return None
 
-    def _stays_wide(self, tensor: StoredTensor) -> bool:
+    def _stays_wide(self, element: DType) -> bool:
         own = None if self.kept else self._own_dtype()
         is_half = own is not None and own.itemsize_bytes == 2
-        return is_half and tensor.dtype.name == "float32"
+        return is_half and element.name == "float32"
 
     def _add(self, name: str, computed: ComputedTensor, binding: Binding | None = None) -> None:
         """A computed tensor; planning sees it where its first source is."""
@@ -264,10 +283,17 @@ class _Change:
             }
         return found
 
-    def _finish(self, config: dict[str, Any] | None) -> ChangedElements:
+    def _finish(
+        self,
+        config: dict[str, Any] | None,
+        tensors: Mapping[str, StoredTensor],
+        computed: Mapping[str, ComputedTensor],
+    ) -> ChangedElements:
         old = self.checkpoint
-        read = {one.name for computed in self.computed.values() for one in computed.sources}
-        if any(old.tensors[name].digest for name in read if name in old.tensors):
+        read: Collection[str] = computed.keys()
+        if not isinstance(computed, CastColumns):
+            read = {one.name for made in computed.values() for one in made.sources}
+        if _has_digests(old.tensors, read):
             self.notes.append(
                 f"{count_text(len(read), 'tensor')} get other elements and other digests: they are "
                 f"not compared with the digests of {old.folder}. `reshard inspect --digest` "
@@ -285,13 +311,20 @@ class _Change:
         )
         changed = dataclasses.replace(
             old,
-            tensors=self.tensors,
+            tensors=tensors,
             checksums=tuple(checksums),
             carried=carried,
-            paths={name: path for name, path in old.paths.items() if name in self.tensors},
+            paths={name: path for name, path in old.paths.items() if name in tensors},
             notes=(*old.notes, *self.notes),
         )
-        return ChangedElements(changed, self.computed, config, rewritten, tuple(self.notes))
+        return ChangedElements(changed, computed, config, rewritten, tuple(self.notes))
+
+
+def _has_digests(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> bool:
+    """Whether the digest of one of these tensors is known."""
+    if isinstance(tensors, TensorColumns) and tensors.digests is None:
+        return False
+    return any(tensors[name].digest for name in names if name in tensors)
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:

@@ -15,9 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.changes.casts import split_casts
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.moves import Moves
@@ -179,11 +182,8 @@ class Conversion:
     @cached_property
     def moves(self) -> Moves:
         """The blocks of all tensors."""
-        return Moves(
-            TensorColumns.of(self.source.tensors),
-            TensorColumns.of(self.arrangement.tensors),
-            self.computed.keys(),
-        )
+        stored, computed = split_casts(self.source.tensors, self.computed)
+        return Moves(TensorColumns.of(stored), TensorColumns.of(self.arrangement.tensors), computed)
 
     @property
     def workspace_bytes(self) -> int:
@@ -196,8 +196,10 @@ class Conversion:
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
         block, span = self.moves.largest_bytes
         inputs: tuple[int, ...] = ()
-        for computed in self.computed.values():
-            made = ComputedReader(computed, nothing)
+        if self.moves.is_cast.any():
+            inputs = (self.moves.cast_bytes,)
+        for row in np.flatnonzero(self.moves.source_rows < 0).tolist():
+            made = ComputedReader(self.computed[self.moves.target.names[row]], nothing)
             pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
             inputs = tuple(max(pair) for pair in pairs)
             block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
@@ -205,9 +207,9 @@ class Conversion:
 
     def _buffers(self, extra_bytes: int) -> WorkspaceSize:
         """What a thread gets: batches are smaller where larger ones would not fit."""
-        batch_bytes = self.moves.batched_bytes
+        batch_bytes, has_casts = self.moves.batched_bytes, bool(self.moves.is_cast.any())
         while batch_bytes:
-            size = self._least.with_batches(batch_bytes)
+            size = self._least.with_batches(batch_bytes, has_inputs=has_casts)
             if size.size_bytes <= extra_bytes:
                 return size
             batch_bytes //= 2

@@ -2,8 +2,8 @@
 
 Blocks are numbered through all tensors of the target, in their order: tensor `row` has those from
 `first_block[row]` on. Blocks of small tensors that follow each other are one batch (see
-`reshard.checkpoint.blocks.batches`); a block of a large tensor is a batch of one, and so is a block
-that is computed.
+`reshard.checkpoint.blocks.batches`), as far as they become what they are in one way: moved as they
+are, cast, or computed. A block of a large tensor is a batch of one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, Section,
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.dtypes import DType
+from reshard.elements.casting import is_castable
 from reshard.errors import UsageError
 from reshard.runs import IntArray
 
@@ -29,7 +31,8 @@ from reshard.runs import IntArray
 class Batch:
     """Blocks that are moved together: their numbers, and what is read and written for them.
 
-    The numbers are in the order of the sections. Where the block is computed nothing is read here.
+    The numbers are in the order of the sections. What is read is cast where types differ; where
+    blocks are computed nothing is read here.
     """
 
     numbers: IntArray
@@ -42,7 +45,8 @@ class Batch:
 class Moves:
     """The blocks that a conversion moves, from tensors of the source to those of the target.
 
-    `computed` names tensors that are not moved as they are; the source may have none of that name.
+    A tensor that has another floating-point type in the source is cast. `computed` names tensors
+    that are neither moved nor cast; the source may have none of that name.
     """
 
     source: TensorColumns
@@ -73,7 +77,46 @@ class Moves:
 
     @cached_property
     def source_rows(self) -> IntArray:
-        """The row in the source of each tensor of the target; -1 where it is computed."""
+        """The row in the source of each tensor of the target; -1 where it is computed.
+
+        Those that are cast and have several blocks are computed, since the blocks are others.
+        """
+        rows, is_cast = self._named_rows, self._casts
+        blocks = self.source.by_kind(
+            [
+                BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes).count
+                for kind in self.source.kinds
+            ]
+        )
+        alone = is_cast & (self.block_counts > 1)
+        alone[is_cast] |= blocks[rows[is_cast]] > 1
+        return np.where(alone, -1, rows)
+
+    @cached_property
+    def is_cast(self) -> NDArray[np.bool_]:
+        """Whether a tensor is read, and becomes another type: shape `(tensors,)`."""
+        cast: NDArray[np.bool_] = self._casts & (self.source_rows >= 0)
+        return cast
+
+    @cached_property
+    def _casts(self) -> NDArray[np.bool_]:
+        """Whether a tensor has another type in the source that is cast: shape `(tensors,)`."""
+        types: dict[DType, int] = {}
+        source, target = (
+            columns.by_kind([types.setdefault(kind.dtype, len(types)) for kind in columns.kinds])
+            for columns in (self.source, self.target)
+        )
+        can_be = np.array([is_castable(one) for one in types] or [False])
+        rows = self._named_rows
+        found = np.zeros(len(rows), dtype=bool)
+        there = rows >= 0
+        before, after = source[rows[there]], target[there]
+        found[there] = (before != after) & can_be[before] & can_be[after]
+        return found
+
+    @cached_property
+    def _named_rows(self) -> IntArray:
+        """The row in the source of what each tensor of the target is made of alone, or -1."""
         if self.source.names == self.target.names:
             rows = np.arange(len(self.target.names), dtype=np.int64)
         else:
@@ -89,9 +132,23 @@ class Moves:
 
     @cached_property
     def is_small(self) -> NDArray[np.bool_]:
-        """Whether a tensor has one block, which is moved as it is: shape `(tensors,)`."""
-        small: NDArray[np.bool_] = (self.block_counts == 1) & (self.source_rows >= 0)
+        """Whether a tensor has one block: shape `(tensors,)`."""
+        small: NDArray[np.bool_] = self.block_counts == 1
         return small
+
+    @cached_property
+    def _room(self) -> IntArray:
+        """What each tensor that has one block takes in a batch, at most: shape `(tensors,)`."""
+        sizes = self.target.tensor_bytes.copy()
+        read = self.source.tensor_bytes[self.source_rows[self.is_cast]]
+        sizes[self.is_cast] = np.maximum(sizes[self.is_cast], read)
+        return aligned_bytes(sizes)
+
+    @property
+    def cast_bytes(self) -> int:
+        """The largest tensor that is read to be cast."""
+        read = self.source.tensor_bytes[self.source_rows[self.is_cast]]
+        return int(read.max()) if len(read) else 0
 
     @cached_property
     def largest_bytes(self) -> tuple[int, int]:
@@ -110,7 +167,7 @@ class Moves:
         """What all small tensors take in batches, up to the most that a batch may have."""
         if np.count_nonzero(self.is_small) < 2:
             return 0
-        sizes = aligned_bytes(self.target.tensor_bytes[self.is_small])
+        sizes = self._room[self.is_small]
         return min(int(sizes.sum()) * 17 // 16, blocks.BLOCK_BYTES)
 
     def places(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
@@ -135,9 +192,11 @@ class Moves:
         small = self.is_small[rows]
         # What ranges take beyond their bytes for whole pages has room in the rest.
         most = batch_bytes - batch_bytes // 16
-        reach = np.cumsum(aligned_bytes(self.target.tensor_bytes[rows]))
-        # Where stretches of small tensors, and blocks that stand alone, begin.
-        begins = np.flatnonzero(~small | np.insert(~small[:-1], 0, True)[: len(small)]).tolist()
+        reach = np.cumsum(self._room[rows])
+        # Where stretches of small tensors that are made in one way, and single blocks, begin.
+        way = np.where(self.is_cast[rows], 2, self.source_rows[rows] >= 0)
+        changes = np.append(True, ~small[:-1] | (way[1:] != way[:-1]))
+        begins = np.flatnonzero(~small | changes).tolist()
         for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True):
             at = begin
             while at < end:
@@ -158,14 +217,16 @@ class Moves:
                 read = (Section(int(self.source.kind[source_rows[0]]), source_rows, block),)
             written = (Section(int(target_kind[0]), rows, block),)
             return Batch(numbers, read, written, grid.size_bytes(block))
-        source_kind = self.source.kind[source_rows]
+        is_computed = bool(source_rows[0] < 0)
+        source_kind = source_rows if is_computed else self.source.kind[source_rows]
         # Sorted by kinds, in the order of the target within one.
         order = np.lexsort((source_kind, target_kind))
         pairs = np.stack([target_kind[order], source_kind[order]])
         cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
         reads, writes = [], []
         for chosen in np.split(order, cuts):
-            reads.append(Section(int(source_kind[chosen[0]]), source_rows[chosen], 0))
+            if not is_computed:
+                reads.append(Section(int(source_kind[chosen[0]]), source_rows[chosen], 0))
             writes.append(Section(int(target_kind[chosen[0]]), rows[chosen], 0))
         size_bytes = int(self.target.tensor_bytes[rows].sum())
         return Batch(numbers[order], tuple(reads), tuple(writes), size_bytes)

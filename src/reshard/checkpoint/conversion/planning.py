@@ -77,8 +77,9 @@ def plan_conversion(
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
     named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
-    computed = {**translated.computed, **changed.computed}
-    changed = dataclasses.replace(changed, computed=computed)
+    if translated.computed:
+        computed = {**translated.computed, **changed.computed}
+        changed = dataclasses.replace(changed, computed=computed)
     changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
     named = dataclasses.replace(named, checkpoint=changed.checkpoint)
     placement = place_tensors(request, named)

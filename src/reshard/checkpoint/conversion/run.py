@@ -24,15 +24,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, BlockMemory
+from reshard.checkpoint.blocks.batches import BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.grid import block_digest
-from reshard.checkpoint.changes.computed import ComputedReader
+from reshard.checkpoint.changes.batched import ChangedReader
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
     DEFAULT_THREADS,
@@ -126,7 +125,14 @@ class _ConversionRun:
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
         self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
-        self.reader = BatchReader(moves.source, sources, self.checksums.watch_source)
+        self.reader = ChangedReader(
+            moves.source,
+            moves.target,
+            conversion.computed,
+            sources,
+            self.checksums.watch_source,
+            self._count,
+        )
         self.writer = BatchWriter(moves.target, self.targets, self.checksums.watch_target)
         self.finished = np.zeros(moves.count, dtype=bool)
         self.digests = DigestedBlocks(moves)
@@ -138,12 +144,6 @@ class _ConversionRun:
         self.buffers_by_process: tuple[int, ...] = (0,)
         self.counts = CastCounts()
         self._lock = threading.Lock()
-        # One reader a computed tensor, kept for as long as its blocks come up.
-        self._computed = lru_cache(maxsize=64)(self._open_computed)
-
-    def _open_computed(self, row: int) -> ComputedReader:
-        made = self.conversion.computed[self.moves.target.names[row]]
-        return ComputedReader(made, self.sources, self.checksums.watch_source, self._count)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:
@@ -208,19 +208,7 @@ class _ConversionRun:
 
     def work(self, batch: Batch, workspace: Workspace) -> _Done:
         """Read, digest and write the blocks of one batch."""
-        if batch.read:
-            blocks = self.reader.read(batch.read, workspace)
-            digests = [list(map(block_digest, of)) for of in blocks]
-            for section, found in zip(batch.read, digests, strict=True):
-                self.reader.expect_digests(section, found)
-        else:
-            (section,) = batch.written
-            memory, digest = self._computed(int(section.rows[0])).read_checked(
-                section.block, workspace
-            )
-            # It lies at the beginning of the workspace's memory.
-            blocks = [BlockMemory(workspace.block.memory, np.zeros(1, np.int64), memory.nbytes)]
-            digests = [[digest]]
+        blocks, digests = self.reader.read(batch.read, batch.written, workspace)
         files = self.writer.write(batch.written, blocks, workspace)
         return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
 
