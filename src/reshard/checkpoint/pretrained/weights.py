@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.training.state import (
     MASTER,

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.training.state import STEP, TrainingState, bare_name, find_training_state
+from reshard.checkpoint.formats.torch_files.optimizer_states import STEP
+from reshard.checkpoint.training.state import TrainingState, bare_name, find_training_state
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment

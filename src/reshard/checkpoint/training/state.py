@@ -30,14 +30,10 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
-
-#: The key of 32-bit weights beside those that the model computes with.
-MASTER = "master"
-#: The key of the number of steps.
-STEP = "step"
 
 _MASTERS = frozenset(
     {MASTER, "fp32", "fp32_param", "master_param", "master_params", "master_weight"}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.checkpoint.formats.torch_files.optimizer_groups import OPTIMIZER_KEYS
+from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_KEYS
 from reshard.errors import UsageError
 
 # What states of Optax are placed for (`reshard.checkpoint.formats.orbax.optax_states`).

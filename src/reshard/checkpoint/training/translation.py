@@ -26,7 +26,7 @@ from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.constants import ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.torch_files.optimizer_groups import complete_group
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, complete_group
 from reshard.checkpoint.training.plain_state import (
     INJECTED,
     PARAMETERS,
@@ -34,7 +34,7 @@ from reshard.checkpoint.training.plain_state import (
     find_groups,
     names_of_groups,
 )
-from reshard.checkpoint.training.state import MASTER, STEP, TrainingState, find_training_state
+from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.checkpoint.training.styles import TrainingStyle
 from reshard.dtypes import DType, dtype
 from reshard.elements.casting import as_float32, is_castable

@@ -41,11 +41,11 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     read_partition,
     read_tensors,
 )
-from reshard.checkpoint.formats.deepspeed.state_names import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
 from reshard.checkpoint.formats.deepspeed.whole_states import WholeStates, merge_groups
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
 from reshard.text.quantities import count_text

@@ -46,16 +46,16 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     read_file,
     read_model_state,
 )
-from reshard.checkpoint.formats.deepspeed.state_names import (
+from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
+from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
+from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     MASTER,
     STEP,
     state_name,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
-from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
-from reshard.checkpoint.formats.format import Holding
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain

@@ -16,7 +16,6 @@ from reshard.checkpoint.formats.deepspeed.files import SavedFiles
 from reshard.checkpoint.formats.deepspeed.parallel.experts import list_local_weights
 from reshard.checkpoint.formats.deepspeed.partitions import flat_pieces
 from reshard.checkpoint.formats.deepspeed.saved_states import ModelState, Shape, read_file
-from reshard.checkpoint.formats.deepspeed.state_names import MASTER, state_name
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece
 from reshard.checkpoint.formats.deepspeed.values import SavedValues
 from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
@@ -27,6 +26,7 @@ from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
     read_whole_optimizer,
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, state_name
 
 
 class AddState(Protocol):

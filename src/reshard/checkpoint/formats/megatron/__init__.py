@@ -5,7 +5,7 @@
     fsdp_dtensor        what Megatron FSDP saves
     module_names, module_order, parameter_cuts
                         the parameters of a model, their order, and how they are cut
-    optimizer_names     `optimizer.state.KEY.NAME`, and the names that all formats have
+    optimizer_names     `optimizer.state.KEY.NAME`, as `torch_dist` has it
     common_state        arguments, groups, steps
     buckets, rank_parts flat buffers of optimizer state, and blocks of ranks put together
     iterations, object_items

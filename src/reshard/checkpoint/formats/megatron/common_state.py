@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
+from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 
-GROUPS = "optimizer.param_groups"
 # The step of an optimizer that has it in the state of its parameters, and not in groups.
 COMMON_STEP = "optimizer.common_step"
 _NAMESPACE = Global("argparse", "Namespace")

@@ -20,14 +20,18 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.checkpoint.formats.megatron.common_state import GROUPS, CommonState
+from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
 from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.object_items import read_object
-from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_common_name
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    GROUPS,
+    split_state_name,
+    state_name,
+)
 
 FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = re.compile(r"iter_\d{7}|release")
@@ -58,7 +62,7 @@ def read(folder: Path) -> Checkpoint:
         else:
             state.add(found.paths.get(name, (name,)), read_object(folder, item), name)
     tensors = {one.name: one for one in _name_tensors(found)}
-    known = [name for name in tensors if split_common_name(name) is None]
+    known = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []
     for parameter, meta in metas.items():
         name = engine_name(_HALF.sub("", parameter), known)
@@ -101,7 +105,7 @@ def _bare(name: str) -> str:
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
     def name_all() -> Iterator[StoredTensor]:
         for name, tensor in found.tensors.items():
-            state = split_common_name(name)
+            state = split_state_name(name)
             if state is not None:
                 # The key stands in front, so that halves end in what they are halves of.
                 parameter, key = state
@@ -116,7 +120,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
     for tensor in joined:
         key, mark, parameter = tensor.name.rpartition("\0")
         name = engine_name(parameter, known)
-        yield dataclasses.replace(tensor, name=common_name(name, key) if mark else name)
+        yield dataclasses.replace(tensor, name=state_name(name, key) if mark else name)
 
 
 class MegatronFsdpFormat(CheckpointFormat):

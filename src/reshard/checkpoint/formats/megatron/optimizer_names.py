@@ -1,4 +1,4 @@
-"""Optimizer state by name: as `torch_dist` has it, and as all training formats are read.
+"""Optimizer state by name, as `torch_dist` has it.
 
 `dist_checkpointing` puts the key in front of the parameter's name, with a prefix for each of
 several optimizers in a chain (dense parameters, experts)::
@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 
 _MEGATRON = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z_]\w*)\.(.+)$")
-_COMMON = re.compile(r"^optimizer\.state\.(.+)\.(\w+)$")
 # How the weights of 32 bits are called, by what the optimizer's state is called in code.
 MASTER_KEYS = ("param", "fp32_param", "master_param")
 
@@ -40,25 +39,6 @@ def common_key(key: str) -> str:
     ('master', 'exp_avg')
     """
     return "master" if key in MASTER_KEYS else key
-
-
-def common_name(parameter: str, key: str) -> str:
-    """The name that every training format is read with.
-
-    >>> common_name("output_layer.weight", "exp_avg")
-    'optimizer.state.output_layer.weight.exp_avg'
-    """
-    return f"optimizer.state.{parameter}.{key}"
-
-
-def split_common_name(name: str) -> tuple[str, str] | None:
-    """The parameter and the key of `common_name`; None for another name.
-
-    >>> split_common_name("optimizer.state.output_layer.weight.exp_avg")
-    ('output_layer.weight', 'exp_avg')
-    """
-    match = _COMMON.match(name)
-    return None if match is None else (match[1], match[2])
 
 
 def megatron_name(parameter: str, key: str, master: str) -> str:

@@ -24,9 +24,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.checkpoint.formats.orbax.tree_metadata import TreePath
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    STEP,
+    split_state_name,
+    state_name,
+)
 
 _MU, _NU = "mu", "nu"
-_COUNT, _STEP, _VALUE = "count", "step", "value"
+_COUNT, _VALUE = "count", "value"
 _OPTIMIZER, _PARAMS = "opt_state", "params"
 _WORD = re.compile(r"opts?|opt(im(izer)?)?s?_?states?|optim(izer)?s?")
 # What Muon keeps beside its momentum.
@@ -54,7 +59,6 @@ _PLACES: tuple[tuple[Mapping[str, str], int, tuple[int, ...]], ...] = (
     ({"momentum_buffer": "trace"}, 0, (1,)),
     ({"sum": "sum_of_squares"}, 0, (1,)),
 )
-_OURS = re.compile(r"optimizer\.state\.(.+)\.([^.]+)", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -99,7 +103,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
             names = {leaf: _free_name(leaf, keys[node], named) for leaf in own}
             found |= {(*place, node, *leaf): (name,) for leaf, name in names.items()}
             named |= {*names.values()}
-        steps = tuple(f"optimizer.state.{_name(leaf)}.{_STEP}" for leaf in leaves)
+        steps = tuple(state_name(_name(leaf), STEP) for leaf in leaves)
         if count is not None and not named.intersection(steps):
             found[count] = steps
             named |= {*steps}
@@ -108,10 +112,10 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
 
 def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
     """A name of what is kept of a parameter that no other state has."""
-    name, number = f"optimizer.state.{_name(leaf)}.{key}", 1
+    name, number = state_name(_name(leaf), key), 1
     while name in named:
         number += 1
-        name = f"optimizer.state.{_name(leaf)}.{key}_{number}"
+        name = state_name(_name(leaf), f"{key}_{number}")
     return name
 
 
@@ -126,7 +130,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
             leaves |= {path, path[1:], behind}
         else:
             inside[path] = first
-    leaves -= {(), (_STEP,), (_COUNT,)}
+    leaves -= {(), (STEP,), (_COUNT,)}
     states: dict[TreePath, _ChainState] = {}
     # Nodes of which no weights are beside, or some leaves are no parameters'.
     foreign: dict[TreePath, _ChainState] = {}
@@ -177,10 +181,11 @@ def place_states(
     there = dict.fromkeys(names)
     kept: dict[str, dict[str, str]] = {}
     for name in there:
-        match = _OURS.fullmatch(name)
+        split = split_state_name(name)
         # What was read from Orbax has a place.
-        if match is not None and paths.get(name, (name,)) == (name,):
-            kept.setdefault(match[1], {})[match[2]] = name
+        if split is not None and paths.get(name, (name,)) == (name,):
+            parameter, key = split
+            kept.setdefault(parameter, {})[key] = name
     found: dict[str, TreePath] = {}
     used: dict[int, set[int]] = {}
     for parameter, keys in kept.items():
@@ -197,7 +202,7 @@ def place_states(
         for key, name in keys.items():
             if key in nodes:
                 found[name] = (_OPTIMIZER, number, nodes[key], *leaf)
-            elif key == _STEP:
+            elif key == STEP:
                 found[name] = (_OPTIMIZER, number, _COUNT)
             else:
                 # Optax has no such state.

@@ -27,17 +27,17 @@ from reshard.checkpoint.formats.arrangement import (
     check_values,
 )
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, MODEL, OPTIMIZER
-from reshard.checkpoint.formats.rank_files.optimizer_names import (
-    GROUPS,
-    OPTIMIZER_PREFIX,
-    split_state_name,
-)
 from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
 from reshard.checkpoint.formats.torch_files.new_files import (
     NewStorage,
     NewTensor,
     NewTorchFile,
     new_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    GROUPS,
+    OPTIMIZER_PREFIX,
+    split_state_name,
 )
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.dtypes import dtype as as_dtype

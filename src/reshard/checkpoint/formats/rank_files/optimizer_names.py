@@ -17,20 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
+
 Shape = tuple[int, ...]
-OPTIMIZER_PREFIX = "optimizer."
-GROUPS = OPTIMIZER_PREFIX + "param_groups"
-_STATE = OPTIMIZER_PREFIX + "state."
-
-
-def split_state_name(name: str) -> tuple[str, str] | None:
-    """The parameter, or its number, and the key of optimizer state; None for other names.
-
-    >>> split_state_name("optimizer.state.layers.1.weight.exp_avg")
-    ('layers.1.weight', 'exp_avg')
-    """
-    parameter, dot, key = name.removeprefix(_STATE).rpartition(".")
-    return (parameter, key) if name.startswith(_STATE) and dot else None
 
 
 def find_state_names(
@@ -69,7 +58,7 @@ def find_state_names(
                 f"{key} of parameter {number} is {list(state[name])}, and {parameter!r}, which has "
                 f"that place in the model, {list(shape)}"
             )
-        names[name] = f"{_STATE}{parameter}.{key}"
+        names[name] = state_name(parameter, key)
     return names, None
 
 

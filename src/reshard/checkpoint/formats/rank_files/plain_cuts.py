@@ -12,9 +12,9 @@ from pathlib import Path
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.rank_files.joining import Parts, bind_sharding
-from reshard.checkpoint.formats.rank_files.optimizer_names import split_state_name
 from reshard.checkpoint.formats.rank_files.rank_states import list_parameters
 from reshard.checkpoint.formats.source_cut import SourceCut, find_layouts, join_shapes
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import CoverageError, FormatError, ShardError, UsageError
 from reshard.sharding import DimSpec, ShardingSpec
 

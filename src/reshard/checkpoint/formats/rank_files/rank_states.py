@@ -16,11 +16,11 @@ from reshard.binding import View
 from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
-from reshard.checkpoint.formats.rank_files.optimizer_names import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
+from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
 

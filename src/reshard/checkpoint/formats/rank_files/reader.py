@@ -12,12 +12,7 @@ from reshard.checkpoint.formats.rank_files.file_names import (
     group_by_kind,
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
-from reshard.checkpoint.formats.rank_files.optimizer_names import (
-    GROUPS,
-    OPTIMIZER_PREFIX,
-    find_state_names,
-    name_groups,
-)
+from reshard.checkpoint.formats.rank_files.optimizer_names import find_state_names, name_groups
 from reshard.checkpoint.formats.rank_files.plain_cuts import cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
     RankStates,
@@ -26,6 +21,7 @@ from reshard.checkpoint.formats.rank_files.rank_states import (
 )
 from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
+from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.errors import FormatError, UsageError
 

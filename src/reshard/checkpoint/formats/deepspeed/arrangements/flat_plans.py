@@ -20,13 +20,13 @@ from reshard.checkpoint.formats.deepspeed.partitions import (
     partition_size,
     sub_groups,
 )
-from reshard.checkpoint.formats.deepspeed.state_names import (
+from reshard.checkpoint.formats.deepspeed.stored_tensors import lay_out
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
     MASTER,
     STEP,
     split_state_name,
     state_name,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import lay_out
 from reshard.errors import UsageError
 from reshard.layout import Layout
 

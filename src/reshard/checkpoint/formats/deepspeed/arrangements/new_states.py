@@ -10,10 +10,10 @@ from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     TrainingParts,
 )
 from reshard.checkpoint.formats.deepspeed.parallel.experts import list_layers
-from reshard.checkpoint.formats.deepspeed.state_names import GROUPS
 from reshard.checkpoint.formats.deepspeed.values import SCALER_CLASS
 from reshard.checkpoint.formats.torch_files.nested_states import StatePath, unflatten_state
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype

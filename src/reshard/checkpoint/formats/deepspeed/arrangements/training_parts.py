@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.parallel.experts import is_expert
-from reshard.checkpoint.formats.deepspeed.state_names import (
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    ADAM_GROUP,
     GROUPS,
     MASTER,
     find_keys,
     split_state_name,
     state_name,
 )
-from reshard.checkpoint.formats.torch_files.optimizer_groups import ADAM_GROUP
 from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 

@@ -11,8 +11,8 @@ from typing import Any
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.arrangements.new_states import VERSION, stage_member
 from reshard.checkpoint.formats.deepspeed.arrangements.zero import Arranger
-from reshard.checkpoint.formats.deepspeed.state_names import MASTER, STEP, state_name
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, state_name
 
 MASTER_FILE = "fp32"
 PARAMETER = "param"

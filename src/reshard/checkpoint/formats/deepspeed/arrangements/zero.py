@@ -39,16 +39,16 @@ from reshard.checkpoint.formats.deepspeed.parallel.experts import (
     local_names,
 )
 from reshard.checkpoint.formats.deepspeed.partitions import own_pieces, part_size
-from reshard.checkpoint.formats.deepspeed.state_names import (
-    MASTER,
-    find_keys,
-    split_state_name,
-    state_name,
-)
 from reshard.checkpoint.formats.torch_files.new_files import (
     NewTensor,
     NewTorchFile,
     new_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    MASTER,
+    find_keys,
+    split_state_name,
+    state_name,
 )
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype

@@ -54,8 +54,8 @@ from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME
 from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
 from reshard.checkpoint.formats.megatron.module_names import expect_mixers, grouped_name, local_name
 from reshard.checkpoint.formats.megatron.module_order import order_key
-from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError
@@ -122,7 +122,7 @@ class _Arranger:
         # The tensors of each parameter, by key; the weight under "".
         self.of: dict[str, dict[str, str]] = {}
         for name in new.tensors:
-            state = split_common_name(name)
+            state = split_state_name(name)
             own = self.of.setdefault(self.stages.parameter_of(name), {})
             own["" if state is None else state[1]] = name
         self.addresses: dict[str, dict[int, list[FileRange]]] = {name: {} for name in new.tensors}

@@ -33,10 +33,10 @@ from reshard.checkpoint.formats.megatron.legacy.rank_models import (
 )
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import RankOptimizer, StateBlock
 from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.optimizer_names import common_name
 from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
 from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace, WholeTensors, dense_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
@@ -74,7 +74,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         builder.add(rank)
     tensors = builder.whole.stored(len(ranks))
     common = _read_common(ranks[0])
-    weights = {n: t.shape for n, t in tensors.items() if common_name(n, "exp_avg") in tensors}
+    weights = {n: t.shape for n, t in tensors.items() if state_name(n, "exp_avg") in tensors}
     note = common.set_groups(weights)
     files = tuple(
         StoredFile(name, (root / name).stat().st_size, rank.slot)
@@ -263,7 +263,7 @@ class _Builder:
         shape = block.shape
         if shape == ():
             # A step is of the parameter, wherever it is cut.
-            name = common_name(whole, block.key)
+            name = state_name(whole, block.key)
             if name not in self.whole.tensors:
                 self.whole.add(name, block.dtype, BlockPlace(()), block.stored, block.path)
             return
@@ -272,7 +272,7 @@ class _Builder:
                 f"{self.folder / block.path} has optimizer state of {list(shape)} for {whole!r}, "
                 f"whose block has {list(place.block_shape)}; they are of different saves"
             )
-        name = common_name(whole, block.key)
+        name = state_name(whole, block.key)
         self.whole.add(name, block.dtype, place, block.stored, block.path)
         if block.tensor is not None:
             self._add_checksum(name, block.path, block.tensor)

@@ -23,9 +23,9 @@ from typing import Any
 from reshard.checkpoint.formats.megatron.common_state import is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
 from reshard.checkpoint.formats.megatron.parameter_cuts import find_cut
 from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -108,7 +108,7 @@ class StageLayouts:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        weights = [name for name in self.shapes if split_common_name(name) is None]
+        weights = [name for name in self.shapes if split_state_name(name) is None]
         self.names = set(weights)
         self.engine = {name: engine_name(name, self.names) for name in weights}
         self.weights: dict[str, tuple[int, ...]] = {
@@ -150,7 +150,7 @@ class StageLayouts:
 
     def parameter_of(self, name: str) -> str:
         """The parameter of a tensor, by the name that it has in Transformer Engine's layers."""
-        state = split_common_name(name)
+        state = split_state_name(name)
         parameter = name if state is None else state[0]
         return self.engine.get(parameter) or engine_name(parameter, self.names)
 

@@ -37,7 +37,7 @@ from reshard.checkpoint.formats.megatron.module_names import (
     expect_mixers,
     keyed_name,
 )
-from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name, split_common_name
+from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name
 from reshard.checkpoint.formats.megatron.torch_dist.reader import (
     BACKEND,
     COMMON_NAME,
@@ -53,6 +53,7 @@ from reshard.checkpoint.formats.torch_dcp.arrangement import (
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 
 OBJECTS_NAME = "__0_1.distcp"
 _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
@@ -101,7 +102,7 @@ def _leave_out_steps(new: NewCheckpoint) -> NewCheckpoint:
     """The contents without steps of parameters, where groups have them, as Megatron's do."""
     if step_of(new.values) is None:
         return new
-    keys = {name: split_common_name(name) for name in new.tensors}
+    keys = {name: split_state_name(name) for name in new.tensors}
     steps = {name for name, found in keys.items() if found is not None and found[1] == "step"}
     kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
     return dataclasses.replace(new, tensors=kept)
@@ -117,7 +118,7 @@ def _find_all_places(
     """Where each tensor is stored: weights, and the state under each key of the optimizer."""
     by_key: dict[str, dict[str, str]] = {}
     for name in tensors:
-        parameter, key = split_common_name(name) or (name, "")
+        parameter, key = split_state_name(name) or (name, "")
         by_key.setdefault(key, {})[parameter] = name
     master = "param" if _is_distributed(values) else "fp32_param"
     is_local = values.get("args.transformer_impl") == "local"
@@ -174,7 +175,7 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
     state.setdefault("checkpoint_version", 3.0)
     state.setdefault("iteration", 0)
     is_distributed = _is_distributed(values)
-    if any(split_common_name(name) for name in arrangement.tensors):
+    if any(split_state_name(name) for name in arrangement.tensors):
         state["optimizer"] = _optimizer_state(arrangement, is_distributed)
     content: dict[str, Any] = {
         "singleton_local_shards": False,

@@ -47,9 +47,10 @@ from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
 )
 from reshard.checkpoint.formats.megatron.module_order import order_key
 from reshard.checkpoint.formats.megatron.object_items import read_object
-from reshard.checkpoint.formats.megatron.optimizer_names import common_key, common_name
+from reshard.checkpoint.formats.megatron.optimizer_names import common_key
 from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
@@ -206,7 +207,7 @@ class BucketSpace:
                     continue
                 block = stages.block(parameter.name, stages.weights[parameter.name], place)
                 if block.dimension is not None or place.tp == 0:
-                    name = common_name(parameter.name, common_key(key))
+                    name = state_name(parameter.name, common_key(key))
                     whole.add(name, dtype, block, boxes, label)
 
 

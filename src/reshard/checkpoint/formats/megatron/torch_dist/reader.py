@@ -31,7 +31,7 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_megatron_name
+from reshard.checkpoint.formats.megatron.optimizer_names import split_megatron_name
 from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
     BucketSpace,
     is_of_buckets,
@@ -43,6 +43,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.errors import CheckpointError, FormatError
@@ -162,7 +163,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
     for tensor in named:
         key, mark, parameter = tensor.name.rpartition("\0")
         parameter = engine_name(parameter, known)
-        name = common_name(parameter, key) if mark else parameter
+        name = state_name(parameter, key) if mark else parameter
         if name in seen:
             raise FormatError(
                 f"{found.folder} has two tensors that are {name!r}, once among all layers or "
@@ -173,7 +174,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
 
 
 def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:
-    return any(common_name(name, key) in tensors for key in ("master", "exp_avg"))
+    return any(state_name(name, key) in tensors for key in ("master", "exp_avg"))
 
 
 def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""Groups of hyper-parameters of PyTorch's optimizers, and what PyTorch gives them by itself."""
+"""State of optimizers: its names, as every training format is read, and groups as PyTorch's.
+
+optimizer.state.NAME.KEY         what is kept of a parameter; float32 weights are `master`
+optimizer.param_groups           groups of hyper-parameters, with the names of parameters in order
+
+Groups are completed by what PyTorch's optimizers give them by themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+OPTIMIZER_PREFIX = "optimizer."
+GROUPS = OPTIMIZER_PREFIX + "param_groups"
+MASTER, STEP = "master", "step"
+_STATE = OPTIMIZER_PREFIX + "state."
 # What groups of PyTorch's optimizers have, where nothing else is said.
 _EVERY_GROUP: dict[str, Any] = {"maximize": False, "foreach": None}
 _MOST_GROUPS: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
@@ -177,6 +187,39 @@ OPTIMIZER_KEYS = frozenset(
         *(key for one in _OPTIMIZERS for key, _ in one.switched),
     }
 )
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of what an optimizer keeps of a parameter.
+
+    >>> state_name("lm_head.weight", "exp_avg")
+    'optimizer.state.lm_head.weight.exp_avg'
+    """
+    return f"{_STATE}{parameter}.{key}"
+
+
+def split_state_name(name: str) -> tuple[str, str] | None:
+    """The parameter, or its number, and the key of optimizer state; None for other names.
+
+    >>> split_state_name("optimizer.state.lm_head.weight.exp_avg")
+    ('lm_head.weight', 'exp_avg')
+    """
+    parameter, dot, key = name.removeprefix(_STATE).rpartition(".")
+    return (parameter, key) if name.startswith(_STATE) and dot else None
+
+
+def find_keys(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The keys of what is kept of each parameter.
+
+    >>> find_keys(["w", "optimizer.state.w.master", "optimizer.state.w.exp_avg"])
+    {'w': ('master', 'exp_avg')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if (split := split_state_name(name)) is not None:
+            parameter, key = split
+            found[parameter] = (*found.get(parameter, ()), key)
+    return found
 
 
 def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
