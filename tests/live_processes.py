@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,60 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def run_rank_programs(
+    command: Sequence[object],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float = 400,
+) -> None:
+    """Run a command as the ranks of a job, a process each; an error has what those that failed
+    printed.
+
+    Raises TimeoutError where one of them hangs. None of them is left.
+    """
+    port = free_port()
+    end_s = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as name:
+        outputs = [Path(name) / str(rank) for rank in range(ranks)]
+        processes = []
+        try:
+            for rank, output in enumerate(outputs):
+                with output.open("wb") as file:
+                    processes.append(
+                        subprocess.Popen(
+                            [str(word) for word in command],
+                            env={
+                                **os.environ,
+                                **rank_variables(rank, ranks, port),
+                                **(environment or {}),
+                            },
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            # A rank that failed leaves the others waiting for it.
+            while any(one.poll() is None for one in processes) and time.monotonic() < end_s:
+                if any(one.returncode for one in processes):
+                    time.sleep(1)
+                    break
+                time.sleep(0.05)
+            left = [rank for rank, one in enumerate(processes) if one.poll() is None]
+            codes = [one.poll() for one in processes]
+        finally:
+            for one in processes:
+                one.kill()
+                one.wait()
+        told = "\n".join(
+            f"--- rank {rank}\n{output.read_text(errors='replace')[-4000:]}"
+            for rank, output in enumerate(outputs)
+        )
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}\n{told}")
+    if left:
+        raise TimeoutError(f"ranks {left} did not end within {timeout_s} s\n{told}")
 
 
 class Jobs:

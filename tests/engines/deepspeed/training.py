@@ -21,6 +21,31 @@ STATES = {
 }
 
 
+def make_config(
+    stage: int, dtype: str, *, universal: bool = False, batch: int = 1
+) -> dict[str, Any]:
+    """The configuration that every run here has in common."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
+    return config
+
+
+def start_engine(model: Any, optimizer: Any, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine on this rank of a job over gloo."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
 @dataclass(frozen=True)
 class Case:
     """One run: how many ranks, of what ZeRO stage and type, and what the model is like."""
@@ -58,9 +83,7 @@ class Case:
 
     def ds_config(self) -> dict[str, Any]:
         """The configuration that DeepSpeed is given."""
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
+        config = make_config(self.stage, self.dtype) | {
             # Without it gradients are scaled by their norm, a sum in another order on other ranks.
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self.stage, **self.zero},
@@ -69,8 +92,6 @@ class Case:
                 "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5, "warmup_type": "linear"},
             },
         }
-        if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
         if self.dtype == "fp16":
             config["fp16"] = {"enabled": True, "initial_scale_power": 4}
         return config | self.config
@@ -78,7 +99,6 @@ class Case:
 
 def make_engine(case: Case, *, universal: bool = False) -> Any:
     """DeepSpeed's engine on this rank, for a model with its first weights."""
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from engines.deepspeed.models import Sums, parameter_groups
@@ -86,7 +106,6 @@ def make_engine(case: Case, *, universal: bool = False) -> Any:
     # Its accelerator for processors says that it has no 16-bit floats of IEEE's; PyTorch has.
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = Sums(case.kind)
     groups = parameter_groups(model, case.kind)
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
@@ -96,10 +115,7 @@ def make_engine(case: Case, *, universal: bool = False) -> Any:
     config = case.ds_config()
     if universal:
         config["checkpoint"] = {"load_universal": True}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make[case.optimizer](groups, **options), config=config
-    )
-    return engine
+    return start_engine(model, make[case.optimizer](groups, **options), config)
 
 
 def take_steps(engine: Any, case: Case, first: int, steps: int) -> None:

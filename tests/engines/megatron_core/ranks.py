@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
-from live_processes import free_port, rank_variables
+from live_processes import run_rank_programs
 
 RECORDINGS = Path(__file__).parents[2] / "golden" / "megatron_checkpoints"
 SMALL = {"layers": 2, "hidden": 8, "heads": 2, "groups": 2, "ffn": 8, "vocab": 8}
@@ -43,30 +41,8 @@ def run_ranks(world: int, job: dict[str, Any], folder: Path) -> None:
     """Run a job on so many ranks; an error has what the failing one printed."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    port = free_port()
     program = Path(__file__).with_name("training_process.py")
-    ranks = []
-    for rank in range(world):
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(program), str(path)],
-                env={**os.environ, **rank_variables(rank, world, port)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = []
-    try:
-        for one in ranks:
-            outputs.append(one.communicate(timeout=300)[0])
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    for rank, one in enumerate(ranks):
-        if one.returncode:
-            raise RuntimeError(f"rank {rank} failed:\n{outputs[rank][-4000:]}")
+    run_rank_programs([sys.executable, program, path], world)
 
 
 def save_run(name: str, folder: Path) -> dict[str, Path]:

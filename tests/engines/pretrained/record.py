@@ -7,14 +7,13 @@ trains, comes from that of transformers. RESHARD_ENGINES names another folder of
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from engines.pretrained.small_llama import write_record
-from live_processes import TESTS, free_port, rank_variables
+from live_processes import TESTS, run_rank_programs
 
 ENGINES = Path(os.environ.get("RESHARD_ENGINES", TESTS.parent / ".engines"))
 
@@ -34,27 +33,12 @@ class Run:
         folder.mkdir(parents=True)
         found = next((ENGINES / "transformers" / "lib").glob("python3*/site-packages"))
         paths = [TESTS.parent / "src", TESTS, *([found] if self.engine == "deepspeed" else [])]
-        path, port = os.pathsep.join(map(str, paths)), free_port()
         program = [ENGINES / self.engine / "bin" / "python", Path(__file__).with_name(self.script)]
-        ranks = [
-            subprocess.Popen(
-                [*program, *self.before, folder, *self.after],
-                env={
-                    **os.environ,
-                    **rank_variables(rank, self.ranks, port),
-                    "PYTHONPATH": path,
-                },
-            )
-            for rank in range(self.ranks)
-        ]
-        try:
-            codes = [one.wait(timeout=400) for one in ranks]
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-        if any(codes):
-            raise SystemExit(f"{self.script} in {self.engine} ended with {codes}")
+        run_rank_programs(
+            [*program, *self.before, folder, *self.after],
+            self.ranks,
+            {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        )
 
 
 RUNS = {

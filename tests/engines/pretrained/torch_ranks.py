@@ -45,19 +45,13 @@ def train_deepspeed(rank: int, folder: Path, stage: int, dtype: str, tied: bool)
     """DeepSpeed's ZeRO, its own `save_checkpoint`."""
     import deepspeed
 
+    from engines.deepspeed.training import make_config, start_engine
+
     # Its own exchange through shared memory would be compiled first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = make_model(tie_word_embeddings=tied)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-    }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = start_engine(model, optimizer, make_config(stage, dtype))
     for step in range(STEPS):
         tokens = batch(rank, step)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

@@ -17,30 +17,17 @@ import torch
 
 from checkpoint.training import resuming_process as fsdp2
 from engines.deepspeed import ranks as jobs
-from engines.deepspeed.training import held
+from engines.deepspeed.training import held, make_config, start_engine
 from reshard import checkpoint
 
 RULES = ["*=fsdp, ..."]
 
 
 def make_engine(stage: int, dtype: str, name: str, *, universal: bool = False) -> Any:
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     torch.manual_seed(0)
     model = fsdp2.Model()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-    }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if universal:
-        config["checkpoint"] = {"load_universal": True}
-    optimizer = fsdp2.groups(model, name)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    config = make_config(stage, dtype, universal=universal, batch=4)
+    return start_engine(model, fsdp2.groups(model, name), config)
 
 
 def take_step(engine: Any, dtype: str, number: int) -> None:

@@ -7,7 +7,6 @@ what was converted, on two ranks, and steps with these gradients; what it saves 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,29 +18,17 @@ import torch
 from checkpoint.formats.megatron.held_model import HeldModel, make_adamw
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from engines.deepspeed import ranks as jobs
-from engines.deepspeed.training import held
+from engines.deepspeed.training import held, make_config, start_engine
 from reshard import checkpoint
 
 TOLERANCE = 1e-6
 
 
 def resume(rank: int, folder: str, stage: int, dtype: str, job: str, universal: bool) -> None:
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     said = torch.load(job, weights_only=True)
     model = HeldModel({name: tuple(one.shape) for name, one in said["gradients"].items()})
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-    }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if universal:
-        config["checkpoint"] = {"load_universal": True}
-    optimizer = make_adamw(model, said["groups"])
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    config = make_config(stage, dtype, universal=universal)
+    engine = start_engine(model, make_adamw(model, said["groups"]), config)
     path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=False)
     assert path is not None
     engine.save_checkpoint(f"{folder}.again", tag="two")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,31 +11,14 @@ pytest.importorskip("accelerate")
 
 import torch
 
-from live_processes import free_port, rank_variables
+from live_processes import run_rank_programs
 from reshard.checkpoint import convert, open_checkpoint, read_tensor
 
 PROGRAM = Path(__file__).with_name("accelerate_process.py")
 
 
 def run_ranks(action: str, folder: Path) -> None:
-    """Two ranks; an error has what the first one that fails printed."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, action, folder],
-            env={**os.environ, **rank_variables(rank, 2, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0, output.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_rank_programs([sys.executable, PROGRAM, action, folder], 2)
 
 
 @pytest.fixture(scope="module")

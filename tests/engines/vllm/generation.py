@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 PROMPTS = [[1, 17, 42, 9, 101, 7], [3, 250, 8, 8, 30]]
@@ -56,31 +56,23 @@ def generate(
 ) -> list[dict[str, object]]:
     """What each rank generates; it then saves its parameters into the folder `saved`, if given."""
     # Ranks run this file, and need no other of the tests.
-    from live_processes import free_port, rank_variables
+    from live_processes import run_rank_programs
 
-    port = free_port()
     result = scratch / f"{folder.name}-{load_format}-{tp}.json"
-    processes = []
-    for rank in range(tp):
-        environment = {
-            **os.environ,
-            **rank_variables(rank, tp, port),
-            "LOCAL_WORLD_SIZE": str(tp),
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(one) for one in range(tp)),
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_DIST_IDENT": f"reshard-{port}",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "RESHARD_SAVED_STATE": str(saved or ""),
-        }
-        command = [sys.executable, __file__, str(folder), load_format, str(tp), str(result)]
-        processes.append(subprocess.Popen(command, env=environment))
-    codes = [process.wait(timeout=600) for process in processes]
-    if any(codes):
-        raise RuntimeError(f"ranks of {folder} by {load_format} ended with {codes}")
+    environment = {
+        "LOCAL_WORLD_SIZE": str(tp),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(one) for one in range(tp)),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_DIST_IDENT": f"reshard-{uuid.uuid4().hex[:8]}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RESHARD_SAVED_STATE": str(saved or ""),
+    }
+    command = [sys.executable, __file__, folder, load_format, tp, result]
+    run_rank_programs(command, tp, environment, timeout_s=600)
     return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(tp)]
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import traceback
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -120,28 +120,18 @@ def run_ranks(
 ) -> None:
     """Start all ranks, each a process, and wait for them."""
     # Ranks run this file, and need no other of the tests.
-    from live_processes import free_port, rank_variables
+    from live_processes import run_rank_programs
 
-    port = free_port()
-    world = tp * pp * dp
-    processes = []
-    for rank in range(world):
-        environment = {
-            **os.environ,
-            **rank_variables(rank, world, port),
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_PLUGINS": "",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_DIST_IDENT": f"reshard-{port}",
-        }
-        arguments = [str(out), str(tp), str(pp), str(int(ep)), str(dp), *map(str, folders)]
-        command = [sys.executable, __file__, "--rank", *arguments]
-        processes.append(subprocess.Popen(command, env=environment))
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}")
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_PLUGINS": "",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_DIST_IDENT": f"reshard-{uuid.uuid4().hex[:8]}",
+    }
+    command = [sys.executable, __file__, "--rank", out, tp, pp, int(ep), dp, *folders]
+    run_rank_programs(command, tp * pp * dp, environment, timeout_s=1800)
 
 
 if __name__ == "__main__":

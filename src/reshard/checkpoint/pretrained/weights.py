@@ -20,7 +20,6 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.training.state import (
-    MASTER,
     bare_name,
     find_training_state,
     is_beside_model,
