@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.mesh import DeviceMesh
@@ -78,6 +80,18 @@ def tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     else:
         data = random.bytes(math.prod(shape) * element.itemsize_bytes)
     return Tensor(element, np.frombuffer(data, dtype=element.storage).reshape(shape))
+
+
+def write_holes(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], name: str = "model.safetensors"
+) -> Path:
+    """A checkpoint of one file of float32 tensors that are zero, and take no space."""
+    folder.mkdir(exist_ok=True)
+    tensors = [(one, as_dtype("float32"), shape) for one, shape in shapes.items()]
+    content, header = build_header(tensors, {"format": "pt"}, label="holes")
+    (folder / name).write_bytes(content)
+    os.truncate(folder / name, header.file_size_bytes)
+    return folder
 
 
 def write_file(

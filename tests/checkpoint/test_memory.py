@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.checkpoint_files import write_holes
 from reshard.checkpoint import plan_conversion
-from reshard.checkpoint.formats.safetensors.header import build_header
-from reshard.dtypes import dtype
 
 MIB = 1 << 20
 SLACK_BYTES = 64 * MIB
@@ -47,16 +46,6 @@ print(json.dumps({
     "written_bytes": report.written_bytes,
 }))
 """
-
-
-def write_holes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """A checkpoint of one file of float32 tensors that are zero, and take no space."""
-    folder.mkdir()
-    tensors = [(name, dtype("float32"), shape) for name, shape in shapes.items()]
-    content, header = build_header(tensors, {"format": "pt"}, label="holes")
-    (folder / "model.safetensors").write_bytes(content)
-    os.truncate(folder / "model.safetensors", header.file_size_bytes)
-    return folder
 
 
 def cut_holes(whole: Path, folder: Path, to: str, rule: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ LAYER = "decoder.layers.0.mlp.linear_fc1.weight"
 NORM = "decoder.final_layernorm.weight"
 
 
-def save(folder: Path) -> dict[str, Any]:
+def save(folder: Path, shape: tuple[int, int] = (8, 4)) -> dict[str, Any]:
     """Save a model as Megatron FSDP names it; the tensors by the names they should get."""
-    up, norm = torch.arange(32.0).reshape(8, 4), torch.ones(4)
-    halves = {"w": up[:4].clone(), "v": up[4:].clone()}
+    up, norm = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape), torch.ones(4)
+    halves = dict(zip("wv", (one.clone() for one in up.chunk(2)), strict=True))
     model = {f"module.{LAYER}_{half}": one for half, one in halves.items()}
     kept = {
         f"module.module.{LAYER}_{half}": {"exp_avg": one * 2, "exp_avg_sq": one * 3}

@@ -31,14 +31,16 @@ _TABLE = _make_table()
 _TABLE_LIST = _TABLE.tolist()
 
 
-def crc32c(content: bytes) -> int:
-    """The CRC-32C of `content`.
+def crc32c(content: bytes, before: int = 0) -> int:
+    """The CRC-32C of `content`, behind bytes whose CRC-32C is `before`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
+    >>> hex(crc32c(b"56789", crc32c(b"1234")))
+    '0xe3069283'
     """
     lane_bytes = len(content) // _LANES
-    checksum, rest = 0, content
+    checksum, rest = before, content
     if lane_bytes:
         lanes = np.frombuffer(content, np.uint8, _LANES * lane_bytes).reshape(_LANES, lane_bytes)
         states = np.full(_LANES, 0xFFFFFFFF, dtype=np.uint32)
