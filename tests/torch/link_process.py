@@ -6,73 +6,34 @@ Arguments: a case, and three free ports.
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
-from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
+from link_ends import (
+    NAME,
+    NUMBER,
+    PORTS,
+    RANK,
+    SIDE,
+    begin_job,
+    cut,
+    expect_values,
+    link,
+    set_values,
+)
+from refit_models import expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, RunError, ShardError, UsageError
-from reshard.torch import connect
-from reshard.torch.links.link import WeightLink
 from reshard.torch.links.sync import WeightSync
-
-NUMBER = int(os.environ.get("RANK", 0))
-NAME = ("trainer", "trainer", "a", "a", "b")[NUMBER]
-SIDE = "trainer" if NAME == "trainer" else "engine"
-RANK, RANKS = (NUMBER, 2) if SIDE == "trainer" else ((NUMBER - 2, 2) if NAME == "a" else (0, 1))
-PORTS: dict[str, int] = {}
-TIMEOUT_S = 60.0
-ROWS = {name: [Shard(0)] for name in CUTS}
-COLUMNS = {name: [Replicate()] if "," not in CUTS[name] else [Shard(1)] for name in CUTS}
-
-
-def begin_job() -> None:
-    """The job of this process, in which it is rank 0 or 1; none where it is alone."""
-    if NAME not in PORTS:
-        return
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", PORTS[NAME], RANKS, RANK == 0, timeout)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timeout)
-
-
-def link(engines: int = 2, **options: Any) -> WeightLink:
-    """This process's end."""
-    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, **options}
-    url = f"tcp://127.0.0.1:{PORTS['link']}"
-    if SIDE == "trainer":
-        return connect(url, "trainer", rank=RANK, ranks=RANKS, engines=engines, **given)
-    return connect(url, "engine", rank=RANK, ranks=RANKS, name=NAME, **given)
 
 
 def own_model(seed: int = 0) -> Any:
     """What this process has: rows of the trainer, columns of engine a, all of engine b."""
     given = values(seed) if SIDE == "trainer" else zeros(values())
     return given if NAME == "b" else cut(given)
-
-
-def cut(given: Any) -> Any:
-    """As DTensors of this job."""
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    return distributed(given, mesh, ROWS if SIDE == "trainer" else COLUMNS)
-
-
-def set_values(model: Any, seed: int) -> None:
-    """The trainer's weights after a step."""
-    for name, tensor in cut(values(seed)).items():
-        model[name].to_local().copy_(tensor.to_local())
-
-
-def expect_values(model: Any, seed: int) -> None:
-    """An engine's are the trainer's."""
-    expected = values(seed)
-    expect_same(model, expected if NAME == "b" else cut(expected), f"weights {seed} of {NAME}")
 
 
 def steps() -> None:

@@ -34,6 +34,23 @@ def test_a_trainer_and_two_engines(case: str) -> None:
     expect_all_end_well([one for rank, one in enumerate(ended) if rank not in killed])
 
 
+RELAYS = {
+    "fan_out": set(),
+    "hand_ons": set(),
+    "relay_dies": {3},
+    "trainer_dies": {0, 1},
+    "others": set(),
+}
+
+
+@pytest.mark.parametrize("case", RELAYS)
+def test_engines_hand_on_weights(case: str) -> None:
+    ports = [free_port() for _ in range(4)]
+    ended = run_ranks("relay_process.py", 7, case, *ports, timeout_s=150)
+    assert {rank for rank, one in enumerate(ended) if one.code == 9} == RELAYS[case]
+    expect_all_end_well([one for rank, one in enumerate(ended) if rank not in RELAYS[case]])
+
+
 def test_the_example_runs() -> None:
     """The example of the documents, whose two jobs end by themselves."""
     url, ports = f"tcp://127.0.0.1:{free_port()}", [free_port(), free_port()]

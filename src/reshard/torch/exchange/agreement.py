@@ -230,17 +230,19 @@ class Gathered:
     received_bytes: int
 
 
-def gather(own: bytes, group: Group, to_first: bool = False) -> Gathered:
+def gather(
+    own: bytes, group: Group, to_first: bool = False, otherwise: str = _UNANSWERED
+) -> Gathered:
     """The bytes of all ranks, on every rank; or on the group's first only, others get their own.
 
-    Raises RunError where a rank does not answer.
+    Raises RunError, begun by `otherwise`, where a rank does not answer.
     """
     among = rank_group(group)
     ranks, me = among.ranks, among.rank
     first_with: dict[tuple[int, ...], int] = {}
     found: dict[tuple[int, ...], bytes] = {}
     received_bytes = 0
-    with among.errors(_UNANSWERED):
+    with among.errors(otherwise):
         digests = _gather_digests(own, among)
         for rank, digest in zip(ranks, digests, strict=True):
             # Equal values come from the first rank that has them.

@@ -43,6 +43,12 @@ _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 class RankGroup:
     """The ranks of a group, as one of them sees them. Get it by `rank_group`.
 
+    Args:
+        meeting: of all of them.
+        given: the process group that they are of, where they are of one.
+        compares_threads: whether ranks that call from threads of other names may mean another
+            call; not where whoever makes the group puts its calls in one order.
+
     Attributes:
         ranks: their numbers, in the group's order.
         rank: this one's.
@@ -51,7 +57,14 @@ class RankGroup:
         generation: how many groups met at the same store before.
     """
 
-    def __init__(self, meeting: RankMeeting, given: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        meeting: RankMeeting,
+        given: dist.ProcessGroup | None,
+        *,
+        compares_threads: bool = True,
+    ) -> None:
+        self._compares_threads = compares_threads
         self._meeting = meeting
         self._given = given
         cards = meeting.cards
@@ -167,7 +180,7 @@ class RankGroup:
     def has_threads(self) -> bool:
         """Whether who calls matters: several threads use the group, or people gave this a name."""
         name = threading.current_thread().name
-        return self._has_threads or not _UNNAMED.match(name)
+        return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
 
     def all_reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         """Combine a CPU tensor of all ranks, in place."""

@@ -35,7 +35,7 @@ from reshard.errors import RunError
 # How often somebody who waits looks for notes, and how long they are waited for.
 _LOOK_S, _NOTES_S = 0.05, 1.0
 _PREFIX = "reshard"
-_PATIENCE = datetime.timedelta(minutes=30)
+_PATIENCE, _CONNECT = datetime.timedelta(minutes=30), datetime.timedelta(minutes=1)
 _SHOWN = 8
 
 
@@ -72,21 +72,24 @@ class RankMeeting:
             return self.group
         own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = self.timeout
+        # All ranks are here: who does not answer at once is not reached.
+        options._timeout = min(self.timeout, _CONNECT)
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=self.address)
             if self.address
             else dist.ProcessGroupGloo.create_default_device()
         ]
         try:
-            return dist.ProcessGroupGloo(own, self.position, len(self.cards), options)
+            found = dist.ProcessGroupGloo(own, self.position, len(self.cards), options)
         except RuntimeError as error:
             raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
+        found._set_default_timeout(self.timeout)
+        return found
 
     def leave_note(self, note: str) -> None:
         """Say why this rank fails; nothing where it only lost others."""
         if self.store is not None:
-            _leave_note(self.store, self.generation, self.position, note)
+            leave_note(self.store, self.generation, self.position, note)
 
     def find_causes(self, ranks: Sequence[int]) -> str:
         """Who of `ranks`, in the group's order, failed and why; empty where nobody knows."""
@@ -148,7 +151,7 @@ def meet_at(
             waited_s = time.monotonic() - begun_s
             is_lost = probe is not None and bool(probe.error)
             if not here and (is_lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
-                _leave_note(store, generation, position, "")
+                leave_note(store, generation, position, "")
                 causes = _find_causes(store, generation, position, range(ranks), cards)
                 raise RunError(f"nothing was moved: {causes}")
             # Who comes late is waited for at leisure.
@@ -225,7 +228,8 @@ def _find_home_rank() -> int:
     return int(dist.get_rank()) if dist.is_initialized() else 0
 
 
-def _leave_note(store: Any, generation: int, position: int, note: str) -> None:
+def leave_note(store: Any, generation: int, position: int, note: str) -> None:
+    """Say at the store of a meeting why one of its ranks fails. Who waits for it reads that."""
     # Where the store is gone with the rank that had it, others see that too.
     with contextlib.suppress(RuntimeError):
         store.set(f"{generation}/note/{position}", json.dumps(note))

@@ -30,7 +30,7 @@ from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
 # Of what both sides say to each other; releases of one protocol understand each other.
-PROTOCOL = 1
+PROTOCOL = 2
 TRAINER = "trainer"
 _LOOK_S = 0.05
 _CODE_BYTES = 32

@@ -13,6 +13,7 @@
    (`reshard.torch.exchange.groups`).
 3. A sync is a refit within each of these groups (`sync`). Engines that came are admitted between
    runs, and only what concerns them is prepared.
+4. Engines hand on weights to each other (`fan_out`), in groups of the ranks of both (`relay`).
 
 Nothing that arrives is unpickled. Weights are not encrypted.
 """
@@ -33,7 +34,7 @@ from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.integers import as_integer
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.meeting import meet_at
+from reshard.torch.exchange.meeting import leave_note, meet_at
 from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,
@@ -43,8 +44,11 @@ from reshard.torch.links.admission import (
     prove_secret,
     wait_for_engines,
 )
+from reshard.torch.links.engine_sync import EngineEnd, EngineSync
+from reshard.torch.links.orders import HandOn
 from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync
+from reshard.torch.links.sync import WeightSync
+from reshard.torch.links.trainer_sync import TrainerEnd, TrainerSync
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import Model
 from reshard.torch.refitting.refit import Refit
@@ -85,6 +89,7 @@ class WeightLink:
         self._seen: set[int] = set()
         self._lost: dict[str, str] = {}
         self._syncs: list[TrainerSync] = []
+        self._engine_syncs: list[EngineSync] = []
         self._steps = 0
 
     @property
@@ -99,6 +104,7 @@ class WeightLink:
         names: Naming | None = None,
         transforms: Mapping[str, Transform] | None = None,
         topology: Any = None,
+        relays: bool = True,
         **options: Any,
     ) -> WeightSync:
         """Compare the model with the other side's, and prepare what every run needs.
@@ -111,8 +117,10 @@ class WeightLink:
             names: what its names are in names common to both sides.
             transforms: see `reshard.torch.refit`; the same on both sides.
             topology: the hosts of the ranks, the trainer's before the engine's.
+            relays: on the trainer, whether engines on hosts of their own hand on weights to each
+                other, so that they leave the trainer's host once.
             options: of the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
-                `extra_bytes` of `reshard.torch.refit`. An engine learns them.
+                `extra_bytes` and `buckets` of `reshard.torch.refit`. An engine learns them.
 
         Raises:
             ShardError: on every process, all that does not fit.
@@ -130,15 +138,42 @@ class WeightLink:
             (group,) = (group for _, group in self._groups.values())
             read = _read_options(gather(b"", group).values[group.ranks[0]])
             refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
-            return EngineSync(refit, group)
-        said = _write_options(options)
+            gather(refit.target_digest.encode(), group)
+
+            def prepare_relay(
+                group: RankGroup, is_source: bool, batches: Mapping[str, int]
+            ) -> Refit:
+                said = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
+                told = _read_buckets(gather(said, group).values[group.ranks[0]])
+                side = (model, None) if is_source else (None, model)
+                given = {name: read[name] for name in _RELAYED if name in read}
+                return Refit.prepare(
+                    *side,
+                    source_names=names if is_source else None,
+                    target_names=None if is_source else names,
+                    # The other engine may have more, and what it has is not the trainer's yet.
+                    strict=False,
+                    check_replicas=False,
+                    method="exchange",
+                    buckets=told,
+                    group=group,
+                    **given,
+                )
+
+            engine = EngineEnd(self._own.number, self._meet_engine, prepare_relay)
+            self._engine_syncs.append(EngineSync(engine, refit, group))
+            return self._engine_syncs[-1]
+        said = _write_options({"buckets": "auto", **options})
+        read = _read_options(said)
 
         def prepare_with(group: RankGroup) -> Refit:
             gather(said if self.rank == 0 else b"", group)
-            read = _read_options(said)
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
-        sync = TrainerSync(prepare_with, self._begin_run, self._give_up, self._take_lost)
+        trainer = TrainerEnd(
+            prepare_with, self._begin_run, self._give_up, self._take_lost, self._interrupt
+        )
+        sync = TrainerSync(trainer, len(self._syncs), self.ranks, relays, bool(transforms))
         for number, (_, group) in self._groups.items():
             sync.prepare_for(number, group)
         self._syncs.append(sync)
@@ -157,8 +192,11 @@ class WeightLink:
                 self._store.set(f"left/{self._own.number}/{self.rank}", "")
         groups = [group for _, group in self._groups.values()]
         self._groups.clear()
+        closed = LinkError(f"{self.name} closed the link")
         for group in groups:
-            group.break_off(LinkError(f"{self.name} closed the link"))
+            group.break_off(closed)
+        for sync in self._engine_syncs:
+            sync.close(closed)
         if groups and self.side == "trainer" and self.rank == 0:
             time.sleep(_LINGER_S)
 
@@ -223,16 +261,38 @@ class WeightLink:
 
     def _meet(self, engine: Announcement) -> RankGroup:
         """The group of the trainer's ranks and then an engine's."""
+        ahead = self._trainer.ranks if self.side == "engine" else 0
+        return self._meet_at(f"pair/{engine.number}", ahead, self._trainer.ranks + engine.ranks)
+
+    def _meet_engine(self, hand_on: HandOn) -> RankGroup:
+        """The group of the ranks of an engine and then those of the one that it hands on to."""
+        ahead = 0 if hand_on.source == self._own.number else hand_on.source_ranks
+        ranks = hand_on.source_ranks + hand_on.target_ranks
+        with self._store_errors():
+            return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks)
+
+    def _interrupt(self, hand_on: HandOn, number: int) -> None:
+        """End the waiting for an engine that is lost."""
+        if self.rank:
+            return
+        position = 0 if number == hand_on.source else hand_on.source_ranks
+        with contextlib.suppress(RuntimeError):
+            store = dist.PrefixStore(f"relay/{hand_on.meeting}", self._store)
+            leave_note(store, 0, position, "the trainer lost this engine")
+
+    def _meet_at(self, place: str, ahead: int, ranks: int) -> RankGroup:
+        """The group of all that meet at a place of the store, `ahead` of them before this side."""
         meeting = meet_at(
-            dist.PrefixStore(f"pair/{engine.number}", self._store),
-            self.rank + (self._trainer.ranks if self.side == "engine" else 0),
-            self._trainer.ranks + engine.ranks,
+            dist.PrefixStore(place, self._store),
+            ahead + self.rank,
+            ranks,
             datetime.timedelta(seconds=self._timeout_s),
             job=f"{self.name}/{self._own.number}",
             home_rank=self.rank,
             address=self._address.own_address(),
         )
-        group = RankGroup(meeting, None)
+        # Calls of a link come in one order, from threads that its two ends name otherwise.
+        group = RankGroup(meeting, None, compares_threads=False)
         prove_secret(group, self._store.key)
         return group
 
@@ -248,7 +308,7 @@ class WeightLink:
     def _drop(self, number: int, why: str) -> None:
         found = self._groups.pop(number, None)
         for sync in self._syncs:
-            sync.refits.pop(number, None)
+            sync.forget(number)
         if found is not None and not found[1].has_failed:
             found[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
 
@@ -274,7 +334,10 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
     "strict": (bool,),
     "method": (str,),
     "extra_bytes": (int,),
+    "buckets": (int, str),
 }
+# Those of them that a hand-on takes too. Its two engines have equal types.
+_RELAYED = ("ties", "stacks", "num_experts", "extra_bytes")
 
 
 def _write_options(options: Mapping[str, Any]) -> bytes:
@@ -283,6 +346,17 @@ def _write_options(options: Mapping[str, Any]) -> bytes:
         return json.dumps(said).encode()
     except TypeError as error:
         raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
+
+
+def _read_buckets(said: bytes) -> dict[str, int]:
+    """Raises LinkError for what says no numbers of buckets."""
+    try:
+        found = json.loads(said)
+    except ValueError as error:
+        raise LinkError(f"{said[:80]!r} are no buckets of an engine") from error
+    if not isinstance(found, dict) or not all(type(one) is int for one in found.values()):
+        raise LinkError(f"{said[:80]!r} are no buckets of an engine")
+    return found
 
 
 def _read_options(said: bytes) -> dict[str, Any]:

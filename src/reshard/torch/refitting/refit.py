@@ -14,6 +14,7 @@ A trainer's weights move into the inference engine's, in place:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
+from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
 from reshard.torch.refitting.matching import CastOption, Match
@@ -353,9 +355,30 @@ class Refit:
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
         """By batch, the tensors of the target on this rank that are complete with it."""
-        items = self._prepared.part.items
-        pairs = [(item.batch, item.match) for item in items]
-        return list_complete_names(pairs, self._prepared.part.batches)
+        part = self._prepared.part
+        return list_complete_names([(one.batch, one.match) for one in part.items], part.batches)
+
+    @cached_property
+    def batch_of(self) -> dict[str, int]:
+        """The batch that completes each tensor of the target, on all ranks whose plan is known."""
+        whole = self._prepared.whole
+        names = self.complete_names if whole is None else whole.complete_names
+        return {name: batch for batch, of_batch in enumerate(names) for name in of_batch}
+
+    @cached_property
+    def source_names(self) -> tuple[tuple[str, ...], ...]:
+        """By batch, the tensors of the source on this rank that are read in it."""
+        found = [dict[str, None]() for _ in range(self._prepared.part.batches)]
+        for item in self._prepared.part.items:
+            found[item.batch][item.match.source_name] = None
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def target_digest(self) -> str:
+        """A digest that ranks share whose part of the target has the same tensors, cut alike."""
+        return hashlib.blake2b(
+            write_roster(self._prepared.after.roster).encode(), digest_size=16
+        ).hexdigest()
 
     @cached_property
     def plan(self) -> RefitMoves:

@@ -1,0 +1,269 @@
+"""The trainer's part of a weight sync: all engines at once, each by a thread of its own.
+
+1. The first rank decides who hands on to whom (`fan_out`), of the engines that are there. Hand-ons
+   that were prepared before are kept.
+2. Each engine gets its order, the weights if the trainer is to send them, and says how it ended.
+   One that lacks weights, since who was to hand them on failed, gets them from the trainer then.
+3. What an engine says of its hand-ons decides the next run: models that do not fit, and engines
+   that do not reach each other, are not tried again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from reshard.errors import LinkError, ReshardError, RunError, UsageError
+from reshard.torch.exchange.agreement import gather
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.fan_out import FedEngine, assign_turns, plan_feeds
+from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
+from reshard.torch.links.sync import SyncReport, WeightSync
+from reshard.torch.refitting.refit import Refit
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerEnd:
+    """What the trainer's end of a link does for its syncs.
+
+    Attributes:
+        prepare: makes a refit with the ranks of an engine.
+        begin: finds the engines of a run, prepares those that are new, and gives number, name and
+            group of each.
+        give_up: leaves out an engine that failed, for a reason.
+        take_lost: the engines that were left out since the last call, and why.
+        interrupt: ends the waiting at a meeting, on behalf of a rank that cannot come.
+    """
+
+    prepare: Callable[[RankGroup], Refit]
+    begin: Callable[[], Iterable[tuple[int, str, RankGroup]]]
+    give_up: Callable[[int, str], None]
+    take_lost: Callable[[], dict[str, str]]
+    interrupt: Callable[[HandOn, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedEngine:
+    """What the trainer knows of an engine, the same on all its ranks.
+
+    `sent_bytes` are those that leave all ranks of the trainer where it sends the weights.
+    """
+
+    refit: Refit
+    kind: str
+    sent_bytes: int
+
+
+class _Service:
+    """One engine in one run, served in a thread of its own."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        group: RankGroup,
+        prepared: _PreparedEngine,
+        order: bytes,
+        when_lost: Callable[[int], None],
+    ) -> None:
+        self.number, self.name, self.prepared = number, name, prepared
+        self.error: BaseException | None = None
+        self.order = Order(0)
+        self.outcome = RunOutcome()
+        self.seconds = 0.0
+        self.sent_bytes = 0
+        self.is_direct = False
+        self._group, self._said, self._when_lost = group, order, when_lost
+        self._begun_s = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="reshard engine", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve(self._said)
+            if self.outcome.lacks and not self.is_direct:
+                # Who was to hand on the weights failed: the trainer sends them.
+                ended = self.outcome.ended
+                self._serve(Order(self.order.version).write())
+                self.outcome = RunOutcome(self.outcome.lacks, ended | self.outcome.ended)
+            if self.outcome.lacks:
+                raise RunError(self.outcome.lacks)
+        except BaseException as error:
+            self.error = error
+            self._when_lost(self.number)
+        self.seconds = time.perf_counter() - self._begun_s
+
+    def _serve(self, said: bytes) -> None:
+        ranks = self._group.ranks
+        is_first = self._group.rank == ranks[0]
+        self.order = Order.read(gather(said if is_first else b"", self._group).values[ranks[0]])
+        self.is_direct = self.order.feed_of(self.number) is None
+        if self.is_direct:
+            self.prepared.refit.run()
+            self.sent_bytes = self.prepared.refit.sent_bytes
+        self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
+
+
+class TrainerSync(WeightSync):
+    """The trainer's part.
+
+    Args:
+        end: what the link does for it.
+        number: of the sync, among those of the link.
+        ranks: of the trainer.
+        relays: whether engines hand on weights.
+        needs_alike: whether only engines of one kind may hand on to each other.
+    """
+
+    def __init__(
+        self, end: TrainerEnd, number: int, ranks: int, relays: bool, needs_alike: bool
+    ) -> None:
+        super().__init__()
+        self._end, self._number, self._ranks = end, number, ranks
+        self._relays, self._needs_alike = relays, needs_alike
+        self._engines: dict[int, _PreparedEngine] = {}
+        # Of the first rank only: it says what comes to pass.
+        self._hand_ons: dict[tuple[int, int], HandOn] = {}
+        self._barred: set[tuple[int | str, int | str]] = set()
+        self._meetings = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """A trainer's own weights are never written."""
+        return True
+
+    def prepare_for(self, number: int, group: RankGroup) -> None:
+        """Prepare the refit of one engine. Raises what `Refit.prepare` does."""
+        refit = self._end.prepare(group)
+        told = gather(str(refit.sent_bytes).encode(), group).values
+        sent_bytes = sum(int(told[rank]) for rank in group.ranks[: self._ranks])
+        kind = b" ".join(told[rank] for rank in group.ranks[self._ranks :]).decode(errors="replace")
+        self._engines[number] = _PreparedEngine(refit, kind, sent_bytes)
+
+    def forget(self, number: int) -> None:
+        """An engine is there no longer."""
+        self._engines.pop(number, None)
+        for pair in [pair for pair in self._hand_ons if number in pair]:
+            del self._hand_ons[pair]
+
+    def _check_version(self, version: int | None) -> int:
+        last = -1 if self.version is None else self.version
+        if version is None:
+            return last + 1
+        if isinstance(version, bool) or not isinstance(version, int) or version < max(last, 0):
+            raise UsageError(
+                f"version={version!r}; give a whole number, not below the last one ({last})"
+            )
+        return version
+
+    def _run(self, version: int) -> SyncReport:
+        begun_s = time.perf_counter()
+        engines = list(self._end.begin())
+        names = {number: name for number, name, _ in engines}
+        orders = self._write_orders(version, [(number, group) for number, _, group in engines])
+        services = [
+            _Service(
+                number, name, group, self._engines[number], orders[number], self._release_waiting
+            )
+            for number, name, group in engines
+        ]
+        for service in services:
+            service.join()
+        served = [service for service in services if service.error is None]
+        for service in services:
+            if isinstance(service.error, ReshardError):
+                # The other engines go on, and this one may come again.
+                self._end.give_up(service.number, str(service.error))
+            elif service.error is not None:
+                raise service.error
+        for service in served:
+            self._note_ended(service.outcome.ended)
+        lost = self._end.take_lost()
+        if not served:
+            told = "; ".join(f"{name}: {why}" for name, why in lost.items())
+            raise LinkError(
+                f"no engine has version {version}: {told or 'none is there'}; run again once one is"
+            )
+        self.version = version
+        return SyncReport(
+            version,
+            {one.name: one.seconds for one in served},
+            lost,
+            time.perf_counter() - begun_s,
+            sum(one.sent_bytes for one in served),
+            fed_by={one.name: self._name_feed(one, names) for one in served},
+            trainer_bytes=sum(one.prepared.sent_bytes for one in served if one.is_direct),
+        )
+
+    def _name_feed(self, service: _Service, names: Mapping[int, str]) -> str:
+        feed = service.order.feed_of(service.number)
+        return "trainer" if feed is None else names[feed.source]
+
+    def _write_orders(self, version: int, engines: list[tuple[int, RankGroup]]) -> dict[int, bytes]:
+        """What each engine is told; only the first rank's words count."""
+        of = [
+            FedEngine(number, frozenset(group.hosts[self._ranks :]), self._engines[number].kind)
+            for number, group in engines
+        ]
+        ranks = {number: len(group.ranks) - self._ranks for number, group in engines}
+        hosts = {host for _, group in engines for host in group.hosts[: self._ranks]}
+        feeds = plan_feeds(hosts, of, self._can_feed)
+        pairs = [(source, number) for number, source in feeds.items() if source is not None]
+        found: dict[tuple[int, int], HandOn] = {}
+        for pair, turn in assign_turns(pairs).items():
+            before = self._hand_ons.get(pair)
+            if before is None:
+                self._meetings += 1
+                meeting = f"{self._number}/{self._meetings}"
+            else:
+                meeting = before.meeting
+            found[pair] = HandOn(meeting, turn, *pair, *(ranks[number] for number in pair))
+        self._hand_ons = found
+        return {
+            number: Order(
+                version, tuple(one for pair, one in found.items() if number in pair)
+            ).write()
+            for number, _ in engines
+        }
+
+    def _can_feed(self, source: FedEngine, target: FedEngine) -> bool:
+        if not self._relays or (self._needs_alike and source.kind != target.kind):
+            return False
+        pairs = (source.number, target.number), (source.kind, target.kind)
+        return not any(pair in self._barred for pair in pairs)
+
+    def _release_waiting(self, number: int) -> None:
+        """Engines that are to meet one that is lost wait for it no longer."""
+        for hand_on in list(self._hand_ons.values()):
+            if number in (hand_on.source, hand_on.target):
+                self._end.interrupt(hand_on, number)
+
+    def _note_ended(self, ended: Mapping[str, tuple[str, str]]) -> None:
+        """What engines say of hand-ons. One that an engine is lost with is forgotten already."""
+        for pair, hand_on in list(self._hand_ons.items()):
+            if hand_on.meeting not in ended:
+                continue
+            del self._hand_ons[pair]
+            kind, _ = ended[hand_on.meeting]
+            if kind == MISFIT:
+                self._barred.add((self._engines[pair[0]].kind, self._engines[pair[1]].kind))
+            elif kind != BROKE:
+                self._barred.add(pair)
+
+    def _verify(self) -> None:
+        if not self._engines:
+            raise LinkError("no engine is there to be compared; run first")
+        problems = []
+        for one in self._engines.values():
+            # What one engine lacks does not keep the next one from being compared.
+            try:
+                one.refit.verify()
+            except RunError as error:
+                problems.append(str(error))
+        if problems:
+            raise RunError("; ".join(problems))

@@ -1,0 +1,270 @@
+"""One process of a link whose engines hand on weights: a trainer of two ranks, three engines.
+
+Engines a and b are of one kind, two ranks each; c is one process that has all. Each says that it is
+on a host of its own. Arguments: a case, and four free ports.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from link_ends import NAME, PORTS, RANK, SIDE, begin_job, cut, expect_values, link, set_values
+from refit_models import expect, expect_same, refused, values, zeros
+from reshard.errors import LinkError, RunError
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.relay import BucketGate
+from reshard.torch.links.sync import SyncReport, WeightSync
+
+# Each of the small model's four tensors is a bucket.
+BUCKET_BYTES = 400
+SENT = [0]
+
+
+def own_model() -> Any:
+    """Rows of the trainer, columns of engines a and b, all of engine c."""
+    given = values() if SIDE == "trainer" else zeros(values())
+    return given if NAME == "c" else cut(given)
+
+
+def prepared(end: Any, model: Any, **options: Any) -> WeightSync:
+    """A sync of this side."""
+    if SIDE == "trainer":
+        return end.prepare(model, buckets=BUCKET_BYTES, **options)
+    return end.prepare(model)
+
+
+def count_sent() -> None:
+    """Count what this process really sends."""
+    send = RankGroup.send
+
+    def counting(self: RankGroup, tensor: torch.Tensor, *rest: Any) -> Any:
+        SENT[0] += tensor.nbytes
+        return send(self, tensor, *rest)
+
+    RankGroup.send = counting  # type: ignore[method-assign]
+
+
+def signals() -> dist.TCPStore:
+    """Where the trainer tells the other jobs to come."""
+    return dist.TCPStore("127.0.0.1", PORTS["trainer"], is_master=False)
+
+
+def serve(sync: WeightSync, model: Any, at_end: Callable[[LinkError], None] | None = None) -> None:
+    """Run until the trainer ends; what each run brings is compared."""
+    while True:
+        try:
+            report = sync.run()
+        except LinkError as error:
+            if at_end is None:
+                expect("still has version" in str(error), f"{NAME}: {error}")
+            else:
+                at_end(error)
+            return
+        expect(report is not None and sync.is_usable, f"{NAME}: {report}")
+        expect_values(model, report.version)
+
+
+def run_until(sync: WeightSync, model: Any, names: set[str], first: int) -> tuple[SyncReport, int]:
+    """Run until all engines are there; the report of the first run after that, and its step."""
+    is_there, step = False, first
+    while True:
+        set_values(model, step)
+        SENT[0] = 0
+        report = sync.run(step)
+        if is_there:
+            return report, step + 1
+        is_there = set(report.engines) == names
+        step += 1
+        time.sleep(0.02)
+
+
+def fan_out() -> None:
+    """One engine, two and three: the trainer's ranks send the same bytes, whoever is there."""
+    count_sent()
+    if SIDE == "engine":
+        # The one that is there first must be so.
+        signals().wait([NAME])
+        with link() as end:
+            model = own_model()
+            sync = prepared(end, model)
+            serve(sync, model)
+        return
+    store, step = signals(), 0
+    store.set("a", "")
+    with link(engines=1) as end:
+        model = own_model()
+        sync = prepared(end, model)
+        counted = []
+        for name, feeds in (
+            ("a", {"a": "trainer"}),
+            ("b", {"a": "trainer", "b": "a"}),
+            ("c", {"a": "trainer", "b": "a", "c": "b"}),
+        ):
+            store.set(name, "")
+            report, step = run_until(sync, model, set(feeds), step)
+            expect(report.fed_by == feeds and not report.lost, f"{report}")
+            counted.append((SENT[0], report.trainer_bytes))
+            expect(report.sent_bytes == SENT[0], f"{report.sent_bytes} of {SENT[0]} bytes")
+        expect(len(set(counted)) == 1, f"the trainer sent {counted}")
+        every = torch.tensor(SENT[0])
+        dist.all_reduce(every)
+        # Every element of two cuts by each of the two ranks that a cut has, the norm to both.
+        expect(int(every) == report.trainer_bytes > 0, f"{int(every)} bytes: {report}")
+
+
+def hand_ons() -> None:
+    """Verified, in the background, with another sync beside it; and as the trainer says, none."""
+    with link(engines=3) as end:
+        models = [own_model(), own_model()]
+        syncs = [
+            prepared(end, model, **({"relays": False} if number and SIDE == "trainer" else {}))
+            for number, model in enumerate(models)
+        ]
+        for step in range(2):
+            for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
+                if SIDE == "trainer":
+                    set_values(model, 7 * number + step)
+                # Of the two ends of a run, one may have it in the background.
+                if NAME in ("trainer", "b"):
+                    sync.run(async_op=True)
+                    report = sync.wait()
+                else:
+                    report = sync.run()
+                expect(report is not None and report.version == step, f"{report}")
+                if SIDE == "trainer":
+                    by = {"b": "a", "c": "b"} if not number else {}
+                    fed_by = {name: by.get(name, "trainer") for name in "abc"}
+                    expect(report.fed_by == fed_by, f"{report}")
+                else:
+                    expect_values(model, 7 * number + step)
+        for sync in syncs:
+            sync.verify()
+        if NAME == "c":
+            models[0]["norm"][3] += 1
+        if NAME in ("trainer", "c"):
+            refused(syncs[0].verify, RunError, "not the source's: norm (from rank")
+        else:
+            syncs[0].verify()
+
+
+def relay_dies() -> None:
+    """Who is behind an engine that dies in the middle gets its weights in the same run."""
+    if NAME == "a" and RANK == 1:
+        end_bucket = BucketGate.end
+
+        def dying(self: BucketGate, number: int) -> None:
+            end_bucket(self, number)
+            if number == 1 and sync.version == 1:
+                os._exit(9)
+
+        BucketGate.end = dying  # type: ignore[method-assign]
+    with link(engines=3) as end:
+        model = own_model()
+        sync = prepared(end, model)
+        if NAME == "a":
+            serve(sync, model, lambda error: expect(_is_told(sync, model, error), f"{error}"))
+            return
+        if SIDE == "engine":
+            serve(sync, model)
+            return
+        for step in range(5):
+            set_values(model, step)
+            report = sync.run(step)
+            if step < 2:
+                expect(report.fed_by == {"a": "trainer", "b": "a", "c": "b"}, f"{report}")
+            elif step == 2:
+                expect(list(report.lost) == ["a"], f"{report}")
+                expect(set(report.engines) == {"b", "c"}, f"{report}")
+                expect(report.fed_by["b"] == "trainer", f"{report}")
+            else:
+                expect(report.fed_by == {"b": "trainer", "c": "b"}, f"{report}")
+                expect(not report.lost, f"{report}")
+
+
+def _is_told(sync: WeightSync, model: Any, error: LinkError) -> bool:
+    """Whether an engine that ended has one version, or says that it has none."""
+    if sync.is_usable:
+        expect_values(model, sync.version)
+        return f"still has version {sync.version}" in str(error)
+    return sync.version is None and "has parts of version" in str(error)
+
+
+def trainer_dies() -> None:
+    """In the middle of a run: each engine has old weights or new ones, or says that it is mixed."""
+    with link(engines=3) as end:
+        model = own_model()
+        sync = prepared(end, model)
+        if SIDE == "engine":
+            serve(sync, model, lambda error: expect(_is_told(sync, model, error), f"{error}"))
+            return
+        for step in range(3):
+            set_values(model, step)
+            if step == 2:
+                die_after_a_message()
+            sync.run(step)
+
+
+def die_after_a_message() -> None:
+    """What this process sends second is not sent any more."""
+    send = RankGroup.send
+
+    def dying(self: RankGroup, *given: Any) -> Any:
+        if SENT[0] == 1:
+            os._exit(9)
+        SENT[0] += 1
+        return send(self, *given)
+
+    RankGroup.send = dying  # type: ignore[method-assign]
+
+
+def others() -> None:
+    """An engine whose types differ is served by the trainer, in the same run and from then on."""
+    with link(engines=3) as end:
+        model = own_model()
+        if NAME == "c":
+            model = zeros(values(dtype=torch.bfloat16))
+        met = _count_meetings()
+        sync = prepared(end, model, **({"cast": True} if SIDE == "trainer" else {}))
+        for step in range(4):
+            if SIDE == "trainer":
+                set_values(model, step)
+            report = sync.run()
+            if SIDE == "trainer":
+                fed_by = {"a": "trainer", "b": "a", "c": "trainer"}
+                expect(report.fed_by == fed_by and not report.lost, f"{report}")
+            elif NAME == "c":
+                expect_same(model, values(step, dtype=torch.bfloat16), f"step {step}")
+            else:
+                expect_values(model, step)
+        # Both others are of one kind, so that one is not tried.
+        expect(NAME != "c" or met == [1], f"tried {met} times")
+
+
+def _count_meetings() -> list[int]:
+    from reshard.torch.links.link import WeightLink
+
+    met, meet = [0], WeightLink._meet_engine
+
+    def counting(self: WeightLink, *given: Any) -> Any:
+        met[0] += 1
+        return meet(self, *given)
+
+    WeightLink._meet_engine = counting  # type: ignore[method-assign]
+    return met
+
+
+if __name__ == "__main__":
+    names = ("trainer", "a", "b")
+    PORTS.update(zip(("link", *names), map(int, sys.argv[2:]), strict=True))
+    socket.gethostname = lambda: f"host-of-{NAME}"
+    begin_job()
+    globals()[sys.argv[1]]()
+    os._exit(0)
