@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         ("legacy",),
     ),
     "undistributed": (2, {"sizes": {"tp": 2}, "distributed_optimizer": False}, ("legacy",)),
+    "scaled": (2, {"sizes": {"ep": 2}, "experts": 4, "fp16": True}, EVERY[:2]),
     "virtual": (2, {"sizes": {"pp": 2, "vp": 2}, "layers": 4}, EVERY),
     "buckets": (2, {"bucket_size": 1000, "bias": True, "qk_norm": True, **WIDER}, EVERY),
     # Models of the Hub's architectures, with what they compute and their next step.

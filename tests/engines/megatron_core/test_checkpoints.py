@@ -26,6 +26,7 @@ from .ranks import SMALL, WIDER, run_ranks
 
 DENSE: dict[str, Any] = {**SMALL, "fp32": True}
 EXPERTS: dict[str, Any] = {**DENSE, "experts": 4}
+SCALED: dict[str, Any] = {**SMALL, "fp16": True, "loss_scale": 64.0}
 LEGACY = {"save_format": "legacy"}
 # What the run is, how it saves, what that is converted to, and the ranks that go on.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str, int, dict[str, int]]] = {
@@ -41,6 +42,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, str, int, dict[
     "torch_dist, experts apart": (2, EXPERTS, {}, "torch-dist", "ep=2", 2, {"ep": 2}),
     "torch_dist, experts together": (
         *(2, {**EXPERTS, "sizes": {"ep": 2}}, {}, "torch-dist", "full", 2, {}),
+    ),
+    "torch_dist, fp16": (
+        *(2, {**SCALED, "sizes": {"tp": 2}}, {}, "torch-dist", "full", 2, {"tp": 2}),
+    ),
+    "to folders, fp16": (
+        *(2, {**SCALED, "sizes": {"tp": 2}}, {}, "megatron-legacy", "tp=2", 2, {"tp": 2}),
     ),
     "to folders": (
         *(2, {**DENSE, "sizes": {"tp": 2}}, {}, "megatron-legacy", "pp=2", 2, {"pp": 2}),
@@ -68,6 +75,19 @@ def read_state(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(checkpoint.read_tensor(opened, name)) for name in opened}
 
 
+# After two steps without an overflow.
+SCALER = {
+    "optimizer.grad_scaler.scale": 64.0,
+    "optimizer.grad_scaler.growth_tracker": 2,
+    "optimizer.grad_scaler.hysteresis_tracker": 2,
+}
+
+
+def scaler_of(folder: Path) -> dict[str, Any]:
+    values = checkpoint.open(folder).values
+    return {name: value for name, value in values.items() if "scaler" in name}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on(case: str, tmp_path: Path) -> None:
     world, job, how, target, to, other_world, sizes = CASES[case]
@@ -78,11 +98,15 @@ def test_training_goes_on(case: str, tmp_path: Path) -> None:
     # 1. What Megatron-core loads is what it saved.
     load_format = "legacy" if target == "megatron-legacy" else "torch_dist"
     other = {**job, "sizes": sizes, "load": str(converted), "load_format": load_format}
+    other |= {"loss_scale": 1024.0}
     run_ranks(other_world, {**other, "steps": 0, "save": str(tmp_path / "again")}, tmp_path)
     expected, found = read_state(source), read_state(tmp_path / "again")
     assert sorted(found) == sorted(expected)
     for name, array in expected.items():
         assert found[name].tobytes() == array.tobytes(), name
+    scalers = [scaler_of(one) for one in (source, tmp_path / "again")]
+    assert scalers[0] == scalers[1]
+    assert scalers[0] == (SCALER if job.get("fp16") else {})
     # 2. The next step of both.
     own = {**job, "load": str(source), "load_format": how.get("save_format", "torch_dist")}
     if "vp" in sizes:

@@ -31,6 +31,9 @@ DEFAULTS: dict[str, Any] = {
     "bias": False,
     "qk_norm": False,
     "fp32": False,
+    "fp16": False,
+    # At the first step, of fp16.
+    "loss_scale": 256.0,
     "optimizer": True,
     "distributed_optimizer": True,
     "sharding_type": "fully_reshardable",
@@ -64,6 +67,15 @@ def parallel_sizes(sizes: dict[str, int]) -> dict[str, int | None]:
     }
 
 
+def element_type(job: dict[str, Any]) -> Any:
+    """The type of the weights that the model computes with."""
+    import torch
+
+    if job["fp32"]:
+        return torch.float32
+    return torch.float16 if job["fp16"] else torch.bfloat16
+
+
 def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     """The model's chunks on this rank, its optimizer, and its config."""
     import torch
@@ -81,7 +93,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=True)
     # It is asked for where Transformer Engine is not there, too.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    experts, bf16 = job["experts"], not job["fp32"]
+    experts, dtype = job["experts"], element_type(job)
     config = TransformerConfig(
         num_layers=job["layers"],
         hidden_size=job["hidden"],
@@ -102,9 +114,10 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         hidden_dropout=0.0,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         **parallel,
     )
     spec = get_gpt_layer_local_spec(
@@ -137,7 +150,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         if experts and sizes.get("tp", 1) > 1:
             # Megatron-core refuses to train it without sequence parallelism, which needs kernels.
             model.eval()
-        wrapped = Float16Module(config, model) if bf16 else model
+        wrapped = model if dtype is torch.float32 else Float16Module(config, model)
         if job["optimizer"]:
             wrapped = DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
         chunks.append(wrapped)
@@ -147,7 +160,9 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         optimizer="adam",
         lr=1e-2,
         weight_decay=0.1,
-        bf16=bf16,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        initial_loss_scale=job["loss_scale"],
         params_dtype=config.params_dtype,
         use_distributed_optimizer=job["distributed_optimizer"],
         clip_grad=1.0,
@@ -239,9 +254,9 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
         "world_size": int(os.environ["WORLD_SIZE"]),
         "use_distributed_optimizer": job["distributed_optimizer"],
         "transformer_impl": "local",
-        "bf16": not job["fp32"],
-        "fp16": False,
-        "params_dtype": torch.float32 if job["fp32"] else torch.bfloat16,
+        "bf16": element_type(job) is torch.bfloat16,
+        "fp16": job["fp16"],
+        "params_dtype": element_type(job),
         "ddp_bucket_size": job["bucket_size"],
         "ckpt_format": "torch",
     }

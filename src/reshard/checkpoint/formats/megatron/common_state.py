@@ -11,26 +11,38 @@ It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's fil
    text (`torch.bfloat16`).
 2. The groups of all optimizers of a chain become one list. Megatron puts parameters into groups by
    what they are (experts, vectors and biases, embeddings), and so are they told here.
-3. What is no plain value is listed. Nothing of it is made.
+3. The loss scaler of 16-bit gradients is a value too; its scale is a tensor of one number there.
+4. What is no plain value is listed. Nothing of it is made.
 
 `nest_values` is the way back.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
+from reshard.checkpoint.formats.torch_files.new_files import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.dtypes import dtype
 
 # The step of an optimizer that has it in the state of its parameters, and not in groups.
 COMMON_STEP = "optimizer.common_step"
+# The loss scaler of 16-bit gradients.
+_SCALER, _SCALE = "grad_scaler", "scale"
+SCALER = f"optimizer.{_SCALER}"
+_FLOAT32 = dtype("float32")
 _NAMESPACE = Global("argparse", "Namespace")
 _TYPE = re.compile(r"torch\.((?:b?float|u?int|complex)\d+|bool|float8_\w+)")
 # Parts of an optimizer's state that are tensors or groups.
@@ -41,6 +53,7 @@ _OPTIMIZER_PARTS = frozenset(
     }
 )
 Path = tuple[str | int, ...]
+ReadStorage = Callable[[ArchivedTensor], bytes]
 _PARALLELISM = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -87,8 +100,11 @@ class CommonState:
             self.values[name] = plain
             self.paths[name] = flat.paths[name]
 
-    def add_optimizer(self, state: Any) -> None:
-        """Add the state of an optimizer, or of a chain of them, without its tensors."""
+    def add_optimizer(self, state: Any, read: ReadStorage | None = None) -> None:
+        """Add the state of an optimizer, or of a chain of them, without its tensors.
+
+        `read` returns the storage of a small tensor in it.
+        """
         for one in chain_of(state):
             inner = one.get("optimizer", one)
             if not isinstance(inner, dict):
@@ -106,8 +122,24 @@ class CommonState:
                 for group in self.groups:
                     group.setdefault("step", self.values[COMMON_STEP])
             for key, value in one.items():
-                if key not in _OPTIMIZER_PARTS:
+                if key == _SCALER:
+                    self._add_scaler(value, read)
+                elif key not in _OPTIMIZER_PARTS:
                     self.add(("optimizer", key), value)
+
+    def _add_scaler(self, state: Any, read: ReadStorage | None) -> None:
+        """Add a loss scaler; the optimizers of a chain have one together."""
+        if isinstance(state, dict):
+            state = dict(state)
+            scale = state.get(_SCALE)
+            is_number = isinstance(scale, ArchivedTensor) and math.prod(scale.shape) == 1
+            if is_number and scale.dtype is _FLOAT32 and read is not None:
+                state[_SCALE] = number_in(read(scale), scale)
+        known = {name: self.values[name] for name in self.values if name.startswith(SCALER)}
+        found = CommonState()
+        found.add(("optimizer", _SCALER), state)
+        if known != found.values or not known:
+            self.add(("optimizer", _SCALER), state)
 
     def set_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
         """Say which parameters each group has, by their shapes; a note where it cannot be told."""
@@ -130,6 +162,33 @@ class CommonState:
             f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
             f"{GROUPS} has the groups without them"
         )
+
+
+def number_in(storage: bytes, tensor: ArchivedTensor) -> float:
+    """The number that is all of a tensor."""
+    found = np.frombuffer(storage, tensor.dtype.numpy)[tensor.view.offset]
+    return float(found)
+
+
+def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scaler among plain values, as the state of an optimizer has it: or nothing.
+
+    >>> [*scaler_state({"optimizer.grad_scaler.growth_tracker": 3})["grad_scaler"]]
+    ['growth_tracker']
+    """
+    if SCALER in values:
+        # One whose scale is constant has no state.
+        return {_SCALER: values[SCALER]}
+    found = {
+        name.removeprefix(f"{SCALER}."): value
+        for name, value in values.items()
+        if name.startswith(f"{SCALER}.")
+    }
+    scale = found.get(_SCALE)
+    if isinstance(scale, int | float):
+        content = struct.pack("<f", scale)
+        found[_SCALE] = NewTensor.of(_FLOAT32, (1,), NewStorage(_FLOAT32, 1, content))
+    return {_SCALER: found} if found else {}
 
 
 def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:

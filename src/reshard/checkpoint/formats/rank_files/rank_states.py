@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.binding import View
-from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor
+from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor, read_storage
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.errors import CheckpointError, FormatError
+from reshard.errors import FormatError
 
 # Where programs keep the state of the model in a file with more in it.
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
@@ -111,7 +111,7 @@ def _read_file(
     flat = flatten_state(state, str(path), is_part)
     if "" in flat.unread:
         raise FormatError(f"{path} holds {flat.unread['']}, no state; save its state_dict()")
-    reader = PartReader(str(path), file.rank, ranks, lambda tensor: _read_elements(path, tensor))
+    reader = PartReader(str(path), file.rank, ranks, partial(read_storage, path))
     parts = {}
     for name, value in flat.tensors.items():
         parts[name] = part = reader.part(name, value)
@@ -130,12 +130,3 @@ def _read_safetensors(path: Path) -> dict[str, LocalPart]:
         tensor = ArchivedTensor(entry.dtype, entry.shape, view, entry.start_bytes, size_bytes, None)
         parts[entry.name] = LocalPart(entry.dtype, entry.shape, (tensor,))
     return parts
-
-
-def _read_elements(path: Path, tensor: ArchivedTensor) -> bytes:
-    """The storage of a small tensor."""
-    try:
-        with path.open("rb") as file:
-            return read_range(file.fileno(), tensor.start_bytes, tensor.storage_bytes)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -10,10 +10,11 @@ from pathlib import Path
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
+from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import DType
-from reshard.errors import FormatError
+from reshard.errors import CheckpointError, FormatError
 
 # Many tensors of a model have one shape.
 _is_dense = lru_cache(maxsize=4096)(is_dense)
@@ -27,6 +28,19 @@ def check_tensor(path: Path, name: str, dtype: DType, shape: tuple[int, ...]) ->
         raise FormatError(f"{path}: {error}") from error
     if not is_text(name):
         raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say")
+
+
+def read_storage(path: Path, tensor: ArchivedTensor, start_bytes: int = 0) -> bytes:
+    """The storage of a small tensor, of what lies in a file from `start_bytes` on.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start_bytes += tensor.start_bytes
+            return read_range(file.fileno(), start_bytes, tensor.storage_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
 def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | None]:

@@ -196,16 +196,18 @@ def new_torch_file(name: str, value: Any, rank: int = 0) -> NewTorchFile:
 
 
 def saved_bytes(value: Any) -> bytes:
-    """The file that `torch.load` reads a value from, for one without tensors.
+    """The file that `torch.load` reads a value from, whose tensors have known elements.
 
     >>> saved_bytes({"step": 3})[:4]
     b'PK\\x03\\x04'
 
     Raises:
-        UsageError: a value that cannot be written, or with tensors in it.
+        UsageError: a value that cannot be written, or with tensors whose elements follow.
     """
     file = new_torch_file("", value)
-    if file.starts:
+    if file.checked_ranges:
         raise UsageError("a value with tensors, whose elements follow; use `new_torch_file`")
-    ends = b"".join(content for _, content in file.closing_bytes(lambda start, size: 0))
-    return file.content + ends
+    found = bytearray(file.stored.size_bytes)
+    for start, content in (*file.known_bytes(), *file.closing_bytes(lambda start, size: 0)):
+        found[start : start + len(content)] = content
+    return bytes(found)

@@ -68,6 +68,7 @@ def nested(value: Any, path: str = "") -> dict[str, Any]:
         ("experts", "ep=2"),
         ("undistributed", "tp=2"),
         ("virtual", "pp=2,vp=2"),
+        ("scaled", "ep=2"),
     ],
 )
 def test_files_are_those_of_megatron(name: str, to: str, tmp_path: Path) -> None:

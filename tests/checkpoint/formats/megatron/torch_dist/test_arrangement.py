@@ -68,6 +68,31 @@ def test_experts_over_ranks_have_an_optimizer_of_their_own(tmp_path: Path) -> No
     assert marks == [{False}, {True}]
 
 
+@pytest.mark.parametrize("how", ["fully_reshardable", "legacy", "dp_reshardable"])
+def test_the_loss_scaler_of_each_optimizer(how: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = unpack("scaled", tmp_path)
+    source = checkpoint.open(folder / how)
+    said = {name: value for name, value in source.values.items() if "scaler" in name}
+    assert said == {
+        "optimizer.grad_scaler.scale": 256.0,
+        "optimizer.grad_scaler.growth_tracker": 2,
+        "optimizer.grad_scaler.hysteresis_tracker": 2,
+    }
+    assert not [name for name, _ in source.unread if "scale" in name]
+    target = convert(folder / how, tmp_path / "target", to="ep=2", rules=["*=..."])
+    found, expected = (
+        torch.load(one / "common.pt", weights_only=False)["optimizer"]
+        for one in (target, folder / "fully_reshardable")
+    )
+    assert sorted(found) == sorted(expected) == [0, 1]
+    for number, optimizer in found.items():
+        scaler, theirs = optimizer["grad_scaler"], expected[number]["grad_scaler"]
+        assert sorted(scaler) == sorted(theirs)
+        assert torch.equal(scaler.pop("scale"), theirs["scale"])
+        assert scaler == {key: theirs[key] for key in scaler}
+
+
 def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
     source = unpack("tensor", tmp_path) / "fully_reshardable"
     exclude = ["*layers.1.mlp.linear_fc2.weight*"]

@@ -35,6 +35,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
     has_stacked_experts,
     is_expert,
     nest_values,
+    scaler_state,
     split_groups,
     step_of,
     with_parallelism,
@@ -267,7 +268,10 @@ class _Arranger:
     def _groups(self) -> Any:
         """The state of a distributed optimizer beside its parameters."""
         chain = [False, True] if self.stages.has_expert_optimizer else [False]
-        found = [{"optimizer": {"param_groups": self._all_groups(flag)}} for flag in chain]
+        found = [
+            {"optimizer": {"param_groups": self._all_groups(flag)}, **scaler_state(self.values)}
+            for flag in chain
+        ]
         return found if len(found) > 1 else found[0]
 
     def _flat_state(self, chunks: list[_ChunkParts], targets: list[_PartPlace]) -> Any:
@@ -351,6 +355,7 @@ class _Arranger:
                 {
                     "optimizer": {"state": state, "param_groups": [kept_groups[n] for n in kept]},
                     "fp32_from_fp16_params": [masters[n] for n in kept],
+                    **scaler_state(self.values),
                 }
             )
         return chain if len(chain) > 1 else chain[0]

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
 from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace, WholeTensors, dense_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
@@ -73,7 +75,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     for rank in ranks:
         builder.add(rank)
     tensors = builder.whole.stored(len(ranks))
-    common = _read_common(ranks[0])
+    common = _read_common(root, ranks[0])
     weights = {n: t.shape for n, t in tensors.items() if state_name(n, "exp_avg") in tensors}
     note = common.set_groups(weights)
     files = tuple(
@@ -159,14 +161,14 @@ def _read_rank(
     return found
 
 
-def _read_common(rank: RankFiles) -> CommonState:
+def _read_common(folder: Path, rank: RankFiles) -> CommonState:
     """The plain values of the first rank."""
     common = CommonState()
     for key, value in rank.state.items():
         if not key.startswith("model") and key not in _OWN_PARTS:
             common.add((key,), value, rank.name)
     common.add(("args",), rank.state.get("args", {}), rank.name)
-    common.add_optimizer(rank.state.get("optimizer"))
+    common.add_optimizer(rank.state.get("optimizer"), partial(read_storage, folder / rank.name))
     if "rng_state" in rank.state:
         common.unread.append(
             ("rng_state", "states of random number generators are those of one rank each")

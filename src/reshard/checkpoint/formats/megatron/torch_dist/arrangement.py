@@ -28,6 +28,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
     groups_of,
     is_expert,
     nest_values,
+    scaler_state,
     split_groups,
     step_of,
     with_parallelism,
@@ -205,6 +206,7 @@ def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any
         if not is_distributed and COMMON_STEP in arrangement.values:
             inner["state"] = {"common_step": step}
         found: dict[str, Any] = {"optimizer": inner}
+        found |= scaler_state(arrangement.values)
         if is_distributed:
             found["param_state_sharding_type"] = "fully_reshardable"
         return found

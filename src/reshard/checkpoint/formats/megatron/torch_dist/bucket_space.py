@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from reshard.checkpoint.formats.megatron.object_items import read_object
 from reshard.checkpoint.formats.megatron.optimizer_names import common_key
 from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
@@ -57,6 +59,8 @@ from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_PREFIX + r"gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
+# What an optimizer's state has beside buffers.
+_STATE_PARTS = ("optimizer", "grad_scaler")
 _OBJECT = re.compile(_PREFIX + r"(\w+)/shard_0_1$")
 
 
@@ -135,12 +139,15 @@ class BucketSpace:
         chains = set()
         for name, item in sorted(self._found.items.items()):
             match = _OBJECT.match(name)
-            if match is None or match[3] != "optimizer" or match[1] in chains:
+            part = match[3] if match else ""
+            if match is None or part not in _STATE_PARTS or (match[1], part) in chains:
                 continue
-            chains.add(match[1])
+            chains.add((match[1], part))
             parts = read_object(self._folder, item)
             if isinstance(parts, list) and parts:
-                self._state.add_optimizer({"optimizer": parts[0]})
+                path, start_bytes = self._folder / item.place.path, item.place.start_bytes
+                read = partial(read_storage, path, start_bytes=start_bytes)
+                self._state.add_optimizer({"optimizer": {}, part: parts[0]}, read)
 
     def _assemble(
         self, buffers: _Buffers, weights: Mapping[str, StoredTensor]

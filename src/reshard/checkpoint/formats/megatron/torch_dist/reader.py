@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
@@ -128,7 +130,7 @@ def _read_common(folder: Path) -> CommonState:
     state = CommonState()
     for key, value in content.items():
         if key == "optimizer":
-            state.add_optimizer(value)
+            state.add_optimizer(value, partial(read_storage, path))
         elif key == "content_metadata" and isinstance(value, dict):
             if own := {k: v for k, v in value.items() if k not in CONTENT_KEYS}:
                 state.add((key,), own, str(path))
