@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -19,14 +20,16 @@ from link_ends import (
     PORTS,
     RANK,
     SIDE,
+    TIMEOUT_S,
     begin_job,
     cut,
     expect_values,
     link,
     set_values,
 )
-from refit_models import expect, expect_same, refused, values, zeros
-from reshard.errors import LinkError, RunError, ShardError, UsageError
+from refit_models import CUTS, expect, expect_same, refused, values, zeros
+from reshard.checkpoint.files.progress import Progress
+from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError, UsageError
 from reshard.torch.links.sync import WeightSync
 
 
@@ -84,6 +87,82 @@ def beside() -> None:
                 expect(sync.is_done, "done")
                 if SIDE == "engine":
                     expect_values(model, 7 * number + step)
+
+
+def buckets() -> None:
+    """Tensors are complete bucket by bucket; a lock is held for each; runs are stopped."""
+    with link() as end:
+        model = own_model()
+        sync = end.prepare(model, **({"buckets": 400} if SIDE == "trainer" else {}))
+        told: list[Progress] = []
+        lock, stop = CountedLock(), threading.Event()
+        for step in range(2):
+            if SIDE == "trainer":
+                set_values(model, step)
+                refused(lambda: sync.run(guard=lock), UsageError, "guard= on a trainer")
+                refused(lambda: sync.run(stop=True), UsageError, "give a threading.Event")
+                sync.run(progress=told.append)
+                expect(sync.buckets == (), "a trainer's weights are complete")
+            else:
+                sync.run(async_op=True, progress=told.append, guard=lock)
+                events = sync.buckets
+                expect([sorted(one.names) for one in events] == [[name] for name in CUTS], "names")
+                for event in events:
+                    expect(event.wait(TIMEOUT_S) and event.is_done, f"{event}")
+                    with lock:
+                        expect_values({name: model[name] for name in event.names}, step)
+                sync.wait()
+                expect_values(model, step)
+                expect(sum(event.size_bytes for event in events) == told[-1].done_bytes, "bytes")
+            done = [one.done_bytes for one in told]
+            expect(done == sorted(set(done)), f"{told}")
+            expect(told[-1].done_bytes == told[-1].total_bytes > 0, f"{told}")
+            told.clear()
+        # Four tensors, twice, by the run and by this thread.
+        expect(SIDE == "trainer" or lock.entered == 16, f"held {lock.entered} times")
+        stop.set()
+        refused(lambda: sync.run(stop=stop), InterruptedRunError, "stopped before")
+        expect(sync.version == 1 and sync.is_usable, "as if it had not been begun")
+        if NAME == "b":
+            stop.clear()
+            # From a callback it is in the middle.
+            refused(
+                lambda: sync.run(stop=stop, progress=lambda _: stop.set()),
+                InterruptedRunError,
+                "parts of version 2 and of what it had",
+            )
+            expect(sync.version is None and not sync.is_usable, "a mixture")
+            expect(sync.buckets[0].is_done and not sync.buckets[-1].is_done, "some")
+            refused(sync.buckets[-1].wait, LinkError, "is not complete")
+            return
+        report = sync.run()
+        expect(report is not None and report.version == 2, f"{report}")
+        if SIDE == "trainer":
+            expect(list(report.engines) == ["a"] and list(report.lost) == ["b"], f"{report}")
+            stop.clear()
+            refused(
+                lambda: sync.run(stop=stop, progress=lambda _: stop.set()),
+                InterruptedRunError,
+                "stopped; no engine has version 3",
+            )
+        else:
+            refused(sync.run, LinkError, "parts of version 3")
+            expect(sync.version is None and not sync.is_usable, "a mixture")
+
+
+class CountedLock:
+    """A lock that counts how often it is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.entered = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def options() -> None:

@@ -158,11 +158,12 @@ def hand_ons() -> None:
 def relay_dies() -> None:
     """Who is behind an engine that dies in the middle gets its weights in the same run."""
     if NAME == "a" and RANK == 1:
-        end_bucket = BucketGate.end
+        end_bucket, runs = BucketGate.end, [0]
 
         def dying(self: BucketGate, number: int) -> None:
             end_bucket(self, number)
-            if number == 1 and sync.version == 1:
+            runs[0] += number == 0
+            if number == 1 and runs[0] == 3:
                 os._exit(9)
 
         BucketGate.end = dying  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ KILLED = {"engine_dies": {3}, "trainer_dies": {0, 1}}
 CASES = (
     "steps",
     "beside",
+    "buckets",
     "options",
     "misfits",
     "later",

@@ -11,9 +11,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from reshard.errors import LinkError, PlanError, ReshardError, RunError, ShardError, UsageError
+from reshard.errors import (
+    InterruptedRunError,
+    LinkError,
+    PlanError,
+    ReshardError,
+    RunError,
+    ShardError,
+    UsageError,
+)
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.bucket_events import (
+    BucketCounter,
+    BucketEvent,
+    FilledBuckets,
+    RunOptions,
+)
 from reshard.torch.links.orders import BROKE, MISFIT, UNREACHABLE, HandOn, Order, RunOutcome
 from reshard.torch.links.relay import BucketGate, Relay, RelayThread
 from reshard.torch.links.sync import SyncReport, WeightSync
@@ -36,6 +50,21 @@ class EngineEnd:
     prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit]
 
 
+class _FillObserver:
+    """Is told of the batches that fill an engine."""
+
+    def __init__(self, sync: EngineSync, filled: FilledBuckets, gate: BucketGate) -> None:
+        self._sync, self._filled, self._gate = sync, filled, gate
+
+    def begin(self, number: int) -> None:
+        self._filled.begin(number)
+        self._sync._begin_writing()
+
+    def end(self, number: int) -> None:
+        self._gate.end(number)
+        self._filled.end(number)
+
+
 class EngineSync(WeightSync):
     """An engine's part: its refits, with all ranks of the trainer, and of other engines."""
 
@@ -48,7 +77,7 @@ class EngineSync(WeightSync):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the engine's weights are of one version."""
+        """Whether the engine's weights are of one version; not while they are written."""
         return not self._is_mixed
 
     def close(self, error: ReshardError) -> None:
@@ -62,7 +91,27 @@ class EngineSync(WeightSync):
             raise UsageError(f"version={version!r} on an engine; the trainer says it")
         return 0
 
-    def _run(self, version: int) -> SyncReport:
+    def _list_buckets(self) -> tuple[BucketEvent, ...]:
+        refit = self.refit
+        return tuple(
+            BucketEvent(names, refit.target_bytes(names)) for names in refit.complete_names if names
+        )
+
+    def _run(self, version: int, options: RunOptions) -> SyncReport:
+        counter = BucketCounter(options)
+        if counter.is_stopped():
+            raise InterruptedRunError("stopped before the trainer's weights came")
+        counter.expect(sum(event.size_bytes for event in self.buckets))
+        try:
+            return self._follow_orders(options, counter)
+        except BaseException as error:
+            for event in self.buckets:
+                event._fail(error)
+            if counter.is_stopped() and isinstance(error, LinkError):
+                raise InterruptedRunError(f"stopped: {error}") from error
+            raise
+
+    def _follow_orders(self, options: RunOptions, counter: BucketCounter) -> SyncReport:
         has = "no weights of the trainer's" if self.version is None else f"version {self.version}"
         begun_s, outcome, order = 0.0, RunOutcome(), None
         sent_bytes = received_bytes = 0
@@ -70,7 +119,7 @@ class EngineSync(WeightSync):
             try:
                 order = self._hear_order()
                 begun_s = begun_s or time.perf_counter()
-                own, filled, sent = self._fill(order)
+                own, filled, sent = self._fill(order, options, counter)
                 sent_bytes, received_bytes = sent_bytes + sent, received_bytes + filled
                 if not own.lacks:
                     self.version, has = order.version, f"version {order.version}"
@@ -93,7 +142,9 @@ class EngineSync(WeightSync):
         told = gather(b"", self._group, otherwise="the trainer does not answer")
         return Order.read(told.values[first])
 
-    def _fill(self, order: Order) -> tuple[RunOutcome, int, int]:
+    def _fill(
+        self, order: Order, options: RunOptions, counter: BucketCounter
+    ) -> tuple[RunOutcome, int, int]:
         """Get the weights and hand them on: what is to be told of it, bytes received and sent."""
         ended = self._keep_hand_ons(order)
         feed = order.feed_of(self._end.number)
@@ -101,6 +152,7 @@ class EngineSync(WeightSync):
         if feed is not None and feed.meeting in self._relays:
             ahead = self._relays[feed.meeting].refit
         gate, lacks = BucketGate(), ""
+        filled = FilledBuckets(options, counter, self.buckets, self._find_needs(ahead))
         threads = [
             RelayThread(relay, ahead, gate)
             for relay in self._relays.values()
@@ -109,7 +161,7 @@ class EngineSync(WeightSync):
         try:
             if feed is not None and feed.meeting not in self._relays:
                 raise RunError(ended[feed.meeting][1])
-            ahead.run(gate)
+            ahead.run(_FillObserver(self, filled, gate))
             self._is_mixed = False
         except BaseException as error:
             gate.fail(error)
@@ -121,6 +173,7 @@ class EngineSync(WeightSync):
             if feed.meeting in self._relays:
                 ended[feed.meeting] = BROKE, str(error)
         finally:
+            filled.close()
             for thread in threads:
                 thread.join()
         sent_bytes = 0
@@ -132,6 +185,17 @@ class EngineSync(WeightSync):
         for meeting in ended:
             self._leave(meeting, "the hand-on failed")
         return RunOutcome(lacks, ended), 0 if lacks else ahead.received_bytes, sent_bytes
+
+    def _begin_writing(self) -> None:
+        """From here on the engine has parts of two versions, until a run has come to its end."""
+        self._is_mixed, self.version = True, None
+
+    def _find_needs(self, ahead: Refit) -> list[int]:
+        """The batch of a refit that completes each of the buckets."""
+        last = max(ahead.batch_of.values(), default=0)
+        return [
+            max(ahead.batch_of.get(name, last) for name in event.names) for event in self.buckets
+        ]
 
     def _keep_hand_ons(self, order: Order) -> dict[str, tuple[str, str]]:
         """Prepare the hand-ons that are new, and leave those that are gone; which end, and why."""

@@ -18,7 +18,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.torch.links.bucket_events import BucketEvent, RunOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +53,14 @@ class SyncReport:
 class WeightSync:
     """A model that is prepared to be sent, or to be filled; get it by `Link.prepare`.
 
-    `version` is that of the last run that came to its end here; None before the first, and where a
-    run broke in the middle. `report` is of the last run.
+    `version` is that of the last run that came to its end here; None before the first, while an
+    engine is written, and where a run broke in the middle. `report` is of the last run. `buckets`
+    are, on an engine, the events of the run that was begun last, in their order.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -68,14 +75,30 @@ class WeightSync:
         """Whether the run that was begun last has ended."""
         return self._thread is None or not self._thread.is_alive()
 
-    def run(self, version: int | None = None, *, async_op: bool = False) -> SyncReport | None:
+    def run(
+        self,
+        version: int | None = None,
+        *,
+        async_op: bool = False,
+        progress: ProgressFunction | None = None,
+        stop: threading.Event | None = None,
+        guard: AbstractContextManager[Any] | None = None,
+    ) -> SyncReport | None:
         """Bring the engines what the trainer has now. All processes of all sides call this.
 
         Args:
             version: of the weights, on the trainer; one more than the last when None. An engine
                 learns it.
             async_op: whether to return at once; `wait` then gives the report. Until it has, a
-                trainer must not change its weights, nor an engine use its own.
+                trainer must not change its weights, nor an engine use its own but those whose
+                event of `buckets` is done.
+            progress: called with a `Progress` after every bucket: of bytes that this rank of an
+                engine has, or of the trainer sends.
+            stop: ends the run before its next bucket once it is set. Before the first the link
+                goes on as if the run had not been begun; after it, engines that do not have all
+                are given up, and have parts of two versions.
+            guard: on an engine, what is entered before a bucket is written and left after it, such
+                as a lock that whoever uses the weights holds meanwhile.
 
         Returns:
             The report; None with `async_op`.
@@ -84,17 +107,20 @@ class WeightSync:
             LinkError: the other side is gone, or closed the link. An engine has its old weights
                 then, unless `is_usable` says that it has not.
             RunError: a rank that fails.
+            InterruptedRunError: the run was stopped.
             UsageError: a version that is no number from 0 up, or one before the last.
         """
         self.wait()
+        options = RunOptions(progress, stop, guard)
         version = self._check_version(version)
+        self.buckets = self._list_buckets()
         if not async_op:
-            self.report = self._run(version)
+            self.report = self._run(version, options)
             return self.report
         self._error = None
         # A thread that waits for a process that never answers must not keep this one.
         self._thread = threading.Thread(
-            target=self._run_beside, args=(version,), name="reshard sync", daemon=True
+            target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
         )
         self._thread.start()
         return None
@@ -124,13 +150,16 @@ class WeightSync:
     def _verify(self) -> None:
         raise NotImplementedError
 
-    def _run_beside(self, version: int) -> None:
+    def _list_buckets(self) -> tuple[BucketEvent, ...]:
+        return ()
+
+    def _run_beside(self, version: int, options: RunOptions) -> None:
         try:
-            self.report = self._run(version)
+            self.report = self._run(version, options)
         except BaseException as error:
             self._error = error
 
-    def _run(self, version: int) -> SyncReport:
+    def _run(self, version: int, options: RunOptions) -> SyncReport:
         raise NotImplementedError
 
     def _check_version(self, version: int | None) -> int:

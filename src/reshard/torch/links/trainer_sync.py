@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from reshard.errors import LinkError, ReshardError, RunError, UsageError
+from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.bucket_events import BucketCounter, RunOptions, SentBuckets
 from reshard.torch.links.fan_out import FedEngine, assign_turns, plan_feeds
 from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
 from reshard.torch.links.sync import SyncReport, WeightSync
@@ -66,6 +67,7 @@ class _Service:
         group: RankGroup,
         prepared: _PreparedEngine,
         order: bytes,
+        counter: BucketCounter,
         when_lost: Callable[[int], None],
     ) -> None:
         self.number, self.name, self.prepared = number, name, prepared
@@ -76,6 +78,7 @@ class _Service:
         self.sent_bytes = 0
         self.is_direct = False
         self._group, self._said, self._when_lost = group, order, when_lost
+        self._counter = counter
         self._begun_s = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="reshard engine", daemon=True)
         self._thread.start()
@@ -104,8 +107,10 @@ class _Service:
         self.order = Order.read(gather(said if is_first else b"", self._group).values[ranks[0]])
         self.is_direct = self.order.feed_of(self.number) is None
         if self.is_direct:
-            self.prepared.refit.run()
-            self.sent_bytes = self.prepared.refit.sent_bytes
+            refit = self.prepared.refit
+            names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
+            refit.run(SentBuckets(self._counter, refit.batch_sent_bytes, names))
+            self.sent_bytes = refit.sent_bytes
         self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
 
 
@@ -161,14 +166,25 @@ class TrainerSync(WeightSync):
             )
         return version
 
-    def _run(self, version: int) -> SyncReport:
+    def _run(self, version: int, options: RunOptions) -> SyncReport:
+        if options.guard is not None:
+            raise UsageError("guard= on a trainer, whose weights are not written; give it engines")
+        counter = BucketCounter(options)
+        if counter.is_stopped():
+            raise InterruptedRunError(f"stopped before version {version} was sent")
         begun_s = time.perf_counter()
         engines = list(self._end.begin())
         names = {number: name for number, name, _ in engines}
         orders = self._write_orders(version, [(number, group) for number, _, group in engines])
         services = [
             _Service(
-                number, name, group, self._engines[number], orders[number], self._release_waiting
+                number,
+                name,
+                group,
+                self._engines[number],
+                orders[number],
+                counter,
+                self._release_waiting,
             )
             for number, name, group in engines
         ]
@@ -186,6 +202,8 @@ class TrainerSync(WeightSync):
         lost = self._end.take_lost()
         if not served:
             told = "; ".join(f"{name}: {why}" for name, why in lost.items())
+            if counter.is_stopped():
+                raise InterruptedRunError(f"stopped; no engine has version {version}: {told}")
             raise LinkError(
                 f"no engine has version {version}: {told or 'none is there'}; run again once one is"
             )

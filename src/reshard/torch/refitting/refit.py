@@ -15,7 +15,7 @@ A trainer's weights move into the inference engine's, in place:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -372,6 +372,19 @@ class Refit:
         for item in self._prepared.part.items:
             found[item.batch][item.match.source_name] = None
         return tuple(map(tuple, found))
+
+    @property
+    def batch_sent_bytes(self) -> tuple[int, ...]:
+        """By batch, what this rank sends."""
+        return tuple(
+            sum(exchange.sent_bytes for exchange in batch.exchanges)
+            for batch in self._batches.batches
+        )
+
+    def target_bytes(self, names: Iterable[str]) -> int:
+        """Of tensors of the target, what this rank has of them."""
+        tensors = self._prepared.after.locals
+        return sum(tensors[name].nbytes for name in names if name in tensors)
 
     @cached_property
     def target_digest(self) -> str:
