@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard.layout import Box, Layout
-from reshard.torch.exchange import exchange as exchange_module
+from reshard.torch.exchange import slots as slots_module
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 
@@ -33,7 +33,7 @@ def movement_of(rank: int, dtype: torch.dtype) -> RankTransfers:
 def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
     """Move it twice; how many pieces were packed, or unpacked, each time."""
     rank, copies = dist.get_rank(), [0]
-    made = exchange_module.copier
+    made = slots_module.copier
 
     def counting(target: torch.Tensor, source: torch.Tensor) -> object:
         copy = made(target, source)
@@ -45,13 +45,13 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
         return counted
 
     movement = movement_of(rank, dtype)
-    exchange_module.copier = counting  # type: ignore[assignment]
+    slots_module.copier = counting  # type: ignore[assignment]
     try:
         exchange = MessageExchange(
             [movement], rank, None, torch.device("cpu"), limit_bytes, is_grouped=is_grouped
         )
     finally:
-        exchange_module.copier = made
+        slots_module.copier = made
     assert exchange.extra_bytes <= limit_bytes
     for turn in range(2):
         whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + turn

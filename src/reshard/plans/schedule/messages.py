@@ -37,6 +37,8 @@ ALIGNMENT_BYTES = 16
 # The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or
 # unpacked, but gloo takes about 0.1 ms of processor time for each.
 MESSAGE_BYTES = 1 << 22
+# The same between ranks that share memory: what is packed is mostly in a cache when it is unpacked.
+NEAR_MESSAGE_BYTES = 1 << 21
 # Pieces as large as this are not worth packing with others.
 LARGE_PIECE_BYTES = 1 << 18
 # The fewest messages that have to fit in a limit: two in each direction.

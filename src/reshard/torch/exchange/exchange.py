@@ -9,6 +9,8 @@ memory::
     receives   r0  r1  r2  r3  r4 ...
     slots      A   B   -   A   B          - is dense: sent or received where it lies
 
+Ranks that share memory (`shared_memory`) have slots for sends only, which receivers unpack from.
+
 1. Once, messages are listed and slots are given out; a message follows those that have its slot
    before. Several ranks that are sent the same are sent it from one slot, packed once.
 2. `start` posts what follows nothing: receives, and sends once they are packed. Then it copies
@@ -17,7 +19,9 @@ memory::
    that is not posted yet says whose slot to wait for: what it follows comes before it, so some
    rank can always go on.
 4. A message that has arrived is unpacked, or combined once all that comes before it is: then all
-   contributions of lower order are. At the end means are scaled.
+   contributions of lower order are. At the end means are scaled. What lies in another rank's slot
+   keeps that until it is unpacked: where there is any, all that arrives is unpacked in the order
+   of all, before anything behind it is waited for.
 
 Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
 the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
@@ -26,28 +30,30 @@ slots.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from reshard.errors import RunError
-from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, limit_message_bytes
+from reshard.plans.schedule.messages import (
+    ALIGNMENT_BYTES,
+    NEAR_MESSAGE_BYTES,
+    limit_message_bytes,
+)
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.messages import (
-    LocalCopy,
-    Piece,
     RankMessage,
     RankMessages,
     RankTransfers,
     cells_of,
     list_messages,
 )
+from reshard.torch.exchange.shared_memory import NearMessage, SharedMemory
+from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
 
 DEFAULT_EXTRA_BYTES = 64 << 20
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
@@ -56,42 +62,6 @@ _PACKED_AHEAD = 2
 # As many go to one rank before others do: threads that wait for messages wake up less often. They
 # are still packed when the next rank's turn comes, which may be sent the same.
 _IN_A_TURN = _PACKED_AHEAD
-
-
-@dataclass(slots=True, eq=False)
-class _StagedMessage:
-    """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
-
-    message: RankMessage
-    buffer: torch.Tensor
-    copies: list[Callable[[], object]]
-
-
-@dataclass(slots=True, eq=False)
-class _ExchangeStep:
-    """What is posted at once, and what is combined once it is done.
-
-    `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
-    the steps whose slots it takes over.
-    """
-
-    key: tuple[int, ...]
-    order: int
-    messages: list[_StagedMessage] = field(default_factory=list)
-    copies: Sequence[LocalCopy] = ()
-    follows: list[_ExchangeStep] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
-    is_done: bool = False
-
-    @property
-    def only_sends(self) -> bool:
-        """Whether nothing arrives, or is combined, by it."""
-        return not self.copies and all(one.message.is_sent for one in self.messages)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a slot of it is not free yet."""
-        return not all(before.is_done for before in self.follows)
 
 
 class MessageExchange:
@@ -107,8 +77,8 @@ class MessageExchange:
             needs it; by default where that is what carries the device's tensors.
         by_region: whether all contributions to a region travel before the next region does; for one
             tensor whose contributions are cut alike (`are_cut_alike`), likewise on every rank.
-        memory: bytes to stage in, `extra_bytes` of them, that exchanges share which run one after
-            the other; its own when None.
+        memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
+            exchanges share which run one after the other; its own when None.
 
     Raises:
         UsageError: a limit too small for any message.
@@ -132,6 +102,11 @@ class MessageExchange:
         # Grouped messages to and from all ranks are in memory at once.
         peers = len(among.ranks) - 1 if self._is_grouped else 1
         message_bytes = limit_message_bytes(extra_bytes, peers)
+        self._shared: SharedMemory | None = None
+        if self._device.type == "cpu" and not self._is_grouped:
+            self._shared = among.shared_memory
+        if self._shared is not None and self._shared.is_complete:
+            message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
         found = list_messages(
             tensors,
             rank,
@@ -148,24 +123,18 @@ class MessageExchange:
         self._steps = self._list_steps(found)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
-        slots = [
-            _Slots(
-                [m for m in found.messages if m.is_sent is is_sent],
-                is_sent and not self._is_grouped,
-                peers * (_PACKED_AHEAD if is_sent and not self._is_grouped else _MESSAGES_AHEAD),
-                most_bytes,
-                device,
-                half,
-            )
-            for is_sent, half in zip((False, True), halves, strict=True)
+        self._slots = [
+            self._make_slots(found, is_sent, peers, most_bytes, memory) for is_sent in (False, True)
         ]
         for step in self._steps:
             for message in step.messages:
-                slots[message.message.is_sent].give(message, step)
-        self.extra_bytes = sum(one.size_bytes for one in slots)
+                if self._is_staged(message.message):
+                    self._slots[message.message.is_sent].give(message, step)
+                elif not self._is_near(message.message):
+                    message.buffer = message.message.direct
+        self.extra_bytes = sum(one.size_bytes for one in self._slots)
         # What is grouped is posted in one order on all ranks; else sends and receives go apart.
-        self._lanes: tuple[list[_ExchangeStep], list[_ExchangeStep]] = ([], [])
+        self._lanes: tuple[list[ExchangeStep], list[ExchangeStep]] = ([], [])
         for step in self._steps:
             self._lanes[step.only_sends and not self._is_grouped].append(step)
         # How many steps of each lane are posted, and of the first one are completed in order.
@@ -176,16 +145,49 @@ class MessageExchange:
         # Of all its messages; exchanges that are under way at once have tags of their own.
         self.tag = 0
 
-    def _list_steps(self, found: RankMessages) -> list[_ExchangeStep]:
+    def _is_near(self, message: RankMessage) -> bool:
+        return self._shared is not None and message.peer in self._shared.ranks
+
+    def _is_staged(self, message: RankMessage) -> bool:
+        """Whether a message needs a slot: not where it is sent from, or received in, its tensor."""
+        return message.is_sent if self._is_near(message) else message.direct is None
+
+    def _make_slots(
+        self,
+        found: RankMessages,
+        is_sent: bool,
+        peers: int,
+        most_bytes: int,
+        memory: torch.Tensor | None,
+    ) -> MessageSlots:
+        """The slots of one direction, for which half of the memory is."""
+        messages = [m for m in found.messages if m.is_sent is is_sent and self._is_staged(m)]
+        are_shared = is_sent and not self._is_grouped
+        is_lent = is_sent and any(map(self._is_near, messages))
+        ahead = _PACKED_AHEAD if are_shared and not is_lent else _MESSAGES_AHEAD
+        half = None if memory is None else memory[is_sent * most_bytes :]
+        if (
+            is_lent
+            and self._shared is not None
+            and not (half is not None and self._shared.has(half))
+        ):
+            return MessageSlots(messages, True, ahead, most_bytes, self._shared.staging)
+
+        def allocate(size_bytes: int) -> torch.Tensor:
+            return empty_bytes(size_bytes, self._device) if half is None else half[:size_bytes]
+
+        return MessageSlots(messages, are_shared, peers * ahead, most_bytes, allocate)
+
+    def _list_steps(self, found: RankMessages) -> list[ExchangeStep]:
         """Steps in the order of all messages."""
         nothing = torch.empty(0, dtype=torch.uint8)
         # What a rank has itself is combined in its turn, as if it arrived.
-        steps = [_ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
+        steps = [ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
         digits = 2 if self._is_grouped else None
         for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
-            prepared = [_StagedMessage(message, nothing, []) for message in group]
-            steps.append(_ExchangeStep(key, prepared[0].message.order, prepared))
+            prepared = [StagedMessage(message, nothing, []) for message in group]
+            steps.append(ExchangeStep(key, prepared[0].message.order, prepared))
         return sorted(steps, key=lambda step: step.key)
 
     @property
@@ -252,8 +254,10 @@ class MessageExchange:
         self.has_failed = True
         for step in self._steps:
             step.works.clear()
+            for one in step.messages:
+                one.near = None
 
-    def _post_what_can_be(self) -> list[_ExchangeStep]:
+    def _post_what_can_be(self) -> list[ExchangeStep]:
         """The first step of each direction that still has to wait for a slot."""
         waiting = []
         for direction, lane in enumerate(self._lanes):
@@ -266,7 +270,7 @@ class MessageExchange:
             waiting += lane[posted : posted + 1]
         return waiting
 
-    def _post(self, step: _ExchangeStep) -> None:
+    def _post(self, step: ExchangeStep) -> None:
         for one in step.messages:
             if one.message.is_sent:
                 for pack in one.copies:
@@ -277,12 +281,27 @@ class MessageExchange:
                 step.works = self._group.post_together(together)
                 return
             for one in step.messages:
-                begin = self._group.send if one.message.is_sent else self._group.receive
-                step.works.append(begin(one.buffer, one.message.peer, self.tag))
+                step.works.append(self._begin(one))
         except RuntimeError as error:
             raise _LostMessageError(str(error)) from error
 
-    def _complete(self, step: _ExchangeStep) -> None:
+    def _begin(self, one: StagedMessage) -> Any:
+        message, shared = one.message, self._shared
+        if shared is None or message.peer not in shared.ranks:
+            begin = self._group.send if message.is_sent else self._group.receive
+            return begin(one.buffer, message.peer, self.tag)
+        if message.is_sent:
+            return shared.send(one.buffer, message.peer, self.tag)
+        one.near = shared.receive(message.offsets[-1], message.peer, self.tag)
+        return one.near
+
+    def _complete(self, step: ExchangeStep) -> None:
+        if self._shared is not None:
+            # Others wait until this rank has taken what they lent it: the first of all can go on.
+            arriving = self._lanes[0]
+            while self._completed < self._posted[0] and arriving[self._completed].key < step.key:
+                self._complete_alone(arriving[self._completed])
+                self._completed += 1
         if step.order and not step.only_sends:
             # What it is combined with comes before it on its lane, and is posted.
             while not step.is_done:
@@ -291,7 +310,7 @@ class MessageExchange:
         else:
             self._complete_alone(step)
 
-    def _complete_alone(self, step: _ExchangeStep) -> None:
+    def _complete_alone(self, step: ExchangeStep) -> None:
         if step.is_done:
             return
         try:
@@ -303,11 +322,19 @@ class MessageExchange:
             raise _LostMessageError(str(error)) from error
         for one in step.messages:
             if not one.message.is_sent:
-                for unpack in one.copies:
-                    unpack()
+                one.unpack()
+                if one.near is not None:
+                    self._give_back(one.near)
+                    one.near = None
         for copy in step.copies:
             copy_or_combine(copy.target, copy.source, copy.reduction)
         step.is_done = True
+
+    def _give_back(self, near: NearMessage) -> None:
+        try:
+            near.give_back()
+        except RuntimeError as error:
+            raise _LostMessageError(str(error)) from error
 
 
 class _LostMessageError(Exception):
@@ -334,72 +361,6 @@ class _Failure:
         group.break_off(error)
         if isinstance(error, RuntimeError):
             raise RunError(f"{self._what}: {error}") from error
-
-
-class _Slots:
-    """Equal places of memory, that the staged messages of one direction have in turn.
-
-    Where they are shared, what has been packed for one rank is sent from there to others too.
-    """
-
-    def __init__(
-        self,
-        messages: Sequence[RankMessage],
-        are_shared: bool,
-        most: int,
-        most_bytes: int,
-        device: torch.device,
-        memory: torch.Tensor | None,
-    ) -> None:
-        # Messages that are sent from, and received in, their tensor need no place here.
-        staged = [align(m.offsets[-1]) for m in messages if m.direct is None]
-        self._slot_bytes = max(staged, default=0)
-        # As many places as fit, but no more than messages, or than may be on their way at once.
-        room = most_bytes // self._slot_bytes if staged else 0
-        self._count = min(len(staged), room, most)
-        self.size_bytes = self._slot_bytes * self._count
-        if memory is None:
-            memory = empty_bytes(self.size_bytes, device)
-        self._memory = memory
-        self._are_shared = are_shared
-        self._users: list[list[_ExchangeStep]] = []
-        self._buffers: list[tuple[list[Any], torch.Tensor]] = []
-
-    def give(self, prepared: _StagedMessage, step: _ExchangeStep) -> None:
-        """Give a message of a step its bytes, and let the step follow the one that has them."""
-        direct = prepared.message.direct
-        if direct is not None:
-            prepared.buffer = direct
-            return
-        # Message `turn` takes the memory of message `turn - count`, whose steps must end before.
-        turn = len(self._users)
-        contents = prepared.message.contents if self._are_shared else []
-        # The same contents, for another rank, are packed once while they are in memory.
-        for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
-            if self._buffers[number][0] == contents:
-                prepared.buffer = self._buffers[number][1]
-                self._users[number].append(step)
-                return
-        self._users.append([step])
-        begin = turn % self._count * self._slot_bytes
-        offsets = prepared.message.offsets
-        prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
-        self._buffers.append((contents, buffer))
-        for piece, low in zip(prepared.message.pieces, offsets, strict=False):
-            view = piece.view
-            part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
-            prepared.copies.append(_make_copy(prepared.message, piece, part))
-        if turn >= self._count:
-            step.follows += self._users[turn - self._count]
-
-
-def _make_copy(message: RankMessage, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
-    """What packs a piece into its part of a message, or unpacks it."""
-    if message.is_sent:
-        return copier(part, piece.view)
-    if piece.reduction is None:
-        return copier(piece.view, part)
-    return functools.partial(combine, piece.reduction, piece.view, part)
 
 
 def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:

@@ -13,7 +13,8 @@ at its store (`meeting`), and each learns of all others
 2. *its host and process*, so that errors can name them.
 
 What lies on the CPU travels by connections (gloo) that nobody else has, so nothing of the user's
-own can come between. A rank that fails leaves a note at the store and closes its connections. Who
+own can come between; the messages of exchanges, between ranks that can share memory, by that
+(`shared_memory`). A rank that fails leaves a note at the store and closes its connections. Who
 waits for it learns that at once, closes its own, and reads the notes: all raise the same cause,
 long before the group's timeout. What lies on devices travels by the backend that the group has for
 them.
@@ -33,7 +34,9 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
+from reshard.torch.exchange.copies import empty_bytes
 from reshard.torch.exchange.meeting import RankMeeting, meet
+from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_memory
 
 CPU = torch.device("cpu")
 # Threads that nobody gave a name; their numbers differ between ranks that mean the same.
@@ -83,6 +86,8 @@ class RankGroup:
             if card.job == own_job
         }
         self._transport: Any = meeting.connect()
+        # Segments, and the ranks that map them; None where there is nobody to share memory with.
+        self.shared_memory: SharedMemory | None = None
         self._turn = threading.RLock()
         self._is_in_turn = False
         self._has_threads = False
@@ -91,6 +96,17 @@ class RankGroup:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._count = 0
         self._known_error: BaseException | None = None
+        if meeting.store is not None and len(cards) > 1:
+            self._share_memory(meeting.timeout.total_seconds())
+
+    def _share_memory(self, timeout_s: float) -> None:
+        with self.errors("nothing was moved"):
+            found, is_complete = connect_shared_memory(
+                self.position, len(self.ranks), timeout_s, self.all_gather
+            )
+        if found:
+            sockets = {self.ranks[position]: one for position, one in found.items()}
+            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete)
 
     @property
     def has_failed(self) -> bool:
@@ -208,6 +224,12 @@ class RankGroup:
         """Begin to receive into a tensor."""
         return self._carrier(tensor.device).recv([tensor], self._positions[sender], tag)
 
+    def staging_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes to stage messages in; on the CPU such as other ranks can map, where they can."""
+        if self.shared_memory is None or device.type != "cpu":
+            return empty_bytes(size_bytes, device)
+        return self.shared_memory.staging(size_bytes)
+
     def swap_bytes(
         self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]
     ) -> dict[int, bytes]:
@@ -285,6 +307,8 @@ class RankGroup:
             self._meeting.leave_note(note)
             # Without anybody who keeps them, connections are closed.
             self._transport = None
+            if self.shared_memory is not None:
+                self.shared_memory.close()
             for exchange in list(self.running):
                 exchange.fail()
 

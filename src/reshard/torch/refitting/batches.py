@@ -120,7 +120,7 @@ class RefitBatches:
         shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
         if sum(len(found.stages) for found in listed) > 1:
-            shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
+            shared = group.staging_memory(extra_bytes, device)
         self.batches = []
         for found in listed:
             exchanges = [

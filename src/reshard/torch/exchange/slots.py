@@ -1,0 +1,143 @@
+"""Places of memory that the messages of an exchange have in turn, and steps that wait for them.
+
+A message that is packed, or unpacked, has a slot; the message that has it next follows all that
+were sent from it, or arrived there::
+
+    message   0  1  2  3  4  5          three slots: 3 follows 0, 4 follows 1, 5 follows 2
+    slot      A  B  C  A  B  C
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard.plans.schedule.messages import align
+from reshard.torch.exchange.copies import combine, copier
+from reshard.torch.exchange.messages import LocalCopy, Piece, RankMessage
+from reshard.torch.exchange.shared_memory import NearMessage
+
+
+@dataclass(slots=True, eq=False)
+class StagedMessage:
+    """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
+
+    message: RankMessage
+    buffer: torch.Tensor
+    copies: list[Callable[[], object]]
+    # What arrives in memory of its sender, and where that was when `copies` were made.
+    near: NearMessage | None = None
+    place: tuple[int, int] | None = None
+
+    def stage(self, buffer: torch.Tensor) -> None:
+        """Give it its bytes."""
+        self.buffer = buffer
+        self.copies = [
+            _make_copy(
+                self.message,
+                piece,
+                buffer[low : low + piece.size_bytes].view(piece.dtype).view(piece.view.shape),
+            )
+            for piece, low in zip(self.message.pieces, self.message.offsets, strict=False)
+        ]
+
+    def unpack(self) -> None:
+        """Put what has arrived into its place."""
+        near = self.near
+        if near is not None and self.place != near.place:
+            # The same place as in the run before, mostly.
+            self.stage(near.bytes_there)
+            self.place = near.place
+        for copy in self.copies:
+            copy()
+
+
+@dataclass(slots=True, eq=False)
+class ExchangeStep:
+    """What is posted at once, and what is combined once it is done.
+
+    `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
+    the steps whose slots it takes over.
+    """
+
+    key: tuple[int, ...]
+    order: int
+    messages: list[StagedMessage] = field(default_factory=list)
+    copies: Sequence[LocalCopy] = ()
+    follows: list[ExchangeStep] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def only_sends(self) -> bool:
+        """Whether nothing arrives, or is combined, by it."""
+        return not self.copies and all(one.message.is_sent for one in self.messages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a slot of it is not free yet."""
+        return not all(before.is_done for before in self.follows)
+
+
+class MessageSlots:
+    """Equal places of memory, that the staged messages of one direction have in turn.
+
+    Where they are shared, what has been packed for one rank is sent from there to others too.
+
+    Args:
+        messages: all that will be given a place.
+        most: the most places.
+        most_bytes: of all places.
+        allocate: gives as many bytes as are asked for.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[RankMessage],
+        are_shared: bool,
+        most: int,
+        most_bytes: int,
+        allocate: Callable[[int], torch.Tensor],
+    ) -> None:
+        staged = [align(m.offsets[-1]) for m in messages]
+        self._slot_bytes = max(staged, default=0)
+        # As many places as fit, but no more than messages, or than may be on their way at once.
+        room = most_bytes // self._slot_bytes if staged else 0
+        self._count = min(len(staged), room, most)
+        self.size_bytes = self._slot_bytes * self._count
+        self._memory = allocate(self.size_bytes)
+        self._are_shared = are_shared
+        self._users: list[list[ExchangeStep]] = []
+        self._buffers: list[tuple[list[Any], torch.Tensor]] = []
+
+    def give(self, prepared: StagedMessage, step: ExchangeStep) -> None:
+        """Give a message of a step its bytes, and let the step follow the one that has them."""
+        # Message `turn` takes the memory of message `turn - count`, whose steps must end before.
+        turn = len(self._users)
+        contents = prepared.message.contents if self._are_shared else []
+        # The same contents, for another rank, are packed once while they are in memory.
+        for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
+            if self._buffers[number][0] == contents:
+                prepared.buffer = self._buffers[number][1]
+                self._users[number].append(step)
+                return
+        self._users.append([step])
+        begin = turn % self._count * self._slot_bytes
+        offsets = prepared.message.offsets
+        prepared.stage(self._memory[begin : begin + offsets[-1]])
+        self._buffers.append((contents, prepared.buffer))
+        if turn >= self._count:
+            step.follows += self._users[turn - self._count]
+
+
+def _make_copy(message: RankMessage, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
+    """What packs a piece into its part of a message, or unpacks it."""
+    if message.is_sent:
+        return copier(part, piece.view)
+    if piece.reduction is None:
+        return copier(piece.view, part)
+    return functools.partial(combine, piece.reduction, piece.view, part)
