@@ -1,0 +1,216 @@
+"""Memory that ranks of one host share: segments, notes, and who is let in. No ranks are needed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from live_processes import expect_all_end_well, run_ranks
+from reshard.torch.exchange import shared_memory as module
+from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_memory
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+LIMIT_S = 20.0
+
+
+def make_pair() -> tuple[SharedMemory, SharedMemory]:
+    """Ranks 0 and 1."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return (
+        SharedMemory({1: first}, LIMIT_S, is_complete=True),
+        SharedMemory({0: second}, LIMIT_S, is_complete=True),
+    )
+
+
+def filled(memory: SharedMemory, values: Sequence[int]) -> torch.Tensor:
+    found = memory.staging(len(values))
+    found.copy_(torch.tensor(values, dtype=torch.uint8))
+    return found
+
+
+def test_what_is_lent_is_read_where_it_lies_and_given_back() -> None:
+    zero, one = make_pair()
+    lent = filled(zero, [1, 2, 3])
+    sent = zero.send(lent, 1, 7)
+    found = one.receive(3, 0, 7)
+    found.wait()
+    assert found.bytes_there.tolist() == [1, 2, 3]
+    # One memory: nothing was copied.
+    lent[1] = 9
+    assert found.bytes_there.tolist() == [1, 9, 3]
+    assert not sent.is_taken
+    found.give_back()
+    sent.wait()
+    assert sent.is_taken
+
+
+def test_messages_of_a_tag_come_in_order_and_those_of_others_apart() -> None:
+    zero, one = make_pair()
+    memory = filled(zero, list(range(8)))
+    # Also before anybody expects them.
+    for place, tag in ((0, 5), (1, 6), (2, 5), (3, 6)):
+        zero.send(memory[place : place + 1], 1, tag)
+    found = [one.receive(1, 0, tag) for tag in (6, 6, 5, 5)]
+    for message in found:
+        message.wait()
+    assert [message.bytes_there.item() for message in found] == [1, 3, 0, 2]
+
+
+def test_memory_comes_back_and_files_are_closed() -> None:
+    zero, one = make_pair()
+
+    def files() -> int:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return sum("memfd:reshard" in link for link in links)
+
+    gc.collect()
+    others = files()
+    first = zero.staging(100)
+    address = first.data_ptr()
+    del first
+    assert zero.staging(50).data_ptr() == address
+    after_one = 0
+    for turn in range(20):
+        memory = zero.staging(1 << 20)
+        sent = zero.send(memory, 1, 0)
+        message = one.receive(1 << 20, 0, 0)
+        message.wait()
+        message.give_back()
+        sent.wait()
+        del memory, sent, message
+        if turn == 0:
+            after_one = files()
+    assert files() == after_one
+    # What others may still read is not used again.
+    memory = filled(zero, [1])
+    zero.send(memory, 1, 0)
+    address = memory.data_ptr()
+    del memory
+    assert zero.staging(1).data_ptr() != address
+    del zero, one
+    gc.collect()
+    assert files() == others
+
+
+def test_who_waits_learns_that_the_other_is_gone() -> None:
+    zero, one = make_pair()
+    sent = zero.send(filled(zero, [1]), 1, 0)
+    waiting = zero.receive(4, 1, 0)
+    raised: list[str] = []
+
+    def wait(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    threads = [threading.Thread(target=wait, args=(one_.wait,)) for one_ in (sent, waiting)]
+    for thread in threads:
+        thread.start()
+    one.close()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert raised == ["Connection closed by peer"] * 2
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        zero.send(filled(zero, [1]), 1, 0)
+
+
+def test_what_came_before_the_end_is_read() -> None:
+    zero, one = make_pair()
+    zero.send(filled(zero, [5]), 1, 0)
+    # Something that rank 0 will not have read when it ends.
+    one.send(filled(one, [6]), 0, 0)
+    zero.close()
+    found = one.receive(1, 0, 0)
+    found.wait()
+    assert found.bytes_there.item() == 5
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    zero, one = make_pair()
+    zero.send(filled(zero, [1, 2]), 1, 0)
+    with pytest.raises(RuntimeError, match="a message of 2 bytes came where 3 were expected"):
+        one.receive(3, 0, 0).wait()
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    descriptor = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 1 << 20)
+    with pytest.raises(RuntimeError, match="not sealed"):
+        module._map_segment(descriptor, 1 << 20)
+
+
+class _Gathering:
+    """All-gathers between threads."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=LIMIT_S)
+        self._rows: list[torch.Tensor] = [torch.empty(0)] * count
+        self._count = count
+
+    def of(self, position: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        def gather(own: torch.Tensor) -> list[torch.Tensor]:
+            self._rows[position] = own.clone()
+            self._barrier.wait()
+            found = [row.clone() for row in self._rows]
+            self._barrier.wait()
+            return found
+
+        return gather
+
+
+def connect(count: int) -> dict[int, tuple[dict[int, socket.socket], bool]]:
+    gathering, found = _Gathering(count), {}
+
+    def run(position: int) -> None:
+        found[position] = connect_shared_memory(position, count, LIMIT_S, gathering.of(position))
+
+    threads = [threading.Thread(target=run, args=(position,)) for position in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return found
+
+
+def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = module._open_door
+
+    def open_to_strangers(count: int) -> object:
+        door = opened(count + 1)
+        assert door is not None
+        # Somebody who found the name comes first, with any word.
+        stranger = module._reach(door.name, b"0" * 16, 0, LIMIT_S)
+        assert stranger is not None
+        return door
+
+    monkeypatch.setattr(module, "_open_door", open_to_strangers)
+    found = connect(3)
+    for position, (sockets, is_complete) in found.items():
+        assert is_complete and set(sockets) == set(range(3)) - {position}
+    found[0][0][2].send(b"from 0")
+    assert found[2][0][0].recv(10) == b"from 0"
+    for sockets, _ in found.values():
+        for one in sockets.values():
+            one.close()
+
+
+def test_nobody_shares_where_one_cannot_keep_to_what_it_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module._Door, "admit", lambda door, expected: {})
+    assert all(found == ({}, False) for found in connect(3).values())
+
+
+def test_exchanges_by_shared_memory_with_and_without_others() -> None:
+    expect_all_end_well(run_ranks("shared_memory_process.py", 4))
