@@ -20,7 +20,7 @@ SIDES = {
     "rows": reshard.spec(MESH, "tp, -").layout(SHAPE),
     "columns": reshard.spec(MESH, "-, tp").layout(SHAPE),
     "copies": reshard.spec(MESH, "-, -").layout(SHAPE),
-    "contributions": reshard.spec(MESH, "-, - partial={tp}").layout(SHAPE),
+    "contributions": reshard.spec(MESH, "-, - | sum(tp)").layout(SHAPE),
 }
 MOVES = [
     ("rows", "columns"),

@@ -24,6 +24,7 @@ from reshard.layout import Layout
 from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.groups import RankGroup
 
 Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
@@ -202,7 +203,7 @@ def find_target_local(
     if shape is None:
         return None
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return empty_result(shape, dtype, device)
     local = check_local(out, side, as_dtype(dtype), group.rank, "out")
     if local is None or local.device != device:
         raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")

@@ -14,7 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.torch.exchange.copies import copier, empty_bytes, row_bytes
+from reshard.execution.arrays import TorchTensors
+from reshard.torch.exchange.copies import (
+    combine,
+    copier,
+    empty_bytes,
+    empty_result,
+    is_added_in_place,
+    row_bytes,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -103,6 +111,45 @@ MAPS = Path("/proc/self/smaps")
 
 
 @pytest.mark.skipif(not MAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
+@given(
+    st.data(),
+    st.sampled_from([torch.bool, torch.uint16, torch.int8, torch.bfloat16, torch.float32]),
+    st.sampled_from(["sum", "mean", "max", "product"]),
+    st.sampled_from([(), (3,), (2, 3, 5), (3, 0), (4, 700)]),
+)
+def test_contributions_are_combined_as_in_one_process(
+    data: st.DataObject, dtype: torch.dtype, reduction: str, shape: tuple[int, ...]
+) -> None:
+    source, target = data.draw(views(shape, dtype)), data.draw(views(shape, dtype))
+    if dtype.is_floating_point:
+        # The bits of what is no number are nobody's promise.
+        source.nan_to_num_()
+        target.nan_to_num_()
+    kind = TorchTensors(target)
+    expected = kind.combine(reduction, kind.storage(target.clone()), kind.storage(source.clone()))
+    combine(reduction, target, source)
+    assert bits_of(target) == bits_of(kind.array(expected))
+
+
+def test_weights_of_an_engine_are_added_to() -> None:
+    with torch.inference_mode():
+        target = torch.ones(5)
+    parameter = torch.nn.Parameter(torch.ones(5))
+    combine("sum", target, parameter)
+    combine("sum", parameter, target)
+    assert target.tolist() == [2.0] * 5 and parameter.tolist() == [3.0] * 5
+    assert is_added_in_place("sum", torch.float32)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 1 << 21])
+def test_a_result_is_an_ordinary_tensor(elements: int) -> None:
+    found = empty_result((elements,), torch.float32, CPU)
+    found.fill_(3)
+    assert found.shape == (elements,) and found.eq(3).all()
+    # Such as of `torch.empty`: it can be resized.
+    found.resize_(elements + 1)
+
+
 def test_large_memory_asks_for_large_pages() -> None:
     found = empty_bytes(64 << 20, CPU)
     at = found.data_ptr() + found.numel() // 2

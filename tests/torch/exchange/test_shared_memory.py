@@ -184,7 +184,9 @@ def connect(count: int) -> dict[int, tuple[dict[int, socket.socket], bool]]:
 
 
 def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
     opened = module._open_door
+    strangers: list[socket.socket] = []
 
     def open_to_strangers(count: int) -> object:
         door = opened(count + 1)
@@ -192,6 +194,7 @@ def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> 
         # Somebody who found the name comes first, with any word.
         stranger = module._reach(door.name, b"0" * 16, 0, LIMIT_S)
         assert stranger is not None
+        strangers.append(stranger)
         return door
 
     monkeypatch.setattr(module, "_open_door", open_to_strangers)
@@ -200,14 +203,14 @@ def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> 
         assert is_complete and set(sockets) == set(range(3)) - {position}
     found[0][0][2].send(b"from 0")
     assert found[2][0][0].recv(10) == b"from 0"
-    for sockets, _ in found.values():
-        for one in sockets.values():
-            one.close()
+    for one in [*strangers, *(one for sockets, _ in found.values() for one in sockets.values())]:
+        one.close()
 
 
 def test_nobody_shares_where_one_cannot_keep_to_what_it_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
     monkeypatch.setattr(module._Door, "admit", lambda door, expected: {})
     assert all(found == ({}, False) for found in connect(3).values())
 

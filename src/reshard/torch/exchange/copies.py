@@ -12,8 +12,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Mapping
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,6 +30,20 @@ from reshard.torch.exchange.messages import cut
 # How much of a tensor is computed at once: what that needs beside it stays small, at most 15
 # times this for elements of a byte, that are computed in float32.
 _AT_ONCE_BYTES = 1 << 18
+# What torch adds as it is.
+_ADDED = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+}
 _OPERATIONS = {
     "sum": torch.add,
     "mean": torch.add,
@@ -38,6 +55,11 @@ _OPERATIONS = {
 
 def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
     """Put the combination of both, of equal shape and dtype, into `target`."""
+    is_closed = target.is_inference() and not torch.is_inference_mode_enabled()
+    if target.device.type == "cpu" and is_added_in_place(reduction, target.dtype) and not is_closed:
+        into = target.detach()
+        torch.add(into, source.detach(), out=into)
+        return
     parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
     for into, part in parts:
         if target.device.type == "cpu":
@@ -48,6 +70,17 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
         else:
             wide = _choose_compute_dtype(target.dtype)
             into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
+
+
+def is_added_in_place(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether torch's sum into one of its operands has the bits of `execution`'s combination.
+
+    Products of complex numbers, and the greater of two zeros, depend on how memory is aligned.
+
+    >>> is_added_in_place("sum", torch.bfloat16), is_added_in_place("sum", torch.uint16)
+    (True, False)
+    """
+    return reduction in ("sum", "mean") and dtype in _ADDED
 
 
 def finish_contributions(change: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
@@ -92,6 +125,22 @@ def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
 
 
+# From here on, large pages are asked for: as NumPy does.
+_LARGE_BYTES = 1 << 22
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return cast("Callable[[int, int, int], int]", found)
+
+
+_MADVISE = _find_madvise()
 # Rows as long as this are quicker by `memcpy`.
 _ROW_BYTES = 1 << 10
 # An element that is copied as it is, by its bytes. NumPy knows all of these, as it does not all
@@ -103,6 +152,23 @@ _WORDS = {
     8: torch.int64,
     16: torch.complex128,
 }
+
+
+def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of any values, to be written once; on the CPU of large pages where there are some.
+
+    >>> empty_result((2, 3), torch.float32, torch.device("cpu")).shape
+    torch.Size([2, 3])
+    """
+    found = torch.empty(tuple(shape), dtype=dtype, device=device)
+    size_bytes = found.numel() * found.element_size()
+    if size_bytes >= _LARGE_BYTES and device.type == "cpu" and _MADVISE is not None:
+        # Whole pages only: what else lies in the first and last one is not ours.
+        begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        # Advice: where it is not taken, pages are as small as ever.
+        _MADVISE(begin, end - begin, mmap.MADV_HUGEPAGE)
+    return found
 
 
 def empty_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:

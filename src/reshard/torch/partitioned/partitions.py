@@ -40,6 +40,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import confirm, device_of, run_errors
+from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.gradients import apply_with_gradient
@@ -299,7 +300,7 @@ def exchange_pieces(
         raise RunError("a rank without a tensor; give one of length 0")
     shape = list(source.shape)
     shape[dim] = int((splits.columns if is_aligning else splits.row).sum())
-    target = torch.empty(shape, dtype=source.dtype, device=source.device)
+    target = empty_result(shape, source.dtype, source.device)
     rank = axis.members[axis.position]
     bounds = tuple(max(pair) for pair in zip(source.shape, shape, strict=True))
     # Nobody knows the whole tensor. All that an exchange asks of layouts is how this rank's own
