@@ -20,6 +20,7 @@ from link_ends import NAME, PORTS, RANK, SIDE, begin_job, cut, expect_values, li
 from refit_models import expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, RunError
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.shared_memory import SharedMemory
 from reshard.torch.links.relay import BucketGate
 from reshard.torch.links.sync import SyncReport, WeightSync
 
@@ -43,13 +44,25 @@ def prepared(end: Any, model: Any, **options: Any) -> WeightSync:
 
 def count_sent() -> None:
     """Count what this process really sends."""
-    send = RankGroup.send
 
-    def counting(self: RankGroup, tensor: torch.Tensor, *rest: Any) -> Any:
+    def count(tensor: torch.Tensor) -> None:
         SENT[0] += tensor.nbytes
-        return send(self, tensor, *rest)
 
-    RankGroup.send = counting  # type: ignore[method-assign]
+    before_sending(count)
+
+
+def before_sending(action: Callable[[torch.Tensor], None]) -> None:
+    """Do something before each message, by connections or by memory that is shared."""
+
+    def patched(send: Callable[..., Any]) -> Callable[..., Any]:
+        def sending(self: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+            action(tensor)
+            return send(self, tensor, *rest)
+
+        return sending
+
+    for carrier in (RankGroup, SharedMemory):
+        carrier.send = patched(carrier.send)  # type: ignore[attr-defined]
 
 
 def signals() -> dist.TCPStore:
@@ -215,15 +228,13 @@ def trainer_dies() -> None:
 
 def die_after_a_message() -> None:
     """What this process sends second is not sent any more."""
-    send = RankGroup.send
 
-    def dying(self: RankGroup, *given: Any) -> Any:
+    def die_at_the_second(_: torch.Tensor) -> None:
         if SENT[0] == 1:
             os._exit(9)
         SENT[0] += 1
-        return send(self, *given)
 
-    RankGroup.send = dying  # type: ignore[method-assign]
+    before_sending(die_at_the_second)
 
 
 def others() -> None:
