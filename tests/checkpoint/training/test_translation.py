@@ -107,6 +107,12 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     found = to("fsdp2", opened(tmp_path / "a", mixed("float32", masters=True, steps=False)))
     assert any("no number of steps for 1 parameter" in note for note in found.notes)
     assert any("no groups of hyper-parameters" in note for note in found.notes)
+    # RMSProp, Adagrad and Adadelta of Optax count no steps; PyTorch's ask for a number.
+    for keys, is_said in ((["sum"], True), (["square_avg"], True), (["momentum_buffer"], False)):
+        names = ["up.weight", *(f"optimizer.state.up.weight.{key}" for key in keys)]
+        source = opened(tmp_path / keys[0], dict.fromkeys(names, ("float32", (4, 2))))
+        notes = to("fsdp2", source).notes
+        assert any("no number of steps for 1 parameter" in note for note in notes) == is_said
     plain = opened(tmp_path / "b", {"up.weight": ("float32", (4, 2))})
     with pytest.raises(UsageError, match="no optimizer state"):
         to("fsdp2", plain)

@@ -44,6 +44,8 @@ from reshard.text.quantities import count_text
 
 _FLOAT32 = dtype("float32")
 
+# What SGD and Muon keep, which count no steps.
+_KEYS_WITHOUT_STEPS = frozenset({MASTER, STEP, "momentum_buffer"})
 # What fits into the int32 that Optax counts in.
 MOST_STEPS = 1 << 31
 
@@ -311,10 +313,11 @@ class _Translation:
                     self.paths[name] = path
             else:
                 missing.append(bare)
-        if missing and any(key.startswith("exp_avg") for key in self.state.keys):
+        if missing and {*self.state.keys} - _KEYS_WITHOUT_STEPS:
             self.notes.append(
                 f"the source has no number of steps for {count_text(len(missing), 'parameter')} "
-                f"(first: {missing[0]}); an optimizer that wants one cannot go on"
+                f"(first: {missing[0]}); an optimizer that wants one (PyTorch's RMSprop, Adagrad, "
+                "Adadelta and Adam do) cannot go on before its state is given one"
             )
         if self.style.has_group_steps:
             for group in groups:

@@ -19,6 +19,7 @@ It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's fil
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import struct
@@ -28,14 +29,22 @@ from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
 from reshard.checkpoint.formats.torch_files.new_files import NewStorage, NewTensor
-from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    GROUPS,
+    MASTER,
+    STEP,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.dtypes import dtype
+from reshard.text.quantities import count_text
 
 # The step of an optimizer that has it in the state of its parameters, and not in groups.
 COMMON_STEP = "optimizer.common_step"
@@ -211,6 +220,14 @@ def step_of(values: Mapping[str, Any]) -> Any:
     return next((group["step"] for group in groups_of(values) if "step" in group), None)
 
 
+def without_steps(new: NewCheckpoint) -> NewCheckpoint:
+    """The contents without steps of parameters: Megatron's groups have them."""
+    keys = {name: split_state_name(name) for name in new.tensors}
+    steps = {name for name, found in keys.items() if found is not None and found[1] == STEP}
+    kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
+    return dataclasses.replace(new, tensors=kept)
+
+
 def _without_namespaces(value: Any, depth: int = 4) -> Any:
     """A value with dicts in the place of Namespaces."""
     if isinstance(value, Call) and value.function == _NAMESPACE and isinstance(value.state, dict):
@@ -257,7 +274,7 @@ def find_groups(
     for mark, is_so in marks.items():
         if any(groups[n].get(mark) for n in numbers):
             numbers = [n for n in numbers if bool(groups[n].get(mark)) == is_so]
-    is_decayed = len(shape) > 1 and not name.endswith(".bias")
+    is_decayed = _decays(name, shape)
     if any(groups[n].get("wd_mult", groups[n].get("pre_wd_mult")) == 0 for n in numbers):
         numbers = [
             n
@@ -265,6 +282,36 @@ def find_groups(
             if (groups[n].get("wd_mult", groups[n].get("pre_wd_mult")) != 0) == is_decayed
         ]
     return numbers
+
+
+def describe_decay(
+    values: Mapping[str, Any], tensors: Mapping[str, PlannedTensor]
+) -> tuple[str, ...]:
+    """What a user should know of weight decay: Megatron's own rule says whose weights decay."""
+    differing = {True: list[str](), False: list[str]()}
+    for group in groups_of(values):
+        decay, names = group.get("weight_decay"), group.get("params")
+        if not isinstance(decay, int | float) or not isinstance(names, list):
+            continue
+        is_decayed = bool(decay) and group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0
+        for name in names:
+            kept = tensors.get(name) or tensors.get(state_name(str(name), MASTER))
+            if kept is not None and _decays(name, kept.layout.shape) != is_decayed:
+                differing[is_decayed].append(name)
+    if not differing[True] and not any(group.get("weight_decay") for group in groups_of(values)):
+        # Nothing decays, whatever group it is in.
+        return ()
+    rule = "Megatron decays matrices, and neither vectors nor biases"
+    return tuple(
+        f"{rule}: {count_text(len(found), 'parameter')} (first: {found[0]}) "
+        + ("had weight decay and goes on without" if had else "had no weight decay and gets it")
+        for had, found in differing.items()
+        if found
+    )
+
+
+def _decays(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and not name.endswith(".bias")
 
 
 def split_groups(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint.checkpoint_files import write_holes
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
 from reshard.errors import CheckpointError, RecipeError, UsageError
@@ -109,6 +110,14 @@ def test_what_cannot_be_cut(tmp_path: Path) -> None:
     ]:
         with pytest.raises(kind, match=says):
             checkpoint.plan_conversion(source, tmp_path / "x", to=to, format="megatron-legacy")
+
+
+def test_state_without_a_place_in_buffers(tmp_path: Path) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    kept = f"optimizer.state.{name}.momentum_buffer"
+    source = write_holes(tmp_path / "source", dict.fromkeys((name, kept), (4, 4)))
+    with pytest.raises(RecipeError, match="momentum_buffer' has no place among master, exp_avg"):
+        checkpoint.plan_conversion(source, tmp_path / "x", to="full", format="megatron-legacy")
 
 
 def test_stacked_experts_are_not_written(tmp_path: Path) -> None:

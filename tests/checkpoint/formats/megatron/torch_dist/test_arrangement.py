@@ -126,3 +126,52 @@ def test_plain_items_of_other_programs_are_in_the_common_state(tmp_path: Path) -
     assert opened.values["iteration"] == 7
     # What is no plain value stays as it was pickled.
     assert [*opened.items] == ["keeper"]
+
+
+def save_adamw(folder: Path, decays: dict[str, float]) -> Path:
+    """A file of PyTorch: matrices and vectors, each in a group with a weight decay of its own."""
+    torch = pytest.importorskip("torch")
+    shapes = [(8, 4), (4, 6), (4,)]
+    weights = {name: torch.ones(shape) for name, shape in zip(decays, shapes, strict=True)}
+    state = {
+        number: {"step": torch.tensor(2.0), "exp_avg": one * 2, "exp_avg_sq": one * 3}
+        for number, one in enumerate(weights.values())
+    }
+    hyper = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
+    groups = [
+        {**hyper, "weight_decay": decay, "params": [number]}
+        for number, decay in enumerate(decays.values())
+    ]
+    folder.mkdir()
+    saved = {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
+    torch.save(saved, folder / "state.pt")
+    return folder / "state.pt"
+
+
+@pytest.mark.parametrize("target", ["torch-dist", "megatron-legacy"])
+def test_a_decay_that_megatron_does_not_keep_is_said(target: str, tmp_path: Path) -> None:
+    up, down, norm = (
+        *(f"decoder.layers.0.mlp.linear_{one}.weight" for one in ("fc1", "fc2")),
+        "decoder.final_layernorm.weight",
+    )
+    rule = "Megatron decays matrices, and neither vectors nor biases"
+    cases = [
+        ({up: 0.1, down: 0.1, norm: 0.0}, []),
+        ({up: 0.0, down: 0.0, norm: 0.0}, []),
+        ({up: 0.1, down: 0.0, norm: 0.0}, [f"1 parameter (first: {down}) had no weight decay"]),
+        ({up: 0.1, down: 0.1, norm: 0.1}, [f"1 parameter (first: {norm}) had weight decay"]),
+    ]
+    for number, (decays, expected) in enumerate(cases):
+        source = save_adamw(tmp_path / str(number), decays)
+        made = tmp_path / f"made{number}"
+        report = checkpoint.convert(source, made, to="full", format=target)
+        found = [note for note in report.notes if rule in note]
+        assert len(found) == len(expected), report.notes
+        assert all(said in note for said, note in zip(expected, found, strict=True))
+        # Back, each is in the group in which Megatron puts it.
+        groups = checkpoint.open(made).values["optimizer.param_groups"]
+        decay = {
+            name: one["wd_mult"] * one["weight_decay"] for one in groups for name in one["params"]
+        }
+        assert bool(decay[down]) == any(decays.values())
+        assert not decay[norm]

@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.arrangement import (
 from reshard.checkpoint.formats.megatron.buckets import plan_buffer
 from reshard.checkpoint.formats.megatron.common_state import (
     arguments_of,
+    describe_decay,
     find_groups,
     groups_of,
     has_stacked_experts,
@@ -39,6 +40,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
     split_groups,
     step_of,
     with_parallelism,
+    without_steps,
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
@@ -105,9 +107,10 @@ class _Arranger:
     """One new checkpoint under way."""
 
     def __init__(self, new: NewCheckpoint) -> None:
-        self.new = new
         self.values = new.values
         self.arguments = arguments_of(new.values)
+        self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
+        self.new = new = without_steps(new) if self.is_distributed else new
         self.grid = RankGrid(new.mesh)
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         self.stages = StageLayouts(self.grid, shapes, self.arguments)
@@ -119,13 +122,17 @@ class _Arranger:
         expect_mixers(new.tensors, in_parts=False)
         self.is_local = self.arguments.get("transformer_impl") == "local"
         self.is_grouped = bool(self.arguments.get("moe_grouped_gemm"))
-        self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
         # The tensors of each parameter, by key; the weight under "".
         self.of: dict[str, dict[str, str]] = {}
         for name in new.tensors:
-            state = split_state_name(name)
-            own = self.of.setdefault(self.stages.parameter_of(name), {})
-            own["" if state is None else state[1]] = name
+            _, key = split_state_name(name) or (name, "")
+            if key and self.is_distributed and key not in _FLAT_KEYS:
+                raise RecipeError(
+                    f"{name!r} has no place among {', '.join(_FLAT_KEYS)}, which a distributed "
+                    "optimizer's buffers are of; convert to torch-dist, or leave it out with "
+                    "--exclude"
+                )
+            self.of.setdefault(self.stages.parameter_of(name), {})[key] = name
         self.addresses: dict[str, dict[int, list[FileRange]]] = {name: {} for name in new.tensors}
         self.folder = iteration_name(self._iteration())
 
@@ -157,6 +164,7 @@ class _Arranger:
             tuple(files),
             values=dict(self.new.values),
             paths=dict(self.new.paths),
+            notes=describe_decay(self.values, self.new.tensors),
         )
 
     def _bind(self, name: str, layout: Layout) -> dict[int, tuple[FileRange, ...]]:

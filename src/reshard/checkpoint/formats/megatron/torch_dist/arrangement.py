@@ -25,6 +25,7 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.megatron.common_state import (
     COMMON_STEP,
+    describe_decay,
     groups_of,
     is_expert,
     nest_values,
@@ -32,6 +33,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
     split_groups,
     step_of,
     with_parallelism,
+    without_steps,
 )
 from reshard.checkpoint.formats.megatron.module_names import (
     engine_name,
@@ -67,7 +69,8 @@ def arrange(new: NewCheckpoint) -> Arrangement:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
     """
     expect_mixers(new.tensors, in_parts=True)
-    new = _leave_out_steps(new)
+    if step_of(new.values) is not None:
+        new = without_steps(new)
     places = _find_all_places(new.tensors, new.values)
     found = arrange_chunks(new, places)
     content, _ = _extra_states(places, found.items)
@@ -80,6 +83,7 @@ def arrange(new: NewCheckpoint) -> Arrangement:
         files=files,
         values=dict(new.values),
         paths=dict(new.paths),
+        notes=(*found.notes, *describe_decay(new.values, new.tensors)),
     )
 
 
@@ -97,16 +101,6 @@ def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
     }
     yield CONFIG_NAME, json.dumps(config).encode()
     yield METADATA_NAME, metadata_bytes(arrangement, places, objects)
-
-
-def _leave_out_steps(new: NewCheckpoint) -> NewCheckpoint:
-    """The contents without steps of parameters, where groups have them, as Megatron's do."""
-    if step_of(new.values) is None:
-        return new
-    keys = {name: split_state_name(name) for name in new.tensors}
-    steps = {name for name, found in keys.items() if found is not None and found[1] == "step"}
-    kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
-    return dataclasses.replace(new, tensors=kept)
 
 
 def _is_distributed(values: Mapping[str, Any]) -> bool:
