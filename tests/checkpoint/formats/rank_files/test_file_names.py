@@ -27,6 +27,8 @@ from reshard.errors import CheckpointError
         ("rank3.safetensors", "model", 3, None),
         ("rank_12.pth", "model", 12, None),
         ("consolidated.01.pth", "model", 1, None),
+        ("rank_1_of_4.pt", "model", 1, 4),
+        ("model-rank-00001-of-00004.safetensors", "model", 1, 4),
     ],
 )
 def test_names_of_programs(name: str, kind: str, rank: int, ranks: int | None) -> None:
@@ -53,6 +55,8 @@ def test_other_names(name: str) -> None:
         (["model_world_size_3_rank_0.pt", "model_world_size_3_rank_1.pt"], "none of rank 2"),
         (["model_world_size_1_rank_0.pt", "model_world_size_2_rank_0.pt"], "another save"),
         (["model_world_size_1_rank_1.pt"], "say there are 1 ranks"),
+        (["rank_0_of_2.pt"], "none of rank 1"),
+        (["tp_rank_0_pp_rank_0.pt"], r"several axes \(tp, pp\), and their order is not known"),
         (["a_rank0.pt", "b_rank0.pt"], "under several names, 'a' and 'b'"),
         (["rank0.pt", "rank_0.pt"], "two model files of one rank"),
         (["rank0.pt", "rank1.pt", "optim_rank0.pt"], "1 optimizer files.*none of rank 1"),

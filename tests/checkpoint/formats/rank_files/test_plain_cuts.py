@@ -57,7 +57,9 @@ def save(folder: Path, name: str = "mp_rank_{rank:02d}.pt") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["mp_rank_{rank:02d}.pt", "consolidated.{rank:02d}.pth"])
+@pytest.mark.parametrize(
+    "name", ["mp_rank_{rank:02d}.pt", "consolidated.{rank:02d}.pth", "model_rank_{rank}"]
+)
 def test_rules_join_them(tmp_path: Path, name: str) -> None:
     opened = open_checkpoint(save(tmp_path / "source", name), mesh=MESH, rules=RULES)
     for key, value in whole().items():
@@ -193,3 +195,18 @@ def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(arguments) == 0, capsys.readouterr()
     assert main(["inspect", source]) != 0
     assert "--source-rule" in capsys.readouterr().err
+
+
+def test_ranks_of_several_axes_are_neighbours_on_the_last(tmp_path: Path) -> None:
+    grid = torch.arange(24.0).reshape(4, 6)
+    # What has no ending is a rank's where it is a file of `torch.save`.
+    (tmp_path / "rank_9").write_text("a note")
+    (tmp_path / "rank_8").mkdir()
+    for rank in range(4):
+        row, column = divmod(rank, 2)
+        part = grid[2 * row : 2 * row + 2, 3 * column : 3 * column + 3].clone()
+        torch.save({"w": part}, tmp_path / f"rank_{rank}")
+    opened = open_checkpoint(tmp_path, mesh="dp=2,tp=2", rules=["*=dp, tp"])
+    assert np.array_equal(read_tensor(opened, "w"), grid.numpy())
+    with pytest.raises(UsageError, match=r"product is 4.*--source-mesh dp=\.\.\.,tp="):
+        open_checkpoint(tmp_path)

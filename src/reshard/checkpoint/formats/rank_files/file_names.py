@@ -4,19 +4,23 @@
         extra_state_world_size_8_rank_3.pt
     pytorch_model_fsdp_0_rank3.bin, optimizer_0_rank3.bin              Accelerate
     consolidated.03.pth                                                Llama, as Meta published it
-    mp_rank_03.pt, rank3.pt, rank_3.safetensors, model_rank03.pt       others
+    mp_rank_03.pt, rank3.pt, rank_3.safetensors, model_rank03.pt,      others
+        rank_3_of_8.pt, rank-00003-of-00008.pt, rank_3
 
-Files of one kind must be there for every rank from 0 on.
+Files of one kind must be there for every rank from 0 on. One without an ending counts where it
+begins as files of `torch.save` do.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file
 from reshard.errors import CheckpointError
 
 _SUFFIX = r"\.(?:pt|pth|bin|ckpt|safetensors)"
@@ -24,9 +28,15 @@ _PATTERNS = (
     re.compile(
         rf"(?P<stem>.*?)[._-]?world_size_(?P<ranks>\d{{1,7}})_rank_(?P<rank>\d{{1,7}}){_SUFFIX}"
     ),
-    re.compile(rf"(?P<stem>|.*[._-])(?:mp_|tp_)?rank[._-]?(?P<rank>\d{{1,7}}){_SUFFIX}"),
+    re.compile(
+        rf"(?P<stem>|.*[._-])(?:mp_|tp_)?rank[._-]?(?P<rank>\d{{1,7}})"
+        rf"(?:[._-]of[._-](?P<ranks>\d{{1,7}}))?{_SUFFIX}"
+    ),
     re.compile(r"(?P<stem>consolidated)\.(?P<rank>\d{1,7})\.pth"),
 )
+# Places on several axes, of which a name says all: `tp_rank_0_pp_rank_1.pt`.
+_AXIS = r"([a-z]+)_rank[._-]?\d+"
+_PLACES = re.compile(rf"(?:.*[._-])?{_AXIS}[._-](?:.*[._-])?{_AXIS}(?:{_SUFFIX})?")
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra state"
 
 
@@ -48,6 +58,8 @@ def read_file_name(name: str) -> RankFile | None:
     RankFile(name='optim_world_size_8_rank_3.pt', kind='optimizer', stem='optim', rank=3, ranks=8)
     >>> read_file_name("mp_rank_01.pt").rank, read_file_name("model.pt")
     (1, None)
+    >>> read_file_name("rank-00001-of-00004.pt").ranks
+    4
     """
     for pattern in _PATTERNS:
         match = pattern.fullmatch(name)
@@ -64,7 +76,14 @@ def read_file_name(name: str) -> RankFile | None:
 
 def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """The files of ranks in a folder, by kind and rank."""
-    found = [file for name in os.listdir(folder) if (file := read_file_name(name)) is not None]
+    found = []
+    for name in sorted(os.listdir(folder)):
+        file = read_file_name(name)
+        bare = read_file_name(f"{name}.pt") if file is None else None
+        if bare is not None and (folder / name).is_file() and is_torch_file(folder / name):
+            file = dataclasses.replace(bare, name=name)
+        if file is not None:
+            found.append(file)
     kinds = (MODEL, OPTIMIZER, EXTRA)
     return tuple(sorted(found, key=lambda file: (kinds.index(file.kind), file.stem, file.rank)))
 
@@ -77,6 +96,13 @@ def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tup
     """
     groups: dict[str, list[RankFile]] = {}
     for file in files:
+        if (places := _PLACES.fullmatch(file.name)) is not None:
+            raise CheckpointError(
+                f"{folder / file.name} is named by its places on several axes ({places[1]}, "
+                f"{places[2]}), and their order is not known; call the files rank0.pt, rank1.pt "
+                "and so on, those of neighbours on the last axis next to each other, and give "
+                f"--source-mesh {places[1]}=...,{places[2]}=... with rules"
+            )
         groups.setdefault(file.kind, []).append(file)
     ranks = 1 + max(file.rank for file in files)
     said = sorted({file.ranks for file in files if file.ranks is not None})

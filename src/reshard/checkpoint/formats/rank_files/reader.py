@@ -67,7 +67,9 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, and nothing says how they "
             f"are cut; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
-            "'PATTERN=tp, -' (mesh= and rules= of open_checkpoint), or --source-recipe"
+            "'PATTERN=tp, -' (mesh= and rules= of open_checkpoint), or --source-recipe. Where "
+            f"several axes cut them, their product is {ranks}, and ranks next to each other are "
+            "neighbours on the last: --source-mesh dp=...,tp=..."
         )
     if cut is not None:
         tensors = cut_plain_parts(folder, states.parts, cut, ranks)
