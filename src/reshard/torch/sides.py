@@ -133,8 +133,11 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
+    local = local.detach()
     # A conjugate or a negative that is only marked as such has other bytes than elements.
-    return local.detach().resolve_conj().resolve_neg()
+    if local.is_conj() or local.is_neg():
+        return local.resolve_conj().resolve_neg()
+    return local
 
 
 def check_local(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,16 @@ from reshard.megatron.names import MegatronNames  # noqa: E402
 from reshard.megatron.ranks import MegatronRanks  # noqa: E402
 from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.recipes.fusion import Fusion  # noqa: E402
-from reshard.torch.models.roster_documents import read_roster, write_roster  # noqa: E402
-from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
+from reshard.torch.models.entries import Entry, EntryKind, NameColumns  # noqa: E402
+from reshard.torch.models.roster_documents import (  # noqa: E402
+    read_names,
+    read_roster,
+    read_rosters,
+    write_names,
+    write_roster,
+    write_rosters,
+)
+from reshard.torch.models.rosters import Roster  # noqa: E402
 
 MESH = reshard.DeviceMesh("cluster", (2, 2), ("dp", "tp"), (4, 5, 6, 7))
 SPEC = reshard.spec(MESH, "tp@stride2 ?, - !1 | replicated(dp)")
@@ -61,9 +70,13 @@ ROSTERS = [
 ]
 
 
+def read_again(roster: Roster) -> Roster:
+    return read_roster(write_roster(roster), read_names(write_names(roster)))
+
+
 @pytest.mark.parametrize("roster", ROSTERS)
 def test_what_is_read_is_what_was_written(roster: Roster) -> None:
-    found = read_roster(write_roster(roster))
+    found = read_again(roster)
     assert found == roster
     for mine, its in zip(found.entries, roster.entries, strict=True):
         assert mine.layout is its.layout
@@ -71,17 +84,29 @@ def test_what_is_read_is_what_was_written(roster: Roster) -> None:
 
 
 def test_equal_rosters_have_one_text() -> None:
-    assert len({write_roster(ROSTERS[2]) for _ in range(3)}) == 1
+    assert len({write_rosters(ROSTERS[2], ROSTERS[3]) for _ in range(3)}) == 1
+
+
+def test_ranks_of_equal_names_have_one_list_of_them() -> None:
+    entries = ROSTERS[2].entries
+    other = replace(ROSTERS[2], entries=[replace(one, dtype="int16") for one in entries])
+    messages = {rank: write_rosters(one, one) for rank, one in enumerate((ROSTERS[2], other))}
+    assert messages[0][0] == messages[1][0]
+    assert messages[0][1] != messages[1][1]
+    found = read_rosters(messages)
+    assert found[1] == (other, other)
+    assert found[0][0].columns.columns is found[1][0].columns.columns
 
 
 def test_layers_that_are_alike_are_written_once() -> None:
     layout = SPEC.layout((4096, 4096))
-    entries = [
-        Entry(f"layers.{i}.up", "bfloat16", (2048, 4096), layout, spec=SPEC) for i in range(900)
-    ]
-    text = write_roster(Roster(tuple(entries)))
-    assert len(text) < 900 * len('"layers.000.up",') + 2000
-    assert read_roster(text).entries == tuple(entries)
+    names_of = [f"layers.{i}.up" for i in range(900)]
+    kind = EntryKind("bfloat16", (2048, 4096), layout, spec=SPEC)
+    entries = [kind.entry(name, own_name=name, local_name="", sample="") for name in names_of]
+    roster = Roster(tuple(entries))
+    names, others = write_rosters(roster, Roster())
+    assert len(names + others) < 900 * len('"layers.000.up",') + 2000
+    assert tuple(read_again(roster).entries) == tuple(entries)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +116,11 @@ def test_layers_that_are_alike_are_written_once() -> None:
         ({"version": 9}, "version 9"),
         ({"kind_of": [0]}, "1 kinds of"),
         ({"names": ["a", 1, "c", "d"]}, "not a list of texts"),
+        ({"own_names": ["a"]}, "own_names: 1 of 5"),
+        ({"samples": ["a"]}, "samples: 1 of 5"),
+        ({"kind_of": [0, 1, 2, 3, 9]}, "number 9"),
+        ({"kind_of": [0, 1, 2, 3, -1]}, "-1"),
         ({"first_rank": "0"}, "first_rank"),
-        ({"others": [[0, "a"]]}, "two names"),
         ({"kinds": [{"dtype": "int3", "shape": None}] * 3}, "int3"),
         ({"kinds": [{"dtype": None, "shape": [-1]}] * 3}, "-1"),
         ({"kinds": [{"dtype": None, "shape": None, "layout": 7}] * 3}, "number 7"),
@@ -102,14 +130,18 @@ def test_layers_that_are_alike_are_written_once() -> None:
     ],
 )
 def test_what_no_roster_says_is_refused(change: dict[str, Any], told: str) -> None:
-    document = json.loads(write_roster(ROSTERS[2])) | change
+    names, roster = (
+        json.loads(write(ROSTERS[2])) | change for write in (write_names, write_roster)
+    )
+    if "reshard" in change:
+        names["reshard"] = "names"
     with pytest.raises(ReshardError, match=told):
-        read_roster(json.dumps(document))
+        read_roster(json.dumps(roster), read_names(json.dumps(names)))
 
 
 def test_text_that_is_no_document() -> None:
     with pytest.raises(NotationError, match="not JSON"):
-        read_roster("\x80\x04K\x01.")
+        read_roster("\x80\x04K\x01.", NameColumns())
 
 
 @pytest.mark.parametrize("roster", ROSTERS[1:])
@@ -126,10 +158,11 @@ def test_whatever_is_said_is_read_or_refused(roster: Roster) -> None:
             return {key: change(one) for key, one in value.items()}
         return value
 
-    document = json.loads(write_roster(roster))
+    documents = [json.loads(write(roster)) for write in (write_names, write_roster)]
     for _ in range(400):
         try:
-            found = read_roster(json.dumps(change(document)))
+            names, others = (json.dumps(change(one)) for one in documents)
+            found = read_roster(others, read_names(names))
         except ReshardError:
             continue
         assert isinstance(found, Roster)

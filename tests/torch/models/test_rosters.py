@@ -18,10 +18,10 @@ from reshard.megatron.names import MegatronNames  # noqa: E402
 from reshard.megatron.ranks import MegatronRanks  # noqa: E402
 from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
+from reshard.torch.models.entries import Entry  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
 from reshard.torch.models.parameters import member_layout, position_of  # noqa: E402
 from reshard.torch.models.rosters import (  # noqa: E402
-    Entry,
     ModelTensor,
     Roster,
     assemble,

@@ -10,8 +10,9 @@ from reshard.recipes.fusion import Fusion
 torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
+from reshard.torch.models.entries import Entry  # noqa: E402
 from reshard.torch.models.roster_documents import write_rosters  # noqa: E402
-from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
+from reshard.torch.models.rosters import Roster  # noqa: E402
 from reshard.torch.refitting.planning import RefitPlanner, plan_or_error  # noqa: E402
 
 

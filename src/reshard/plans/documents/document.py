@@ -211,7 +211,7 @@ def read_numbers(value: object, where: str, least: int | None = None) -> tuple[i
 
 def read_texts(value: object, where: str) -> list[str]:
     """A list of texts. Raises NotationError for anything else."""
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {str}:
         raise NotationError(f"{where}: {value!r} is not a list of texts")
     return value
 

@@ -90,6 +90,11 @@ def unpacked(entries: object, where: str) -> IntArray:
     """
     if not isinstance(entries, list):
         raise NotationError(f"{where}: {entries!r} is not a list of whole numbers and grids")
+    if set(map(type, entries)) == {int} and -LARGEST_NUMBER <= min(entries) <= max(entries) <= (
+        LARGEST_NUMBER
+    ):
+        # Numbers alone, as of a column that does not get shorter.
+        return np.array(entries, dtype=np.int64)
     total = 0
     pieces: list[IntArray] = []
     plain: list[int] = []

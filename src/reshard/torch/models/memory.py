@@ -52,12 +52,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
         problems.append(f"{shared} share memory; a target must not lie where a source is")
     after.roster = replace(
         after.roster,
-        entries=tuple(
-            replace(entry, alias_of=alias_of.get(entry.name, ""))
-            if entry.name in alias_of
-            else entry
-            for entry in after.roster.entries
-        ),
+        entries=after.roster.columns.with_aliases(alias_of),
         problems=(*after.roster.problems, *problems),
     )
 

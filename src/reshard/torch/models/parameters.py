@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,8 +35,9 @@ from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
-from reshard.torch.models.rosters import Entry, Roster, Shape, shift_ranks
+from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.sides import local_of, place_sharding
 
@@ -149,7 +151,7 @@ def list_tensors(
         # A function of the user's, such as one that gives names: the other ranks wait for this.
         found.problems.append(f"{type(error).__name__}: {error}")
     problems, first_rank = tuple(found.problems), found.first_rank
-    roster = Roster(tuple(found.entries), names, first_rank, problems, found.unmatched)
+    roster = Roster(found.columns(), names, first_rank, problems, found.unmatched)
     return LocalTensors(roster, found.tensors, found.locals, found.addresses)
 
 
@@ -189,12 +191,37 @@ class _Lister:
         self.first_rank = 0
         self._described: dict[Any, tuple[ShardingSpec, Layout]] = {}
         self._shifted: dict[Layout, Layout] = {}
-        self.entries: list[Entry] = []
+        self._names: list[str] = []
+        self._own_names: list[str] = []
+        self._local_names: list[str] = []
+        self._samples: list[str] = []
+        self._kinds: dict[EntryKind, int] = {}
+        self._kind_of: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
         self.addresses: dict[str, int] = {}
         self.unmatched: tuple[str, ...] = ()
         self.problems: list[str] = []
+
+    def columns(self) -> EntryColumns:
+        """What was listed."""
+        local_names, samples = (
+            column if any(column) else () for column in (self._local_names, self._samples)
+        )
+        # Where a model calls its tensors by their common names, there is one list of them.
+        is_own = self._own_names == self._names
+        own_names = self._names if is_own else self._own_names
+        names = NameColumns(self._names, own_names, local_names)
+        return EntryColumns(names, tuple(self._kinds), self._kind_of, samples)
+
+    def _list(
+        self, name: str, own_name: str, kind: EntryKind, sample: str = "", local_name: str = ""
+    ) -> None:
+        self._names.append(name)
+        self._own_names.append(own_name)
+        self._local_names.append(local_name)
+        self._samples.append(sample)
+        self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
 
     def add(self, given_name: str, value: Any, model_name: str) -> None:
         name, fusion = self._find_name(given_name)
@@ -207,7 +234,7 @@ class _Lister:
             layout = self._shifted[given]
         # This rank has no part of the tensor, and knows its layout.
         if value is None and layout is not None:
-            self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
+            self._list(name, own_name, EntryKind(None, None, layout, fusion=fusion))
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
@@ -230,13 +257,12 @@ class _Lister:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
         has_part = layout is None or self._group.rank in layout.local_shapes
-        self._register(name, value, local if has_part else None)
+        self._register(name, value, local, has_part)
         shape = tuple(local.shape) if has_part else None
-        dtype = as_dtype(value.dtype).name
         if layout is None and self._takes_samples:
             sample = sample_of(local)
-        own: dict[str, Any] = {"own_name": own_name, "spec": spec, "sample": sample}
-        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, **own))
+        kind = EntryKind(_name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
+        self._list(name, own_name, kind, sample)
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
         """How a DTensor is cut. Layers are cut alike, so this is worked out once for all."""
@@ -284,10 +310,8 @@ class _Lister:
                     parameter = _fuse(parameter, fusion)
                 self._register(name, value, local)
                 shape = tuple(local.shape)
-                at = (own_name, number)
-                self.entries.append(
-                    Entry(name, parameter.dtype, shape, None, parameter, *at, fusion, whole)
-                )
+                kind = EntryKind(parameter.dtype, shape, None, parameter, number, fusion)
+                self._list(name, whole, kind, local_name=own_name)
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
         """A tensor's memory here; None, and a problem, where it has none of its own."""
@@ -301,11 +325,13 @@ class _Lister:
             return None
         return local_of(value)
 
-    def _register(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
+    def _register(
+        self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True
+    ) -> None:
+        """Keep a tensor, with its memory where that is a part of the whole."""
         self.tensors[name] = value
-        whole = local_of(value)
-        self.addresses[name] = 0 if whole is None else whole.data_ptr()
-        if local is not None:
+        self.addresses[name] = local.data_ptr()
+        if has_part:
             self.locals[name] = local
 
     def _add_members(
@@ -319,14 +345,14 @@ class _Lister:
     ) -> None:
         """A stacked tensor as its members: each is a layout of its own, and a view of it here."""
         rank = self._group.rank
-        dtype = as_dtype(value.dtype).name
+        dtype = _name_dtype(value.dtype)
         if not value.ndim:
             self.problems.append(f"{name}: a stacked tensor without dimensions")
             return
         if layout is None:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
-                self._register(member, value, view)
+                self._register_member(member, value, local, view)
                 self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
         expected = layout.local_shapes.get(rank)
@@ -338,9 +364,17 @@ class _Lister:
             its_layout = member_layout(layout, number)
             at = position_of(layout, rank, number)
             view = None if at is None or expected != tuple(local.shape) else local[at]
-            self._register(member, value, view)
+            self._register_member(member, value, local, view)
             shape = None if view is None else tuple(view.shape)
             self._list_member(member, dtype, shape, its_layout, own_name)
+
+    def _register_member(
+        self, name: str, value: torch.Tensor, whole: torch.Tensor, view: torch.Tensor | None
+    ) -> None:
+        """A member is where its stack is."""
+        self._register(name, value, whole, has_part=False)
+        if view is not None:
+            self.locals[name] = view
 
     def _list_member(
         self, name: str, dtype: str, shape: Shape | None, layout: Layout | None, own_name: str
@@ -348,7 +382,12 @@ class _Lister:
         """A member of a stack has its common name, and may be fused itself."""
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = found if isinstance(found, Fusion) else None
-        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
+        self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
+
+
+@lru_cache(maxsize=64)
+def _name_dtype(dtype: torch.dtype) -> str:
+    return as_dtype(dtype).name
 
 
 def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:

@@ -4,17 +4,23 @@ What a rank of another job says arrives as text and is checked like any input: n
 unpickled. Tensors of many layers are alike but for their names, so a document has each kind of
 tensor once, and means it by its number::
 
+    {"reshard": "names", "version": 1, ...,
+     "names":       ["layers.0.up", "layers.1.up", ...],     common names
+     "own_names":   [...], "local_names": [...]}             none where these are the same, or none
+
     {"reshard": "roster", "version": 1, "tables": ..., "layouts": ...,
      "first_rank": 0, "problems": [], "unmatched": [], "megatron": [names of its ranks],
-     "names":   ["layers.0.up", "layers.1.up", ...],     common names
-     "others":  [[number, own name, local name, sample], ...],   where a tensor has any
      "kinds":   [{"dtype", "shape", "layout", ...}],
-     "kind_of": [column of kinds]}
+     "kind_of": [column of kinds],
+     "samples": [...]}                                       none where no tensor has any
+
+Names are a document of their own, since ranks that have different parts of the same tensors have
+the same names: one of them says these for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -35,52 +41,44 @@ from reshard.plans.documents.number_columns import packed, unpacked, whole_numbe
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec as parse_spec
-from reshard.torch.models.rosters import Entry, Roster
+from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns
+from reshard.torch.models.rosters import Roster
 
-_KIND = "roster"
+_KIND, _NAMES = "roster", "names"
+
+
+def write_names(roster: Roster) -> str:
+    """The document of what one rank's tensors are called."""
+    columns = roster.columns.columns
+    content = {
+        "names": list(columns.names),
+        "own_names": [] if columns.are_own else list(columns.own_names),
+        "local_names": list(columns.local_names),
+    }
+    return DocumentWriter().document(_NAMES, content)
 
 
 def write_roster(roster: Roster) -> str:
-    """The document of what one rank has.
+    """The document of what one rank has, but for its names.
 
     >>> roster = Roster((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
-    >>> read_roster(write_roster(roster)) == roster
+    >>> read_roster(write_roster(roster), read_names(write_names(roster))) == roster
     True
     """
-    writer = DocumentWriter()
-    kinds: dict[Any, int] = {}
-    kind_of, others = [], []
-    for number, entry in enumerate(roster.entries):
-        if (entry.own_name, entry.local_name, entry.sample) != ("", "", ""):
-            others.append([number, entry.own_name, entry.local_name, entry.sample])
-        kind_of.append(kinds.setdefault(_kind_of(entry), len(kinds)))
+    writer, columns = DocumentWriter(), roster.columns
     content = {
         "first_rank": roster.first_rank,
         "problems": list(roster.problems),
         "unmatched": list(roster.unmatched),
         "megatron": [] if roster.names is None else [_write_names(roster.names)],
-        "names": [entry.name for entry in roster.entries],
-        "others": others,
-        "kinds": [_write_kind(kind, writer) for kind in kinds],
-        "kind_of": packed(kind_of),
+        "kinds": [_write_kind(kind, writer) for kind in columns.kinds],
+        "kind_of": packed(columns.kind_of),
+        "samples": list(columns.samples),
     }
     return writer.document(_KIND, content)
 
 
-def _kind_of(entry: Entry) -> tuple[Any, ...]:
-    return (
-        entry.dtype,
-        entry.shape,
-        entry.layout,
-        entry.parameter,
-        entry.chunk,
-        entry.fusion,
-        entry.spec,
-        entry.alias_of,
-    )
-
-
-def _write_kind(kind: tuple[Any, ...], writer: DocumentWriter) -> dict[str, Any]:
+def _write_kind(kind: EntryKind, writer: DocumentWriter) -> dict[str, Any]:
     dtype, shape, layout, parameter, chunk, fusion, spec, alias_of = kind
     written: dict[str, Any] = {"dtype": dtype, "shape": shape}
     if layout is not None:
@@ -108,33 +106,41 @@ def _write_names(names: MegatronNames) -> dict[str, Any]:
     return {**written, "layers": layers, "num_experts": names.num_experts, "stack": names.stack}
 
 
-def read_roster(text: str) -> Roster:
-    """The roster of a document.
+def read_names(text: str) -> NameColumns:
+    """The names of a document.
+
+    Raises:
+        ReshardError: text that is no such document.
+    """
+    reader = DocumentReader(text, [_NAMES])
+    names, own_names, local_names = (
+        read_texts(reader.field(column, list), column)
+        for column in ("names", "own_names", "local_names")
+    )
+    for column, found in (("own_names", own_names), ("local_names", local_names)):
+        _check_length(found, names, column)
+    return NameColumns(names, own_names or names, local_names)
+
+
+def read_roster(text: str, names: NameColumns) -> Roster:
+    """The roster of a document, of tensors of these names.
 
     Raises:
         ReshardError: text that is no such document, or says what no roster can.
     """
     reader = DocumentReader(text, [_KIND])
     field = reader.field
-    names = read_texts(field("names", list), "names")
     kinds = reader.all_of("kinds", lambda value, where: _read_kind(reader, value, where))
-    kind_of = unpacked(field("kind_of", list), "kind_of").tolist()
-    if len(kind_of) != len(names):
-        raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names)} tensors")
-    others: dict[int, tuple[str, ...]] = {}
-    for value in field("others", list):
-        if not isinstance(value, list) or len(value) != 4:
-            raise NotationError(f"others: {value!r} is not a number, two names and a sample")
-        others[whole_number(value[0], "others", 0)] = tuple(read_texts(value[1:], "others"))
-    entries = []
-    for number, (name, kind) in enumerate(zip(names, kind_of, strict=True)):
-        own_name, local_name, sample = others.get(number, ("", "", ""))
-        says = reader.chosen(kinds, kind, "kind_of")
-        says = {**says, "own_name": own_name, "local_name": local_name, "sample": sample}
-        entries.append(Entry(name, **says))
+    kind_of = unpacked(field("kind_of", list), "kind_of")
+    if len(kind_of) != len(names.names):
+        raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names.names)} tensors")
+    for number in (kind_of.min(), kind_of.max()) if len(kind_of) else ():
+        reader.chosen(kinds, int(number), "kind_of")
+    samples = read_texts(field("samples", list), "samples")
+    _check_length(samples, names.names, "samples")
     megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
     return Roster(
-        tuple(entries),
+        EntryColumns(names, kinds, kind_of.tolist(), samples),
         megatron[0] if megatron else None,
         whole_number(field("first_rank", int), "first_rank"),
         tuple(read_texts(field("problems", list), "problems")),
@@ -142,13 +148,21 @@ def read_roster(text: str) -> Roster:
     )
 
 
-def write_rosters(before: Roster, after: Roster) -> bytes:
-    """What one rank has of both models, as one message."""
+def _check_length(column: Sized, names: Sized, what: str) -> None:
+    if column and len(column) != len(names):
+        raise NotationError(f"{what}: {len(column)} of {len(names)} tensors")
+
+
+def write_rosters(before: Roster, after: Roster) -> tuple[bytes, bytes]:
+    """What one rank has of both models: the names of both, and all else of both."""
     # A JSON text has no line breaks.
-    return f"{write_roster(before)}\n{write_roster(after)}".encode()
+    names, others = (
+        f"{write(before)}\n{write(after)}".encode() for write in (write_names, write_roster)
+    )
+    return names, others
 
 
-def read_rosters(messages: Mapping[int, bytes]) -> dict[int, tuple[Roster, Roster]]:
+def read_rosters(messages: Mapping[int, tuple[bytes, bytes]]) -> dict[int, tuple[Roster, Roster]]:
     """What every rank has of both models. Equal messages are read once.
 
     Raises ReshardError for a message that `write_rosters` does not write, naming the rank.
@@ -157,20 +171,27 @@ def read_rosters(messages: Mapping[int, bytes]) -> dict[int, tuple[Roster, Roste
     >>> read_rosters({0: message, 1: message})[1][0].first_rank
     2
     """
-    known: dict[bytes, tuple[Roster, Roster]] = {}
+    names: dict[bytes, list[NameColumns]] = {}
+    known: dict[tuple[bytes, bytes], tuple[Roster, Roster]] = {}
     for rank, message in messages.items():
         if message in known:
             continue
         try:
-            before, after = message.decode().split("\n")
-            known[message] = read_roster(before), read_roster(after)
+            both = message[0].decode().split("\n")
+            if message[0] not in names:
+                names[message[0]] = [read_names(text) for text in both]
+            before, after = (
+                read_roster(text, of)
+                for text, of in zip(message[1].decode().split("\n"), names[message[0]], strict=True)
+            )
+            known[message] = before, after
         except (ReshardError, ValueError) as error:
             raise NotationError(f"what rank {rank} says of its models: {error}") from error
     return {rank: known[message] for rank, message in messages.items()}
 
 
-def _read_kind(reader: DocumentReader, value: Any, where: str) -> dict[str, Any]:
-    """The fields of an entry."""
+def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
+    """What tensors have alike."""
     if not isinstance(value, dict):
         raise NotationError(f"{where}: {value!r} is not a JSON object")
     dtype, shape = value.get("dtype"), value.get("shape")
@@ -189,7 +210,7 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> dict[str, Any]
         found["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
     if "alias_of" in value:
         (found["alias_of"],) = read_texts([value["alias_of"]], f"{where}.alias_of")
-    return found
+    return EntryKind(**found)
 
 
 def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -29,44 +30,12 @@ from reshard.megatron.rosters import LocalParameter, gather_parameters
 from reshard.recipes.fusion import Fusion
 from reshard.runs import RunTable
 from reshard.sharding import ShardingSpec
+from reshard.torch.models.entries import Entry, EntryColumns, ListedEntries
 
-Shape = tuple[int, ...]
 _SHOWN_RANKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of one rank.
-
-    Attributes:
-        name: in both models.
-        dtype: its element type; None where the rank has none of it and does not know.
-        shape: the local one; None where this rank has none.
-        layout: over global ranks, where the rank knows it.
-        parameter: what Megatron says of it, by its own `local_name` in the model chunk `chunk`.
-        fusion: how its members lie in it, where it is fused; by common names.
-        own_name: what the model calls it, before names become common; of Megatron's over the
-            whole model.
-        spec: the sharding that the layout is of, where the rank knows it.
-        alias_of: the name of another tensor, tied to this one, whose memory it is on this rank.
-        sample: of the elements of a plain tensor, where ranks are to compare them.
-    """
-
-    name: str
-    dtype: str | None
-    shape: Shape | None
-    layout: Layout | None = None
-    parameter: LocalParameter | None = None
-    local_name: str = ""
-    chunk: int = 0
-    fusion: Fusion | None = None
-    own_name: str = ""
-    spec: ShardingSpec | None = None
-    alias_of: str = ""
-    sample: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roster:
     """What one rank has of a model. `names` are those of Megatron's ranks, where it is one.
 
@@ -74,11 +43,16 @@ class Roster:
     take part; `unmatched` the entries for parameters that are not on this rank.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: Sequence[Entry] = ()
     names: MegatronNames | None = None
     first_rank: int = 0
     problems: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+
+    @cached_property
+    def columns(self) -> EntryColumns:
+        """The entries as columns."""
+        return EntryColumns.of(self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +144,12 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
     problems: list[str] = []
     for rank, roster in rosters.items():
         problems += [f"rank {rank}: {problem}" for problem in roster.problems]
-    listed: dict[str, dict[int, Entry]] = {}
-    for rank, roster in rosters.items():
-        for entry in roster.entries:
-            by_rank = listed.setdefault(entry.name, {})
-            # Names become common ones by tables of the user, which may give two tensors one name.
-            first = by_rank.setdefault(rank, entry)
-            if first is not entry:
-                names = {first.own_name: None, entry.own_name: None}
-                text = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
-                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{text}")
-    tensors: dict[str, ModelTensor] = {}
+    listed = ListedEntries({rank: roster.columns for rank, roster in rosters.items()})
+    for rank, first, entry in listed.repeated:
+        # Names become common ones by tables of the user, which may give two tensors one name.
+        names = {first.own_name: None, entry.own_name: None}
+        text = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
+        problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{text}")
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
     parameters = _gather_parameters(of_megatron, side, problems)
     if of_megatron:
@@ -190,15 +159,30 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
             f"{name}: no rank of the {side} has such a parameter, of which MegatronModel says more"
             for name in sorted(nowhere)
         ]
-    for name, by_rank in listed.items():
-        problems += _find_shared_names(name, by_rank, side)
-        first_of = rosters[next(iter(by_rank))]
-        found = _assemble_tensor(name, by_rank, parameters, first_of, side, problems)
-        fusions = {entry.fusion for entry in by_rank.values()}
-        if len(fusions) > 1:
-            problems.append(f"{name}: ranks of the {side} name different members of it")
-        elif found is not None:
-            tensors[name] = replace(found, fusion=fusions.pop())
+    tensors: dict[str, ModelTensor] = {}
+    # Tensors of which all ranks say the same are one; Megatron's are told apart by their names.
+    known: dict[int, ModelTensor | None] = {}
+    have_samples, may_share = listed.have_samples, listed.may_share_names
+    for number, (name, kind) in enumerate(zip(listed.names, listed.kind_of, strict=True)):
+        if may_share:
+            problems += _find_shared_names(name, listed.entries(number), side)
+        if kind in known:
+            found = known[kind]
+        else:
+            by_rank, told = listed.entries(number), len(problems)
+            first_of = rosters[next(iter(by_rank))]
+            found = _assemble_tensor(name, by_rank, parameters, first_of, side, problems)
+            # What is wrong is said of each tensor.
+            if len(problems) == told and (found is None or found.parameter is None):
+                known[kind] = found
+        if found is None:
+            continue
+        if have_samples and found.spec is None and found.parameter is None:
+            problem = _find_different_samples(name, listed.entries(number), side)
+            if problem:
+                problems.append(problem)
+                continue
+        tensors[name] = found
     return tensors, problems
 
 
@@ -258,6 +242,11 @@ def _assemble_tensor(
     side: str,
     problems: list[str],
 ) -> ModelTensor | None:
+    fusions = {entry.fusion for entry in by_rank.values()}
+    if len(fusions) > 1:
+        problems.append(f"{name}: ranks of the {side} name different members of it")
+        return None
+    (fusion,) = fusions
     if all(entry.alias_of or entry.shape is None for entry in by_rank.values()) and any(
         entry.alias_of for entry in by_rank.values()
     ):
@@ -285,9 +274,8 @@ def _assemble_tensor(
             problems.append(f"{name}: the {side}: {error}")
             return None
         ahead = first_of.first_rank
-        return ModelTensor(
-            dtype, shift_ranks(layout, ahead), replace(parameter, dtype=dtype), ahead
-        )
+        says = replace(parameter, dtype=dtype)
+        return ModelTensor(dtype, shift_ranks(layout, ahead), says, ahead, fusion)
     # A DTensor, or one with a layout: all ranks must describe the same.
     layouts = {entry.layout: rank for rank, entry in by_rank.items()}
     united = None
@@ -300,7 +288,8 @@ def _assemble_tensor(
     known = united or first.layout
     if known is not None:
         problems += _find_misfits(name, known, by_rank, side)
-        return ModelTensor(dtype, known, spec=None if united is not None else first.spec)
+        spec = None if united is not None else first.spec
+        return ModelTensor(dtype, known, fusion=fusion, spec=spec)
     # A plain tensor: whole on each rank that has it.
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
@@ -313,20 +302,24 @@ def _assemble_tensor(
         problems.append(f"{name}: no rank of the {side} has it")
         return None
     (shape,) = shapes
+    holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
+    return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1), fusion=fusion)
+
+
+def _find_different_samples(name: str, by_rank: Mapping[int, Entry], side: str) -> str:
+    """What is wrong with a plain tensor of different values; empty where nothing is."""
     samples: dict[str, int] = {}
-    for rank, entry in by_rank.items():
+    for rank, entry in _without_aliases(by_rank).items():
         if entry.shape is not None:
             samples.setdefault(entry.sample, rank)
-    if len(samples) > 1:
-        one, other, *_ = sorted(samples.values())
-        problems.append(
-            f"{name}: a plain tensor of the {side} is whole on every rank, but ranks {one} and "
-            f"{other} have different values; if they are parts, give it with its Layout, or its "
-            "module as MegatronModel; if either will do, say check_replicas=False"
-        )
-        return None
-    holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
-    return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1))
+    if len(samples) < 2:
+        return ""
+    one, other, *_ = sorted(samples.values())
+    return (
+        f"{name}: a plain tensor of the {side} is whole on every rank, but ranks {one} and "
+        f"{other} have different values; if they are parts, give it with its Layout, or its "
+        "module as MegatronModel; if either will do, say check_replicas=False"
+    )
 
 
 def _without_aliases(by_rank: Mapping[int, Entry]) -> Mapping[int, Entry]:

@@ -352,12 +352,19 @@ class RefitPlanner:
 
 
 def _names(rosters: Mapping[int, Roster]) -> set[str]:
-    return {entry.name for roster in rosters.values() for entry in roster.entries}
+    listed = {id(names): names for names in (r.columns.names for r in rosters.values())}
+    return set[str]().union(*listed.values())
 
 
 def _aliases(rosters: Mapping[int, Roster]) -> set[str]:
     """Names of what is another tensor's memory somewhere."""
-    return {e.name for roster in rosters.values() for e in roster.entries if e.alias_of}
+    return {
+        entry.name
+        for roster in rosters.values()
+        if any(kind.alias_of for kind in roster.columns.kinds)
+        for entry in roster.entries
+        if entry.alias_of
+    }
 
 
 def plan_part(
@@ -373,14 +380,18 @@ def plan_part(
     is_central = planning == "centralized"
     is_first = group.rank == ranks[0]
     # 1. Learn what all ranks have; where one rank plans for all, only that one does.
-    gathered = gather(write_rosters(before, after), group, to_first=is_central)
+    # Names and all else apart: ranks that have other parts of a tensor call it by the same name.
+    names, others = (
+        gather(message, group, to_first=is_central) for message in write_rosters(before, after)
+    )
+    messages = {rank: (names.values[rank], others.values[rank]) for rank in ranks}
     scattered_bytes = 0
     part: RefitPart | ReshardError
     parts: Any = None
     whole: RefitPlan | None = None
     # 2. Plan: for all ranks, or each rank its own part.
     if is_first or not is_central:
-        found = plan_or_error(matching, gathered.values)
+        found = plan_or_error(matching, messages)
         whole = found if isinstance(found, RefitPlan) else None
         if not is_central:
             part = found if isinstance(found, ReshardError) else found.part(group.rank)
@@ -401,7 +412,7 @@ def plan_part(
     }
     report = PlanningReport(
         planning,
-        gathered.received_bytes,
+        names.received_bytes + others.received_bytes,
         scattered_bytes,
         len(ranks) * is_first if is_central else 1,
         _peak_memory_bytes() - had_bytes,
@@ -426,7 +437,7 @@ def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def plan_or_error(
-    matching: RefitPlanner, messages: Mapping[int, bytes]
+    matching: RefitPlanner, messages: Mapping[int, tuple[bytes, bytes]]
 ) -> RefitPlan | ReshardError:
     """The plan of both models as all ranks say they are, or why there is none.
 
