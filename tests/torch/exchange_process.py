@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -33,25 +34,27 @@ def movement_of(rank: int, dtype: torch.dtype) -> RankTransfers:
 def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
     """Move it twice; how many pieces were packed, or unpacked, each time."""
     rank, copies = dist.get_rank(), [0]
-    made = slots_module.copier
+    made = slots_module.copiers
 
-    def counting(target: torch.Tensor, source: torch.Tensor) -> object:
-        copy = made(target, source)
+    def counting(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
+        listed = list(pairs)
+        calls = made(listed)
 
         def counted() -> None:
-            copies[0] += 1
-            copy()
+            copies[0] += len(listed)
+            for call in calls:
+                call()
 
-        return counted
+        return [counted] * bool(listed)
 
     movement = movement_of(rank, dtype)
-    slots_module.copier = counting  # type: ignore[assignment]
+    slots_module.copiers = counting
     try:
         exchange = MessageExchange(
             [movement], rank, None, torch.device("cpu"), limit_bytes, is_grouped=is_grouped
         )
     finally:
-        slots_module.copier = made
+        slots_module.copiers = made
     assert exchange.extra_bytes <= limit_bytes
     for turn in range(2):
         whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + turn

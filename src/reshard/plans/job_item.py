@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reshard.binding import Binding
 from reshard.dtypes import DType
@@ -47,11 +48,10 @@ class JobItem:
 
         Raises PlanError for layouts of different shapes, or what is no layout.
         """
-        kind = as_dtype(dtype)
-        return cls(
-            name,
-            kind,
-            LayoutChange(source, target),
-            Binding.to_ranks(source),
-            Binding.to_ranks(target),
-        )
+        return cls(name, as_dtype(dtype), *_between_ranks(source, target))
+
+
+# Layers of a model move alike.
+@lru_cache(maxsize=4096)
+def _between_ranks(source: Layout, target: Layout) -> tuple[LayoutChange, Binding, Binding]:
+    return LayoutChange(source, target), Binding.to_ranks(source), Binding.to_ranks(target)

@@ -41,6 +41,24 @@ class JobTransfers(Mapping[str, Transfers]):
         found, low, high = self._places[name]
         return found.transfers.take(slice(low, high))
 
+    def shared(self) -> dict[str, Transfers]:
+        """The transfers of every tensor; where those of two are equal, they are one object."""
+        found: dict[str, Transfers] = {}
+        for group in self.groups:
+            columns = [column.reshape(len(column), -1) for column in group.transfers.columns]
+            rows = np.ascontiguousarray(np.concatenate(columns, axis=1, dtype=np.int64))
+            known: dict[bytes, Transfers] = {}
+            bounds = group.begin.tolist()
+            for place, item in enumerate(group.tensors.items.tolist()):
+                low, high = bounds[place], bounds[place + 1]
+                if low == high:
+                    continue
+                key = rows[low:high].tobytes()
+                if key not in known:
+                    known[key] = group.transfers.take(slice(low, high))
+                found[self._names[item]] = known[key]
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

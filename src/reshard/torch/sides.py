@@ -171,9 +171,10 @@ def check_local(
 
 def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     """Raise ShardError for a target that has elements twice, or shares memory with the source."""
-    steps = zip(out.stride(), out.shape, strict=True)
-    # NumPy's tensors without elements have such strides too.
-    if out.numel() and any(stride == 0 and size > 1 for stride, size in steps):
+    # Tensors without elements count as contiguous, whatever their strides.
+    if not out.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
+    ):
         raise ShardError(
             f"out has strides {list(out.stride())}, so that elements of it are one; give it "
             "memory of its own"
@@ -181,7 +182,7 @@ def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     if source is None or source.device != out.device:
         return
     # By the bytes from first to last element: interleaved views of one memory are refused as well.
-    (begin, end), (low, high) = _find_addresses(out), _find_addresses(source)
+    (begin, end), (low, high) = find_addresses(out), find_addresses(source)
     if begin < high and low < end:
         raise ShardError("out shares memory with the tensor itself; give it memory of its own")
 
@@ -226,9 +227,13 @@ def check_ranks(change: LayoutChange, group: RankGroup) -> None:
             )
 
 
-def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
+def find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins, and where it ends; none of one without elements."""
     if not tensor.numel():
         return 0, 0
+    if tensor.is_contiguous():
+        begin = tensor.data_ptr()
+        return begin, begin + tensor.nbytes
     steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (steps + 1) * tensor.element_size()

@@ -27,6 +27,8 @@ from reshard.runs import IntArray
 # More than any layout has, and small enough that three of them can be added in 64 bits.
 LARGEST_NUMBER = 1 << 61
 MOST_ENTRIES = 1 << 22
+# A grid of so many numbers is quicker to write out one by one.
+_FEW = 64
 
 _Grid = tuple[int, tuple[int, ...]]
 
@@ -103,15 +105,14 @@ def unpacked(entries: object, where: str) -> IntArray:
             plain.append(whole_number(entry, where))
             total += 1
             continue
-        pieces.append(np.array(plain, dtype=np.int64))
-        plain = []
         grid = [whole_number(number, where) for number in entry]
         steps, counts = grid[1::2], grid[2::2]
         if len(grid) < 3 or len(steps) != len(counts) or min(counts) < 1:
             raise NotationError(
                 f"{where}: {entry!r} is not a start and pairs of a step and a count of 1 or more"
             )
-        total += math.prod(counts)
+        size = math.prod(counts)
+        total += size
         # Checked before the numbers are made: a short entry may stand for more than memory holds.
         reach = sum(abs(step) * count for step, count in zip(steps, counts, strict=True))
         if total > MOST_ENTRIES or reach >= LARGEST_NUMBER:
@@ -119,6 +120,14 @@ def unpacked(entries: object, where: str) -> IntArray:
                 f"{where}: {entry!r} stands for too many or too large numbers; at most "
                 f"{MOST_ENTRIES} numbers below {LARGEST_NUMBER}"
             )
+        if size <= _FEW:
+            few = [grid[0]]
+            for step, count in zip(steps, counts, strict=True):
+                few = [ahead * step + number for ahead in range(count) for number in few]
+            plain += few
+            continue
+        pieces.append(np.array(plain, dtype=np.int64))
+        plain = []
         numbers = np.array([grid[0]], dtype=np.int64)
         for step, count in zip(steps, counts, strict=True):
             # Innermost steps first: each further pair repeats all numbers so far.

@@ -8,6 +8,7 @@
    2 MiB.
 3. *Copying rows.* Where a copy moves rows and changes no element, a long row is one `memcpy`,
    which NumPy calls for each; torch has a loop of its own, which is quicker for short ones.
+4. *Many small copies.* They are one call, which goes from one to the next outside of Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -143,6 +144,8 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _MADVISE = _find_madvise()
 # Rows as long as this are quicker by `memcpy`.
 _ROW_BYTES = 1 << 10
+# What is smaller is copied with others.
+_SMALL_BYTES = 1 << 14
 # An element that is copied as it is, by its bytes. NumPy knows all of these, as it does not all
 # that they stand for.
 _WORDS = {
@@ -200,6 +203,30 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
         return functools.partial(target.copy_, source)
     into, what = (one.detach().view(word).numpy() for one in (target, source))
     return functools.partial(np.copyto, into, what)
+
+
+def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
+    """What copies each source to its target, of pairs `(target, source)`, in a few calls.
+
+    >>> source, targets = torch.arange(4.0), torch.zeros(2, 4)
+    >>> calls = copiers([(target, source) for target in targets])
+    >>> _ = [call() for call in calls]
+    >>> targets[1], len(calls)
+    (tensor([0., 1., 2., 3.]), 1)
+    """
+    # Of small pieces to call once for each takes longer than to copy them.
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    alone: list[Callable[[], object]] = []
+    for target, source in pairs:
+        if target.nbytes < _SMALL_BYTES:
+            targets.append(target)
+            sources.append(source)
+        else:
+            alone.append(copier(target, source))
+    if targets:
+        alone.append(functools.partial(torch._foreach_copy_, targets, sources))
+    return alone
 
 
 def row_bytes(tensor: torch.Tensor) -> int:

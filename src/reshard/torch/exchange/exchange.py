@@ -43,7 +43,7 @@ from reshard.plans.schedule.messages import (
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group
-from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
+from reshard.torch.exchange.copies import combine, copiers, empty_bytes, finish_contributions
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.messages import (
     RankMessage,
@@ -117,7 +117,7 @@ class MessageExchange:
         )
         self._rank = rank
         self._partial = [one for one in tensors if _is_partial(one)]
-        self._copies = [copier(one.target, one.source) for one in found.copies]
+        self._copies = copiers((one.target, one.source) for one in found.copies)
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
         self._steps = self._list_steps(found)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -158,6 +158,36 @@ class RankMessages:
     combinations: tuple[LocalCombination, ...]
 
 
+class _Row(NamedTuple):
+    """A transfer of a tensor on one rank: with whom, and where its box is here.
+
+    Where it stays, `kept_from` is its box in the source.
+    """
+
+    order: int
+    peer: int
+    place: _Place
+    kept_from: _Place | None = None
+
+
+class _Place(NamedTuple):
+    """Where a box lies in the tensor of a cell, of given strides: its first element is `ahead`."""
+
+    cell: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ahead: int
+    is_whole: bool
+
+    def view(self, cells: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The box."""
+        whole = cells[self.cell]
+        if self.is_whole:
+            return whole
+        # One call, where `narrow` would be one for each dimension.
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.ahead)
+
+
 @dataclass(slots=True, eq=False)
 class RankPieces:
     """What a rank sends, receives and has itself: pieces by order of contributions, and by peer."""
@@ -165,37 +195,59 @@ class RankPieces:
     sent: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     local: dict[int, list[LocalCopy]] = field(default_factory=dict)
+    # Tensors that are cut alike, and lie alike in memory, have the same rows.
+    _rows: dict[tuple[Any, ...], tuple[list[_Row], list[_Row]]] = field(default_factory=dict)
 
     def add(self, tensor: RankTransfers, rank: int) -> None:
         """List the pieces of one tensor."""
-        change, rows = tensor.change, tensor.received
+        change = tensor.change
         sources = cells_of(change.source, rank, tensor.source)
         targets = cells_of(change.target, rank, tensor.target)
-        # As lists at once: of small tensors, to take numbers out of columns is most of the work.
-        orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
-        into = rows.target_cell.tolist(), rows.target_start.tolist(), rows.shape.tolist()
-        out = rows.source_cell.tolist(), rows.source_start.tolist(), into[2]
-        for row in order_transfers(rows):
-            order = orders[row]
+        key = tensor.received, tensor.sent, rank, *map(_describe_memory, (sources, targets))
+        if key not in self._rows:
+            self._rows[key] = (
+                list(_list_received(tensor.received, sources, targets)),
+                list(_list_sent(tensor.sent, sources)),
+            )
+        received, sent = self._rows[key]
+        for order, peer, place, kept_from in received:
             # The first contribution is copied into the target, later ones are combined with it.
             reduction = (change.source.reduction or "sum") if order else None
-            view = _view(targets, into, row)
-            if stays[row]:
-                copy = LocalCopy(view, _view(sources, out, row), reduction)
+            view = place.view(targets)
+            if kept_from is not None:
+                copy = LocalCopy(view, kept_from.view(sources), reduction)
                 self.local.setdefault(order, []).append(copy)
             else:
-                at = (order, senders[row])
-                travels = tensor.dtype or view.dtype
-                self.received.setdefault(at, []).append(Piece(view, travels, reduction))
-        rows = tensor.sent
-        if not len(rows):
-            return
-        orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
-        out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
-        for row in order_transfers(rows):
-            view = _view(sources, out, row)
-            travels = tensor.dtype or view.dtype
-            self.sent.setdefault((orders[row], receivers[row]), []).append(Piece(view, travels))
+                piece = Piece(view, tensor.dtype or view.dtype, reduction)
+                self.received.setdefault((order, peer), []).append(piece)
+        for order, peer, place, _ in sent:
+            view = place.view(sources)
+            piece = Piece(view, tensor.dtype or view.dtype)
+            self.sent.setdefault((order, peer), []).append(piece)
+
+
+def _describe_memory(cells: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((cell, one.shape, one.stride()) for cell, one in cells.items())
+
+
+def _list_received(
+    rows: Transfers, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]
+) -> Iterator[_Row]:
+    # As lists at once: of small tensors, to take numbers out of columns is most of the work.
+    orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
+    shapes = rows.shape.tolist()
+    into = rows.target_cell.tolist(), rows.target_start.tolist(), shapes
+    out = rows.source_cell.tolist(), rows.source_start.tolist(), shapes
+    for row in order_transfers(rows):
+        kept_from = _find_place(sources, out, row) if stays[row] else None
+        yield _Row(orders[row], senders[row], _find_place(targets, into, row), kept_from)
+
+
+def _list_sent(rows: Transfers, sources: Mapping[int, torch.Tensor]) -> Iterator[_Row]:
+    orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
+    out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
+    for row in order_transfers(rows) if len(rows) else ():
+        yield _Row(orders[row], receivers[row], _find_place(sources, out, row))
 
 
 def list_messages(
@@ -321,13 +373,12 @@ def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
     return Plan(change.source, change.target, dtype).for_rank(rank)
 
 
-def _view(
-    cells: dict[int, torch.Tensor], columns: tuple[list[int], _Lists, _Lists], row: int
-) -> torch.Tensor:
+def _find_place(
+    cells: Mapping[int, torch.Tensor], columns: tuple[list[int], _Lists, _Lists], row: int
+) -> _Place:
     """The box of a row in its cell: the columns are cells, where boxes begin, and shapes."""
     numbers, starts, shapes = columns
-    whole = cells[numbers[row]]
+    whole, shape = cells[numbers[row]], tuple(shapes[row])
     strides = whole.stride()
     ahead = sum(map(operator.mul, starts[row], strides))
-    # One call, where `narrow` would be one for each dimension.
-    return whole.as_strided(shapes[row], strides, whole.storage_offset() + ahead)
+    return _Place(numbers[row], shape, strides, ahead, shape == whole.shape)

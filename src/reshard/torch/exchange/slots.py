@@ -10,6 +10,8 @@ were sent from it, or arrived there::
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 
 from reshard.plans.schedule.messages import align
-from reshard.torch.exchange.copies import combine, copier
-from reshard.torch.exchange.messages import LocalCopy, Piece, RankMessage
+from reshard.torch.exchange.copies import combine, copiers
+from reshard.torch.exchange.messages import LocalCopy, RankMessage
 from reshard.torch.exchange.shared_memory import NearMessage
 
 
@@ -36,14 +38,7 @@ class StagedMessage:
     def stage(self, buffer: torch.Tensor) -> None:
         """Give it its bytes."""
         self.buffer = buffer
-        self.copies = [
-            _make_copy(
-                self.message,
-                piece,
-                buffer[low : low + piece.size_bytes].view(piece.dtype).view(piece.view.shape),
-            )
-            for piece, low in zip(self.message.pieces, self.message.offsets, strict=False)
-        ]
+        self.copies = _list_copies(self.message, buffer)
 
     def unpack(self) -> None:
         """Put what has arrived into its place."""
@@ -134,10 +129,36 @@ class MessageSlots:
             step.follows += self._users[turn - self._count]
 
 
-def _make_copy(message: RankMessage, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
-    """What packs a piece into its part of a message, or unpacks it."""
-    if message.is_sent:
-        return copier(part, piece.view)
-    if piece.reduction is None:
-        return copier(piece.view, part)
-    return functools.partial(combine, piece.reduction, piece.view, part)
+def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[], object]]:
+    """What packs the pieces of a message into its bytes, or unpacks them."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    combinations: list[Callable[[], object]] = []
+    whole_of: dict[torch.dtype, torch.Tensor] = {}
+    begin_bytes = buffer.storage_offset()
+    for piece, low in zip(message.pieces, message.offsets, strict=False):
+        view, dtype = piece.view, piece.dtype
+        if dtype not in whole_of:
+            # Its length is no multiple of every element's, but every piece lies within it.
+            stop = buffer.numel() // dtype.itemsize * dtype.itemsize
+            whole_of[dtype] = buffer[:stop].view(dtype)
+        # One call, where to cut and to shape it would be three.
+        at = (begin_bytes + low) // dtype.itemsize
+        part = whole_of[dtype].as_strided(view.shape, _dense_strides(view.shape), at)
+        if message.is_sent:
+            pairs.append((part, view))
+        elif piece.reduction is None:
+            pairs.append((view, part))
+        else:
+            combinations.append(functools.partial(combine, piece.reduction, view, part))
+    return [*copiers(pairs), *combinations]
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a tensor in row major order.
+
+    >>> _dense_strides((4, 3, 2)), _dense_strides(())
+    ((6, 2, 1), ())
+    """
+    strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()

@@ -7,6 +7,7 @@ into them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -41,15 +42,23 @@ def is_usable(tensor: torch.Tensor) -> bool:
     return bool(mark != _make_mark(local))
 
 
-def mark_unusable(tensor: torch.Tensor) -> None:
-    """A run into `tensor` has failed."""
-    local = _local(tensor)
-    _MARKED[local] = _make_mark(local)
+def find_unusable(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The names of those that are not usable."""
+    # Of very many tensors none is, nearly always.
+    if _MARKED:
+        yield from (name for name, tensor in tensors.items() if not is_usable(tensor))
 
 
-def mark_usable(tensor: torch.Tensor) -> None:
-    """All of `tensor` has been written."""
-    _MARKED.pop(_local(tensor), None)
+def mark_unusable(*tensors: torch.Tensor) -> None:
+    """A run into `tensors` has failed."""
+    for local in map(_local, tensors):
+        _MARKED[local] = _make_mark(local)
+
+
+def mark_usable(*tensors: torch.Tensor) -> None:
+    """All of `tensors` has been written."""
+    for local in map(_local, tensors) if _MARKED else ():
+        _MARKED.pop(local, None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

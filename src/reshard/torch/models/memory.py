@@ -7,9 +7,8 @@ one another, as columns of one matrix do, elements are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,7 +16,10 @@ from reshard.errors import RunError, ShardError
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.parameters import LocalTensors
-from reshard.torch.sides import check_writable
+from reshard.torch.sides import check_writable, find_addresses
+
+# A tensor's device, first byte, the byte behind its last, and its name.
+_Span = tuple[str, int, int, str]
 
 
 def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
@@ -28,26 +30,30 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     """
     problems: list[str] = []
     alias_of: dict[str, str] = {}
-    at: dict[tuple[Any, ...], str] = {}
+    at: dict[tuple[str, int], list[str]] = {}
+    sources, targets = _list_spans(before.locals), _list_spans(after.locals)
     for name, local in after.locals.items():
         try:
             check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
+    for device, begin, _, name in targets:
         # One tensor under two names is written once if these are tied, and refused otherwise.
-        key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
-        other = at.setdefault(key, name) if local.numel() else name
-        if other != name and tied_root(name, ties) == tied_root(other, ties):
+        there = at.setdefault((device, begin), [])
+        local = after.locals[name]
+        other = next((one for one in there if _lie_alike(local, after.locals[one])), None)
+        if other is None:
+            there.append(name)
+        elif tied_root(name, ties) == tied_root(other, ties):
             alias_of[name] = other
-        elif other != name:
+        else:
             problems.append(
                 f"{name}: one tensor with {other} in the target; if it is to be, declare "
                 f"ties={{{name!r}: {other!r}}}"
             )
-    problems += _find_overlaps(
-        {name: local for name, local in after.locals.items() if name not in alias_of}
-    )
-    shared = _find_shared(before.locals, after.locals)
+    own = [span for span in targets if span[-1] not in alias_of]
+    problems += _find_overlaps(after.locals, own)
+    shared = _find_shared(sources, targets)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
     after.roster = replace(
@@ -57,14 +63,18 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     )
 
 
-def _find_shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors that begin at one place are one."""
+    return tuple(one.shape) == tuple(other.shape) and one.stride() == other.stride()
+
+
+def _find_shared(sources: Sequence[_Span], targets: Sequence[_Span]) -> str:
     """The first source and target that share memory; empty where none do."""
     # A sweep by address: for each side, how far what began so far reaches.
     spans = sorted(
-        (str(tensor.device), *_find_addresses(tensor), number, name)
+        (device, begin, end, number, name)
         for number, side in enumerate((sources, targets))
-        for name, tensor in side.items()
-        if tensor.numel()
+        for device, begin, end, name in side
     )
     reach: list[tuple[str, int, str]] = [("", 0, "")] * 2
     for device, begin, end, number, name in spans:
@@ -76,30 +86,32 @@ def _find_shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torc
     return ""
 
 
-def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    steps = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (1 + steps) * tensor.element_size()
+def _list_spans(tensors: Mapping[str, torch.Tensor]) -> list[_Span]:
+    """Where tensors with elements lie: their device, first and last byte, and name."""
+    spans = []
+    names_of: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        device = tensor.device
+        if device not in names_of:
+            names_of[device] = str(device)
+        if tensor.numel():
+            spans.append((names_of[device], *find_addresses(tensor), name))
+    return spans
 
 
-def _find_overlaps(targets: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _find_overlaps(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> Iterator[str]:
     """What is wrong with targets that share some of their memory."""
-    spans = sorted(
-        (str(tensor.device), *_find_addresses(tensor), name)
-        for name, tensor in targets.items()
-        if tensor.numel()
-    )
-    reaching: list[tuple[str, int, str]] = []
-    for device, begin, end, name in spans:
-        reaching = [one for one in reaching if one[0] == device and one[1] > begin]
-        for _, _, other in reaching:
-            if _share_elements(targets[name], targets[other]):
+    reaching: list[_Span] = []
+    for device, begin, end, name in sorted(spans):
+        reaching = [one for one in reaching if one[0] == device and one[2] > begin]
+        for *_, other in reaching:
+            if _share_elements(tensors[name], tensors[other]):
                 yield (
                     f"{name} and {other} of the target share some of their memory; give each "
                     "memory of its own"
                 )
                 break
-        reaching.append((device, end, name))
+        reaching.append((device, begin, end, name))
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:

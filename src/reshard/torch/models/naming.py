@@ -123,6 +123,8 @@ def serving_name(name: str, available: Collection[str], ties: Mapping[str, str])
 
 def tied_root(name: str, ties: Mapping[str, str]) -> str:
     """The name that a chain of ties ends in. Raises UsageError where it is a circle."""
+    if name not in ties:
+        return name
     seen = [name]
     while seen[-1] in ties:
         seen.append(ties[seen[-1]])

@@ -105,10 +105,9 @@ class LocalTensors:
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
-        for name, address in self.addresses.items():
-            tensor = self.tensors[name]
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if local.data_ptr() != address:
+        found = map(_find_address, self.tensors.values())
+        for (name, address), now in zip(self.addresses.items(), found, strict=True):
+            if now != address:
                 yield name, address
 
 
@@ -383,6 +382,12 @@ class _Lister:
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = found if isinstance(found, Fusion) else None
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
+
+
+def _find_address(tensor: torch.Tensor) -> int:
+    # What a DTensor has is asked anew, since it may have been given another.
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr()
 
 
 @lru_cache(maxsize=64)

@@ -61,6 +61,7 @@ def write_names(roster: Roster) -> str:
 def write_roster(roster: Roster) -> str:
     """The document of what one rank has, but for its names.
 
+    >>> from reshard.torch.models.entries import Entry
     >>> roster = Roster((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
     >>> read_roster(write_roster(roster), read_names(write_names(roster))) == roster
     True
@@ -72,7 +73,8 @@ def write_roster(roster: Roster) -> str:
         "unmatched": list(roster.unmatched),
         "megatron": [] if roster.names is None else [_write_names(roster.names)],
         "kinds": [_write_kind(kind, writer) for kind in columns.kinds],
-        "kind_of": packed(columns.kind_of),
+        # Of several kinds they are in no order that a grid of numbers says shorter.
+        "kind_of": list(columns.kind_of) if len(columns.kinds) > 1 else packed(columns.kind_of),
         "samples": list(columns.samples),
     }
     return writer.document(_KIND, content)

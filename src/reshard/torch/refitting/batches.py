@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from reshard.collectives.program import Program
-from reshard.dtypes import dtype as as_dtype
+from reshard.geometry.transfers import Transfers
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import MessageExchange
@@ -105,6 +105,8 @@ class RefitBatches:
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
         self._buckets = part.buckets
+        # Transfers of several tensors are one object where they are equal.
+        self._known: dict[Transfers, RankTransfers] = {}
         if part.batches > part.buckets:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
@@ -117,6 +119,7 @@ class RefitBatches:
             self._arena.clear()
             for item in of_batch:
                 self._list(item, listed[number])
+        self._known.clear()
         shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
         if sum(len(found.stages) for found in listed) > 1:
@@ -139,7 +142,7 @@ class RefitBatches:
     def _list(self, item: PartItem, found: _BatchContents) -> None:
         """What is done for one tensor or piece, and where."""
         match, rank = item.match, self._group.rank
-        dtype = getattr(torch, as_dtype(match.dtype).name)
+        dtype = getattr(torch, match.dtype)
         source = self._source.get(match.source_name)
         target = self._target.get(match.target_name)
         if item.chosen.program is not None:
@@ -151,8 +154,12 @@ class RefitBatches:
             source = match.source_range.of(source, rank)
         if match.target_range is not None:
             target = match.target_range.of(target, rank)
+        known = self._known.get(item.transfers)
+        if known is None:
+            known = RankTransfers.of(item.change, item.transfers, rank, source, target, dtype)
+            self._known[item.transfers] = known
         found.stages[0].append(
-            RankTransfers.of(item.change, item.transfers, rank, source, target, dtype)
+            RankTransfers(item.change, known.received, known.sent, source, target, dtype)
         )
 
     def _list_program(

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -117,7 +118,7 @@ def match_tensors(
     return found.matches, found.problems
 
 
-@dataclass(slots=True)
+@dataclass
 class _Matcher:
     source: Mapping[str, ModelTensor]
     target: Mapping[str, ModelTensor]
@@ -126,6 +127,8 @@ class _Matcher:
     transforms: Mapping[str, Transform]
     matches: list[Match] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    # Of tensors that are alike on both sides, but for their names; they are one object each.
+    _known: dict[tuple[int, int], _WholeMatch] = field(default_factory=dict)
 
     def run(self) -> None:
         transforms = self.transforms.items()
@@ -138,7 +141,8 @@ class _Matcher:
         if self.problems:
             return
         try:
-            members = members_of(self.source)
+            if any(tensor.fusion is not None for tensor in self.source.values()):
+                self.members  # noqa: B018
         except ReshardError as error:
             self.problems.append(f"the source: {error}")
             return
@@ -151,18 +155,25 @@ class _Matcher:
                 if served_by is not None and _are_alike(self.source[served_by], wanted):
                     self.matches += self._match_whole(name, served_by, wanted)
                 else:
-                    self.matches += self._match_members(name, wanted, members)
+                    self.matches += self._match_members(name, wanted)
             except _Misfit as misfit:
                 self.problems += misfit.problems
             except ReshardError as error:
                 self.problems.append(f"{name}: {error}")
+
+    @cached_property
+    def members(self) -> dict[str, Member]:
+        """What the source has, fused tensors member by member."""
+        return members_of(self.source)
 
     def unused(self) -> Iterator[str]:
         """What of the source serves nothing."""
         wanted = {
             one for name, tensor in self.target.items() for one in _list_members(name, tensor)
         }
-        used = {tied_root(name, self.ties) for name in wanted | self.target.keys()}
+        used = wanted | self.target.keys()
+        if self.ties:
+            used = {tied_root(name, self.ties) for name in used}
         for name, tensor in self.source.items():
             if tied_root(name, self.ties) in used:
                 continue
@@ -173,6 +184,10 @@ class _Matcher:
     def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
         """The move of a whole tensor."""
         tensor, transform = self.source[served_by], self.transforms.get(name)
+        pair = (id(tensor), id(wanted))
+        known = self._known.get(pair)
+        if known is not None and transform is None and not isinstance(self.cast, Mapping):
+            return [Match(name, served_by, name, *known[:3], specs=known.specs)]
         source, target = tensor.layout, wanted.layout
         both_say = tensor.parameter is not None and wanted.parameter is not None
         if transform is None and both_say:
@@ -184,16 +199,15 @@ class _Matcher:
                 name, Member(served_by, tensor), Member(name, wanted), transform
             )
         travels = self._choose_dtype(name, tensor, wanted)
-        return [
-            Match(name, served_by, name, source, target, travels, specs=_find_specs(tensor, wanted))
-        ]
+        known = _WholeMatch(source, target, travels, _find_specs(tensor, wanted))
+        self._known[pair] = known
+        return [Match(name, served_by, name, *known[:3], specs=known.specs)]
 
-    def _match_members(
-        self, name: str, wanted: ModelTensor, members: Mapping[str, Member]
-    ) -> list[Match]:
+    def _match_members(self, name: str, wanted: ModelTensor) -> list[Match]:
         """The moves of all pieces of a tensor that one side fuses."""
         matches: list[Match] = []
         problems: list[str] = []
+        members = self.members
         parts = fused_members(name, wanted) or {name: Member(name, wanted)}
         for member_name, part in parts.items():
             of = "" if member_name == name else f" (a member of {name})"
@@ -332,6 +346,15 @@ class _Matcher:
                 "before it is cast"
             )
         return _choose_narrower(tensor.dtype, wanted.dtype)
+
+
+class _WholeMatch(NamedTuple):
+    """What matches of whole tensors have alike."""
+
+    source: Layout
+    target: Layout
+    dtype: str
+    specs: tuple[ShardingSpec, ShardingSpec] | None
 
 
 class _Misfit(Exception):

@@ -89,9 +89,10 @@ class RefitMethods:
         division = divide(tensors, topology, _RUN_AS)
         divided = zip(division.by_program, division.ways, strict=True)
         chosen = []
+        exchanged = {why: TensorMethod(None, why) for why in set(found) if isinstance(why, str)}
         for program in found:
             if isinstance(program, str):
-                chosen.append(TensorMethod(None, program))
+                chosen.append(exchanged[program])
                 continue
             # `divided` has an entry for each tensor with a program, in their order.
             is_chosen, ways = next(divided)

@@ -186,7 +186,7 @@ class RefitPlan:
 
     def part(self, rank: int) -> RefitPart:
         """What one rank does."""
-        transfers = self.job.for_rank(rank)
+        transfers = self.job.for_rank(rank).shared()
         changes = {item.name: item.change for item in self.job.items}
         # What one transform makes at the source, it makes together.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
@@ -194,7 +194,7 @@ class RefitPlan:
             PartItem(
                 one,
                 changes.get(one.name) or LayoutChange(one.source, one.target),
-                transfers.get(one.name, Transfers.none(len(one.source.shape))),
+                transfers.get(one.name) or Transfers.none(len(one.source.shape)),
                 batch,
                 chosen,
             )

@@ -28,7 +28,7 @@ from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
+from reshard.torch.exchange.usability import find_unusable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.naming import Naming
@@ -36,6 +36,7 @@ from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
+from reshard.torch.refitting.collection import paused_collection
 from reshard.torch.refitting.matching import CastOption, Match
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
@@ -175,7 +176,7 @@ class Refit:
             UsageError: a rank outside the group, or no process groups at all.
         """
         among = rank_group(group)
-        with among.turn():
+        with among.turn(), paused_collection():
             return cls._prepare(
                 among,
                 source,
@@ -301,19 +302,17 @@ class Refit:
             with torch.inference_mode():
                 self._batches.run(observer)
         except BaseException as error:
-            for tensor in self._prepared.after.tensors.values():
-                torch.autograd.graph.increment_version(tensor)
-                mark_unusable(tensor)
+            torch.autograd.graph.increment_version(self._prepared.after.tensors.values())
+            mark_unusable(*self._prepared.after.tensors.values())
             self._group.break_off(error)
             if isinstance(error, ReshardError):
                 raise RunError(
                     f"{error}; the target is partly new and partly old, and not usable"
                 ) from error
             raise
-        for tensor in self._prepared.after.tensors.values():
-            # Messages are written behind autograd's back.
-            torch.autograd.graph.increment_version(tensor)
-            mark_usable(tensor)
+        # Messages are written behind autograd's back.
+        torch.autograd.graph.increment_version(self._prepared.after.tensors.values())
+        mark_usable(*self._prepared.after.tensors.values())
         self.is_usable = True
 
     def verify(self) -> Verification:
@@ -347,8 +346,8 @@ class Refit:
         for side in (self._prepared.before, self._prepared.after):
             for name, address in side.moved():
                 return f"{name} is at another address than when it was prepared ({address:#x})"
-        for name, tensor in self._prepared.before.tensors.items():
-            if checks_source and not is_usable(tensor):
+        if checks_source:
+            for name in find_unusable(self._prepared.before.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
         return None
 
