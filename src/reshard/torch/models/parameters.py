@@ -386,8 +386,7 @@ class _Lister:
 
 def _find_address(tensor: torch.Tensor) -> int:
     # What a DTensor has is asked anew, since it may have been given another.
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr()
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 
 @lru_cache(maxsize=64)

@@ -45,6 +45,7 @@ from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod
+from reshard.torch.refitting.preparation import KnownPlans, make_key
 from reshard.torch.refitting.transforms import Transform
 
 Planning = Literal["local", "centralized"]
@@ -103,6 +104,7 @@ class RefitPlan:
     staging_bytes: int
     methods: tuple[TensorMethod, ...] = ()
     buckets: int | Mapping[str, int] | None = None
+    _parts: dict[int, RefitPart] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
@@ -211,6 +213,12 @@ class RefitPlan:
         buckets = max(self.bucket_of.values(), default=0) + 1
         return RefitPart(tuple(items), self.batch_count, max(filled_bytes), self.digest, buckets)
 
+    def own_part(self, rank: int) -> RefitPart:
+        """What this rank does, worked out once; `part` keeps nothing."""
+        if rank not in self._parts:
+            self._parts[rank] = self.part(rank)
+        return self._parts[rank]
+
     def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
         """What each of the ranks does, one after the other."""
         return (self.part(rank) for rank in ranks)
@@ -261,6 +269,10 @@ def _count_bytes(match: Match) -> int:
 
 def _needs_memory(match: Match, chosen: TensorMethod) -> bool:
     return match.is_transformed or (chosen.program is not None and staging_bytes(match, chosen) > 0)
+
+
+# What this process has planned.
+_KNOWN: KnownPlans[RefitPlan] = KnownPlans()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +327,18 @@ class RefitPlanner:
                 found[name] = transform
                 made.update(transform.outputs(name))
         return found
+
+    @property
+    def options(self) -> tuple[object, ...] | None:
+        """All that says how models are compared; None with transforms, which are code."""
+        tables = (
+            list(given.items()) if isinstance(given, Mapping) else given
+            for given in (self.ties, self.cast, self.buckets)
+        )
+        topology = self.methods.topology
+        links = None if topology is None else topology.interning_key()
+        others = self.strict, self.extra_bytes, self.methods.method, links
+        return None if self.transforms else (*tables, *others)
 
     def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
         """The tensors to move. Raises ShardError with all that does not fit."""
@@ -391,10 +415,13 @@ def plan_part(
     whole: RefitPlan | None = None
     # 2. Plan: for all ranks, or each rank its own part.
     if is_first or not is_central:
-        found = plan_or_error(matching, messages)
+        key = make_key(matching.options, messages)
+        found = _KNOWN.find(key) or plan_or_error(matching, messages)
+        if isinstance(found, RefitPlan):
+            _KNOWN.keep(key, found)
         whole = found if isinstance(found, RefitPlan) else None
         if not is_central:
-            part = found if isinstance(found, ReshardError) else found.part(group.rank)
+            part = found if isinstance(found, ReshardError) else found.own_part(group.rank)
         elif isinstance(found, ReshardError):
             parts = (found for _ in ranks)
         else:

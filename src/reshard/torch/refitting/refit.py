@@ -36,7 +36,6 @@ from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
-from reshard.torch.refitting.collection import paused_collection
 from reshard.torch.refitting.matching import CastOption, Match
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
@@ -56,6 +55,7 @@ from reshard.torch.refitting.planning import (
     list_complete_names,
     plan_part,
 )
+from reshard.torch.refitting.preparation import paused_collection
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
