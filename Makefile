@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench soak golden engines clean
+.PHONY: demo venv test check lint bench gpu soak golden engines clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -84,6 +84,13 @@ bench: venv
 	$(VENV)/bin/python benchmarks/collectives.py
 	$(VENV)/bin/python benchmarks/spmd.py
 	$(VENV)/bin/python benchmarks/propagation.py
+
+# Tensors of CUDA devices: each part says so and skips where there is none. The environment's torch
+# has to be a build for CUDA.
+gpu: venv
+	$(VENV)/bin/python -m pytest -q -rs -n 0 tests/torch/exchange/test_devices.py \
+		tests/torch/test_gpu_processes.py
+	$(VENV)/bin/python benchmarks/gpu.py
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
 soak: venv

@@ -31,7 +31,7 @@ def movement_of(rank: int, dtype: torch.dtype) -> RankTransfers:
     return RankTransfers.of(plan.change, plan.for_rank(rank), rank, own, local, dtype)
 
 
-def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
+def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: bool = False) -> int:
     """Move it twice; how many pieces were packed, or unpacked, each time."""
     rank, copies = dist.get_rank(), [0]
     made = slots_module.copiers
@@ -51,7 +51,13 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
     slots_module.copiers = counting
     try:
         exchange = MessageExchange(
-            [movement], rank, None, torch.device("cpu"), limit_bytes, is_grouped=is_grouped
+            [movement],
+            rank,
+            None,
+            torch.device("cpu"),
+            limit_bytes,
+            is_grouped=is_grouped,
+            is_hosted=is_hosted,
         )
     finally:
         slots_module.copiers = made
@@ -88,6 +94,8 @@ def main() -> None:
             if is_first and (message >= 2 * 48 * dtype.itemsize or dtype is torch.bfloat16):
                 assert found == sum(pieces), (found, pieces, limit_bytes, dtype)
         check(1 << 13, dtype, is_grouped=True)
+        # As tensors of a device travel by gloo: even what is dense is staged.
+        check(1 << 13, dtype, is_grouped=False, is_hosted=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
             storage[...] = kind.combine(reduction, storage, kind.storage(part))
         else:
             wide = _choose_compute_dtype(target.dtype)
-            into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
+            # What was staged in the host's memory goes to the device first.
+            into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(into.device, wide)))
 
 
 def is_added_in_place(reduction: str, dtype: torch.dtype) -> bool:
@@ -165,7 +166,9 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     """
     found = torch.empty(tuple(shape), dtype=dtype, device=device)
     size_bytes = found.numel() * found.element_size()
-    if size_bytes >= _LARGE_BYTES and device.type == "cpu" and _MADVISE is not None:
+    # Fake tensors have no memory.
+    is_there = type(found) is torch.Tensor and device.type == "cpu"
+    if size_bytes >= _LARGE_BYTES and is_there and _MADVISE is not None:
         # Whole pages only: what else lies in the first and last one is not ours.
         begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -174,14 +177,18 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     return found
 
 
-def empty_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+def empty_bytes(size_bytes: int, device: torch.device, is_hosted: bool = False) -> torch.Tensor:
     """Bytes of any values, to stage in; on the CPU of large pages where there are some.
+
+    What is staged in the host's memory for a CUDA device (`is_hosted`) has pages that do not move.
 
     >>> empty_bytes(6, torch.device("cpu")).shape
     torch.Size([6])
     """
-    if device.type != "cpu":
+    if device.type != "cpu" and not is_hosted:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     # NumPy asks for large pages itself.
     return torch.from_numpy(np.empty(size_bytes, np.uint8))
 

@@ -71,12 +71,14 @@ class MessageExchange:
         tensors: this rank's transfers of each, in the same order on every rank.
         rank: this process's, among the slots of the layouts.
         group: of all ranks that have a part.
-        device: where the staging memory is.
+        device: of the tensors, where their messages are staged too, but for `is_hosted`.
         extra_bytes: the most staging memory; the same on every rank.
         is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
             needs it; by default where that is what carries the device's tensors.
         by_region: whether all contributions to a region travel before the next region does; for one
             tensor whose contributions are cut alike (`are_cut_alike`), likewise on every rank.
+        is_hosted: whether messages are staged in the host's memory; by default where gloo, which
+            knows no other, carries a device's tensors.
         memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
             exchanges share which run one after the other; its own when None.
 
@@ -93,17 +95,19 @@ class MessageExchange:
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         is_grouped: bool | None = None,
         by_region: bool = False,
+        is_hosted: bool | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
         self._group = among = rank_group(group)
         self._device = device
         is_nccl = among.backend_of(device) == "nccl"
+        self._is_hosted = among.is_hosted(device) if is_hosted is None else is_hosted
         self._is_grouped = is_nccl if is_grouped is None else is_grouped
         # Grouped messages to and from all ranks are in memory at once.
         peers = len(among.ranks) - 1 if self._is_grouped else 1
         message_bytes = limit_message_bytes(extra_bytes, peers)
         self._shared: SharedMemory | None = None
-        if self._device.type == "cpu" and not self._is_grouped:
+        if (self._is_hosted or device.type == "cpu") and not self._is_grouped:
             self._shared = among.shared_memory
         if self._shared is not None and self._shared.is_complete:
             message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
@@ -150,7 +154,9 @@ class MessageExchange:
 
     def _is_staged(self, message: RankMessage) -> bool:
         """Whether a message needs a slot: not where it is sent from, or received in, its tensor."""
-        return message.is_sent if self._is_near(message) else message.direct is None
+        if self._is_near(message):
+            return message.is_sent
+        return self._is_hosted or message.direct is None
 
     def _make_slots(
         self,
@@ -174,7 +180,9 @@ class MessageExchange:
             return MessageSlots(messages, True, ahead, most_bytes, self._shared.staging)
 
         def allocate(size_bytes: int) -> torch.Tensor:
-            return empty_bytes(size_bytes, self._device) if half is None else half[:size_bytes]
+            if half is not None:
+                return half[:size_bytes]
+            return empty_bytes(size_bytes, self._device, self._is_hosted)
 
         return MessageSlots(messages, are_shared, peers * ahead, most_bytes, allocate)
 

@@ -129,6 +129,10 @@ class RankGroup:
             return "gloo"
         return backend_of(self._given, device)
 
+    def is_hosted(self, device: torch.device) -> bool:
+        """Whether a device's tensors travel through the host's memory: gloo knows no other."""
+        return device.type != "cpu" and self.backend_of(device) == "gloo"
+
     def find_rank(self, home_rank: int) -> int:
         """The number, in this group, of a rank of this process's job.
 
@@ -225,9 +229,10 @@ class RankGroup:
         return self._carrier(tensor.device).recv([tensor], self._positions[sender], tag)
 
     def staging_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes to stage messages in; on the CPU such as other ranks can map, where they can."""
-        if self.shared_memory is None or device.type != "cpu":
-            return empty_bytes(size_bytes, device)
+        """Bytes to stage messages of a device in; the host's are such as other ranks can map."""
+        is_hosted = self.is_hosted(device)
+        if self.shared_memory is None or not (is_hosted or device.type == "cpu"):
+            return empty_bytes(size_bytes, device, is_hosted)
         return self.shared_memory.staging(size_bytes)
 
     def swap_bytes(

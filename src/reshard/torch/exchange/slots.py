@@ -123,7 +123,7 @@ class MessageSlots:
         self._users.append([step])
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
-        prepared.stage(self._memory[begin : begin + offsets[-1]])
+        prepared.stage(self._memory.narrow(0, begin, offsets[-1]))
         self._buffers.append((contents, prepared.buffer))
         if turn >= self._count:
             step.follows += self._users[turn - self._count]
@@ -140,7 +140,7 @@ def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[]
         if dtype not in whole_of:
             # Its length is no multiple of every element's, but every piece lies within it.
             stop = buffer.numel() // dtype.itemsize * dtype.itemsize
-            whole_of[dtype] = buffer[:stop].view(dtype)
+            whole_of[dtype] = buffer.narrow(0, 0, stop).view(dtype)
         # One call, where to cut and to shape it would be three.
         at = (begin_bytes + low) // dtype.itemsize
         part = whole_of[dtype].as_strided(view.shape, _dense_strides(view.shape), at)

@@ -1,0 +1,33 @@
+"""Tensors of CUDA devices between processes: `make gpu` runs this; it skips without a device."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from live_processes import expect_all_end_well, run_ranks
+
+DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_ranks_on_the_cpu(ranks: int) -> None:
+    expect_all_end_well(run_ranks("gpu_process.py", ranks, "gloo", "cpu"))
+
+
+@pytest.mark.skipif(not DEVICES, reason="no CUDA device")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_with_a_device_each_exchange_by_nccl(ranks: int) -> None:
+    if ranks > DEVICES:
+        pytest.skip(f"{DEVICES} devices")
+    expect_all_end_well(
+        run_ranks("gpu_process.py", ranks, "cpu:gloo,cuda:nccl", "cuda", timeout_s=300)
+    )
+
+
+@pytest.mark.skipif(not DEVICES, reason="no CUDA device")
+def test_two_ranks_of_one_device_exchange_by_gloo() -> None:
+    expect_all_end_well(run_ranks("gpu_process.py", 2, "gloo", "cuda", timeout_s=300))
