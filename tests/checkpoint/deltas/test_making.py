@@ -14,6 +14,7 @@ import pytest
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.blocks.batches import BatchReader
 from reshard.errors import DigestError, ReshardError, UsageError
 
 WHOLE = {
@@ -224,3 +225,58 @@ def test_memory_is_bounded(tmp_path: Path, share: float) -> None:
     assert done.returncode == 0, done.stderr
     limit_bytes = (64 + 64) << 20
     assert [int(line) < limit_bytes for line in done.stdout.split()] == [True, True], done.stdout
+
+
+def test_small_tensors_are_looked_at_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 14)
+    before = {f"{n:03}.up": tensor("float32", (4, 5), n) for n in range(80)}
+    before |= {f"{n:03}.down": tensor("bfloat16", (7,), n) for n in range(80)}
+    before |= {"large": tensor("float32", (80, 80), 1), "empty": tensor("int8", (0, 3), 4)}
+    after = dict(before)
+    for name in ("003.up", "041.up", "041.down", "079.down"):
+        after[name] = changed(before[name], 2)
+    after["large"] = changed(before["large"], 6000)
+    after["050.up"] = tensor("float32", (5, 4), 50)
+    del after["060.down"]
+    after |= {f"new.{n}": tensor("int16", (9,), n) for n in range(20)}
+    a, b = write(tmp_path / "a", before), write(tmp_path / "b", after)
+    calls = []
+    read = BatchReader.read
+
+    def count(self: BatchReader, *arguments: Any) -> Any:
+        calls.append(len(arguments[0]))
+        return read(self, *arguments)
+
+    monkeypatch.setattr(BatchReader, "read", count)
+    report = checkpoint.diff(a, b, tmp_path / "delta")
+    # Of 180 tensors afterwards: some batches of each checkpoint, and the blocks of the large one.
+    assert len(calls) <= 20
+    assert {*report.changed} == {"003.up", "041.up", "041.down", "079.down", "large"}
+    assert report.added == tuple(name for name in after if name.startswith("new."))
+    assert (report.replaced, report.removed) == (("050.up",), ("060.down",))
+    assert report.changed_bytes == 4 + 4 + 2 + 2 + 4
+    monkeypatch.undo()
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 14)
+    checkpoint.apply(a, tmp_path / "delta", tmp_path / "applied")
+    assert checkpoint.compare(tmp_path / "applied", b).is_same
+
+
+def test_small_tensors_whose_digests_are_known_are_read_of_one_side(tmp_path: Path) -> None:
+    before = {f"{n:03}": tensor("float32", (4, 5), n) for n in range(40)}
+    a = write(tmp_path / "a", before)
+    b = write(tmp_path / "b", {**before, "007": changed(before["007"], 1)})
+    checkpoint.convert(a, tmp_path / "known_a", to="full")
+    checkpoint.convert(b, tmp_path / "known_b", to="full")
+    size = 40 * 80
+    for left, right, most in (
+        ("known_a", "known_b", 2 * 80),
+        ("a", "known_a", size),
+        ("known_a", "a", size),
+        ("a", "known_b", 2 * size),
+    ):
+        report = checkpoint.diff(tmp_path / left, tmp_path / right, tmp_path / f"{left}-{right}")
+        assert report.changed == (("007",) if right == "known_b" else ())
+        # Whole sectors are read.
+        assert report.read_bytes <= most + 8192

@@ -115,6 +115,15 @@ class DigestColumns:
         is_known = None if all(known) else np.array(known, dtype=bool)
         return cls(np.array(first, dtype=np.int64), bytes(blocks), bytes(whole), is_known)
 
+    def is_known(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Whether the tensors in these rows have digests."""
+        return np.ones(len(rows), dtype=bool) if self.known is None else self.known[rows]
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The digests of all blocks, shape `(blocks, 16)`."""
+        return np.frombuffer(self.blocks, np.uint8).reshape(-1, _DIGEST_BYTES)
+
     def of_blocks(self, row: int) -> bytes:
         """The digests of all blocks of a tensor, one behind the other."""
         begin, end = self.first[row : row + 2].tolist()
@@ -125,7 +134,7 @@ class DigestColumns:
         counts = np.diff(self.first)[rows]
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         chosen = np.repeat(self.first[rows] - first[:-1], counts) + np.arange(int(first[-1]))
-        blocks = np.frombuffer(self.blocks, np.uint8).reshape(-1, _DIGEST_BYTES)[chosen]
+        blocks = self.rows[chosen]
         whole = np.frombuffer(self.tensors, np.uint8).reshape(-1, _DIGEST_BYTES)[rows]
         known = None if self.known is None else self.known[rows]
         return DigestColumns(first, blocks.tobytes(), whole.tobytes(), known)
@@ -320,13 +329,11 @@ def bind_shards(
     # For each tensor the number of its list of places; a file makes longer lists of those it is in.
     places: list[tuple[tuple[int, str], ...]] = [()]
     listed = np.zeros(len(names), dtype=np.int64)
-    numbers: list[IntArray] = []
-    for number, (rank, file, rows, _) in enumerate(files := tuple(files)):
+    for rank, file, rows, _ in (files := tuple(files)):
         before, which = np.unique(listed[rows], return_inverse=True)
         after = len(places) + np.arange(len(before))
         places += [(*places[old], (rank, file)) for old in before.tolist()]
         listed[rows] = after[which]
-        numbers.append(np.full(len(rows), number))
     pairs, found = np.unique(
         np.stack([kind, listed]) if len(names) else np.zeros((2, 0), np.int64),
         axis=1,
@@ -338,7 +345,9 @@ def bind_shards(
         slots = tuple((rank, None) for rank, _ in places[where])
         made.append(TensorKind(element, layout, slots, tuple(f for _, f in places[where]), spec))
     nothing = np.zeros(0, dtype=np.int64)
+    # Of one tensor in the order of the files.
     rows = np.concatenate([nothing, *(rows for _, _, rows, _ in files)])
+    order = np.argsort(rows, kind="stable")
+    del rows
     starts = np.concatenate([nothing, *(starts for _, _, _, starts in files)])
-    order = np.lexsort((np.concatenate([nothing, *numbers]), rows))
     return TensorColumns(names, made, found.reshape(-1), starts[order], digests)

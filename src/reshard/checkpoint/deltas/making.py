@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid
-from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, WorkspaceSize, open_sources
-from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.batches import BatchReader, Section
+from reshard.checkpoint.blocks.block_io import Workspace, WorkspaceSize, open_sources
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_digest
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES, DEFAULT_THREADS
+from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
+from reshard.checkpoint.conversion.moves import Batch, Moves
 from reshard.checkpoint.deltas.beside import encode_value
 from reshard.checkpoint.deltas.compression import COMPRESSIONS, compress
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter
@@ -42,6 +45,7 @@ from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import UsageError
+from reshard.runs import IntArray
 
 _PIECE_BYTES = 1 << 20
 
@@ -69,33 +73,22 @@ class DeltaReport:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A tensor afterwards, what it was, and the number of its first block."""
-
-    after: StoredTensor
-    before: StoredTensor | None
-    first_block: int
-    grid: BlockGrid
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A block that was looked at: its digests, and what changed."""
+    """Blocks that were looked at: their digests before and after, and what changed in which."""
 
-    pair: _Pair
-    block: int
-    before: bytes
-    after: bytes
-    change: EncodedBlock | None
+    batch: Batch
+    before: list[bytes]
+    after: list[bytes]
+    changes: list[tuple[int, EncodedBlock]]
 
 
 class _PairMemory:
     """The memory of one thread, which reads blocks of two checkpoints."""
 
-    def __init__(self, sizes: tuple[int, int]) -> None:
-        self.before = Workspace(*sizes)
-        self.after = Workspace(*sizes)
+    def __init__(self, before: WorkspaceSize, after: WorkspaceSize) -> None:
+        self.before = before.new_workspace()
+        self.after = after.new_workspace()
 
     def close(self) -> None:
         self.before.close()
@@ -154,40 +147,32 @@ def diff(
 
 
 class _Making:
-    """A delta under way."""
+    """A delta under way: `kinds` says of each tensor afterwards what became of it."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool) -> None:
         self.a, self.b, self._compressed = a, b, compressed
         self._files_a, self._files_b = open_sources(a), open_sources(b)
-        self.pairs: list[_Pair] = []
-        self.kinds: dict[str, str] = {}
-        first = 0
-        for name, tensor in b.tensors.items():
-            was = a.tensors.get(name)
-            same = was is not None and (was.dtype, was.shape) == (tensor.dtype, tensor.shape)
-            self.kinds[name] = "kept" if same else "added" if was is None else "replaced"
-            blocked = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
-            self.pairs.append(_Pair(tensor, was if same else None, first, blocked))
-            first += blocked.count
-        self.digests = np.zeros((first, DIGEST_BYTES), np.uint8)
+        before, after = TensorColumns.of(a.tensors), TensorColumns.of(b.tensors)
+        self.kinds = list(_find_kinds(before, after))
+        rest = {name for name, kind in zip(after.names, self.kinds, strict=True) if kind != "kept"}
+        self._moves = Moves(before, after, rest)
+        self._old = BatchReader(before, self._files_a)
+        self._new = BatchReader(after, self._files_b)
+        self._blocks = DigestedBlocks(self._moves)
         self._records: list[tuple[Any, ...]] = []
-        self._sizes = self._find_workspace_sizes()
-        self._readers = lru_cache(maxsize=64)(self._open_readers)
+        self._sizes = (WorkspaceSize(0, 0), WorkspaceSize(0, 0))
         self.changed_bytes = 0
         self.notes: list[str] = []
 
-    def _find_workspace_sizes(self) -> tuple[int, int]:
-        block = span = 0
-        for pair in self.pairs:
-            for tensor, files in ((pair.after, self._files_b), (pair.before, self._files_a)):
-                if tensor is not None:
-                    reader = BlockReader(tensor, files)
-                    block = max(block, reader.grid.largest_bytes)
-                    span = max(span, reader.span_bytes)
-        return block, span
+    def _find_sizes(self, batch_bytes: int) -> tuple[WorkspaceSize, WorkspaceSize]:
+        rows = self._moves.source_rows
+        return (
+            size_workspace(self._old, rows[rows >= 0], batch_bytes),
+            size_workspace(self._new, np.arange(len(rows)), batch_bytes),
+        )
 
     def threads(self, extra_bytes: int, most: int | None) -> int:
-        """How many threads fit into a limit.
+        """How many threads fit into a limit; batches are smaller where larger ones would not.
 
         Raises:
             UsageError: not even one does, or numbers that cannot be.
@@ -195,110 +180,132 @@ class _Making:
         for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
             if given is not None and (type(given) is not int or given < least):
                 raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
-        # Each thread: two blocks with their spans, arithmetic, and a payload that waits its turn.
-        each = 2 * WorkspaceSize(*self._sizes).size_bytes + SCRATCH_BYTES + 2 * self._sizes[0]
-        fit = extra_bytes // each
-        if fit < 1:
-            raise UsageError(
-                f"a memory limit of {extra_bytes} bytes; one thread needs {each} for one block of "
-                "the largest tensor of both, give at least that"
-            )
-        return min(fit, most or DEFAULT_THREADS)
+        batch_bytes = self._moves.batched_bytes
+        while True:
+            self._sizes = before, after = self._find_sizes(batch_bytes)
+            # Each thread: two blocks with their spans, arithmetic, and a payload that waits its
+            # turn.
+            most_bytes = max(before.block_bytes, after.block_bytes)
+            each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * most_bytes
+            if each <= extra_bytes:
+                return min(extra_bytes // each, most or DEFAULT_THREADS)
+            if not batch_bytes:
+                raise UsageError(
+                    f"a memory limit of {extra_bytes} bytes; one thread needs {each} for one block "
+                    "of the largest tensor of both, give at least that"
+                )
+            batch_bytes //= 2
 
     def close(self) -> None:
         self._files_a.close()
         self._files_b.close()
 
-    def _open_readers(self, number: int) -> tuple[BlockReader | None, BlockReader]:
-        pair = self.pairs[number]
-        before = None if pair.before is None else BlockReader(pair.before, self._files_a)
-        return before, BlockReader(pair.after, self._files_b)
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        """The digests of all blocks afterwards, shape `(blocks, 16)`."""
+        return self._blocks.found
 
-    def _list_tasks(self) -> Iterator[tuple[int, int]]:
-        """The blocks to look at: a pair and a block; the others are as they were."""
-        for place, pair in enumerate(self.pairs):
-            known = pair.after.digest
-            old = pair.before.digest if pair.before is not None else None
-            for block in range(pair.grid.count):
-                if known and old and known.blocks[block] == old.blocks[block]:
-                    row = pair.first_block + block
-                    self.digests[row] = np.frombuffer(known.blocks[block], np.uint8)
-                    continue
-                yield place, block
+    def _find_unknown(self) -> IntArray:
+        """The numbers of the blocks to look at; the others are as they were, by their digests."""
+        moves, old, new = self._moves, self._old.columns.digests, self._new.columns.digests
+        is_left = np.ones(moves.count, dtype=bool)
+        if old is not None and new is not None:
+            rows = np.flatnonzero(moves.source_rows >= 0)
+            rows = rows[new.is_known(rows) & old.is_known(moves.source_rows[rows])]
+            is_both = np.zeros(len(moves.target), dtype=bool)
+            is_both[rows] = True
+            numbers = np.flatnonzero(np.repeat(is_both, moves.block_counts))
+            before, after = old.take(moves.source_rows[rows]).rows, new.take(rows).rows
+            is_same = (before == after).all(axis=1)
+            self._blocks.found[numbers[is_same]] = after[is_same]
+            is_left[numbers[is_same]] = False
+        return np.flatnonzero(is_left)
 
-    def _look(self, task: tuple[int, int], memory: _PairMemory) -> _Found:
-        place, block = task
-        pair = self.pairs[place]
-        old, new = self._readers(place)
-        if old is None:
-            content, digest = new.read_checked(block, memory.after)
-            change = self._encode(None, content, pair)
-            return _Found(pair, block, bytes(DIGEST_BYTES), digest, change)
-        known = pair.before.digest if pair.before is not None else None
-        # Of the two, the one without a recorded digest is read first: the other may not need to be.
-        if known is None and pair.after.digest is not None:
-            was, before = old.read_checked(block, memory.before)
-            if before == pair.after.digest.blocks[block]:
-                return _Found(pair, block, before, before, None)
-            content, digest = new.read_checked(block, memory.after)
+    def _look(self, batch: Batch, memory: _PairMemory) -> _Found:
+        if not batch.read:
+            content, after = _read(self._new, batch.written, memory.after)
+            none = [bytes(DIGEST_BYTES)] * len(after)
+            pairs: list[tuple[memoryview | None, memoryview]] = [(None, one) for one in content]
+            return _Found(batch, none, after, list(self._encode(batch, range(len(after)), pairs)))
+        known_before = _list_known(self._old, batch.read)
+        known_after = _list_known(self._new, batch.written)
+        # Of the two, the one without recorded digests is read first: the other may not need to be.
+        if None in known_before and None not in known_after:
+            was, before = _read(self._old, batch.read, memory.before)
+            if before == known_after:
+                return _Found(batch, before, before, [])
+            content, after = _read(self._new, batch.written, memory.after)
         else:
-            content, digest = new.read_checked(block, memory.after)
-            if known is not None and digest == known.blocks[block]:
-                return _Found(pair, block, digest, digest, None)
-            was, before = old.read_checked(block, memory.before)
-        return _Found(pair, block, before, digest, self._encode(was, content, pair))
+            content, after = _read(self._new, batch.written, memory.after)
+            if after == known_before:
+                return _Found(batch, after, after, [])
+            was, before = _read(self._old, batch.read, memory.before)
+        changed = [at for at, digest in enumerate(after) if digest != before[at]]
+        changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
+        return _Found(batch, before, after, list(changes))
 
     def _encode(
-        self, before: memoryview | None, after: memoryview, pair: _Pair
-    ) -> EncodedBlock | None:
-        itemsize = pair.after.dtype.itemsize_bytes
-        return encode_block(before, after, itemsize, compressed=self._compressed)
+        self,
+        batch: Batch,
+        places: Sequence[int],
+        blocks: Sequence[tuple[memoryview | None, memoryview]],
+    ) -> Iterator[tuple[int, EncodedBlock]]:
+        """What changed in blocks at some places of a batch, each as it was and as it is."""
+        columns = self._new.columns
+        itemsizes_bytes = [
+            columns.kinds[section.kind].dtype.itemsize_bytes
+            for section in batch.written
+            for _ in section.rows
+        ]
+        for at, (before, after) in zip(places, blocks, strict=True):
+            change = encode_block(before, after, itemsizes_bytes[at], compressed=self._compressed)
+            if change is not None:
+                yield at, change
 
     def write_blocks(
         self, writer: DeltaWriter, threads: int, progress: ProgressFunction | None
     ) -> None:
         """Look at all blocks, and write what changed."""
-        total = sum(pair.after.size_bytes for pair in self.pairs)
+        total = int(self._moves.target.tensor_bytes.sum())
         done = 0
-        results = run_in_threads(
-            self._list_tasks(), self._look, lambda: _PairMemory(self._sizes), threads
-        )
+        batches = self._moves.batches(self._find_unknown(), self._sizes[0].batch_bytes)
+        results = run_in_threads(batches, self._look, lambda: _PairMemory(*self._sizes), threads)
         try:
             for found in results:
                 self._record(found, writer)
-                done += found.pair.grid.size_bytes(found.block)
+                done += found.batch.size_bytes
                 if progress is not None:
-                    progress(Progress(done, total, 0, found.pair.after.name))
+                    progress(Progress(done, total, 0, self._blocks.last_name(found.batch)))
         finally:
             results.close()
         for source in (*self._files_a, *self._files_b):
             source.check_unchanged()
 
     def _record(self, found: _Found, writer: DeltaWriter) -> None:
-        row = found.pair.first_block + found.block
-        self.digests[row] = np.frombuffer(found.after, np.uint8)
-        change = found.change
-        if change is None:
-            return
-        start = writer.append(change.payload)
-        self._records.append(
-            (
-                row,
-                found.before,
-                start,
-                len(change.payload),
-                change.plain_bytes,
-                change.words,
-                change.coding,
-                change.flags,
-                0,
+        numbers = found.batch.numbers
+        self._blocks.note(numbers, b"".join(found.after))
+        rows, _ = self._moves.places(numbers)
+        for at, change in found.changes:
+            start = writer.append(change.payload)
+            self._records.append(
+                (
+                    int(numbers[at]),
+                    found.before[at],
+                    start,
+                    len(change.payload),
+                    change.plain_bytes,
+                    change.words,
+                    change.coding,
+                    change.flags,
+                    0,
+                )
             )
-        )
-        name = found.pair.after.name
-        if self.kinds[name] == "kept":
-            self.kinds[name] = "changed"
-        if self.kinds[name] == "changed":
-            self.changed_bytes += change.words * word_bytes(found.pair.after.dtype.itemsize_bytes)
+            row = int(rows[at])
+            if self.kinds[row] == "kept":
+                self.kinds[row] = "changed"
+            if self.kinds[row] == "changed":
+                element = self._new.columns.kinds[int(self._new.columns.kind[row])].dtype
+                self.changed_bytes += change.words * word_bytes(element.itemsize_bytes)
 
     def finished_records(self) -> NDArray[Any]:
         """The rows of the changed blocks."""
@@ -306,25 +313,19 @@ class _Making:
 
     def describe(self, writer: DeltaWriter, compression: str | None) -> dict[str, Any]:
         """The part of the index that is JSON; files and items that changed are written."""
-        tensors = []
-        for pair in self.pairs:
-            tensor = pair.after
-            row: list[Any] = [
-                tensor.name,
-                tensor.dtype.name,
-                list(tensor.shape),
-                self.kinds[tensor.name],
-            ]
-            if self.kinds[tensor.name] == "replaced":
-                was = self.a.tensors[tensor.name]
+        columns, tensors = self._new.columns, []
+        described = [[kind.dtype.name, list(kind.layout.shape)] for kind in columns.kinds]
+        for name, kind, what in zip(columns.names, columns.kind.tolist(), self.kinds, strict=True):
+            row: list[Any] = [name, *described[kind], what]
+            if what == "replaced":
+                was = self.a.tensors[name]
                 row += [was.dtype.name, list(was.shape)]
             tensors.append(row)
         content = {
             "tensors": tensors,
             "removed": [
-                [name, tensor.dtype.name, list(tensor.shape)]
-                for name, tensor in self.a.tensors.items()
-                if name not in self.b.tensors
+                [name, self.a.tensors[name].dtype.name, list(self.a.tensors[name].shape)]
+                for name in self._list_removed()
             ],
             "items": self._describe_items(writer),
             "files": self._describe_files(writer),
@@ -336,6 +337,9 @@ class _Making:
             "block_bytes": grid.BLOCK_BYTES,
         }
         return {**content, "notes": self.notes}
+
+    def _list_removed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.a.tensors if name not in self.b.tensors)
 
     def _have_both(self, holding: Holding) -> bool:
         formats = [find_format(one.format) for one in (self.a, self.b)]
@@ -391,16 +395,17 @@ class _Making:
         """What was found."""
 
         def of_kind(kind: str) -> tuple[str, ...]:
-            return tuple(name for name, one in self.kinds.items() if one == kind)
+            names = zip(self._new.columns.names, self.kinds, strict=True)
+            return tuple(name for name, one in names if one == kind)
 
         files: tuple[SourceFile, ...] = (*self._files_a, *self._files_b)
         return DeltaReport(
             writer.path,
-            len(self.pairs),
+            len(self.kinds),
             of_kind("changed"),
             of_kind("added"),
             of_kind("replaced"),
-            tuple(name for name in self.a.tensors if name not in self.b.tensors),
+            self._list_removed(),
             len(self.digests),
             len(self._records),
             self.changed_bytes,
@@ -410,6 +415,49 @@ class _Making:
             seconds_s,
             tuple(self.notes),
         )
+
+
+def _find_kinds(before: TensorColumns, after: TensorColumns) -> Iterator[str]:
+    """Of each tensor afterwards whether it is `kept`, `replaced` or `added`, by headers."""
+    numbers = before.kind.tolist()
+    forms = [
+        [(kind.dtype, kind.layout.shape) for kind in columns.kinds] for columns in (before, after)
+    ]
+    for name, kind in zip(after.names, after.kind.tolist(), strict=True):
+        if name not in before:
+            yield "added"
+        else:
+            is_same = forms[0][numbers[before.row(name)]] == forms[1][kind]
+            yield "kept" if is_same else "replaced"
+
+
+def _read(
+    reader: BatchReader, sections: Sequence[Section], workspace: Workspace
+) -> tuple[list[memoryview], list[bytes]]:
+    """The blocks of sections, valid until the next call, and their digests.
+
+    Raises:
+        DigestError: bytes that are not those that were written.
+        RunError: a file that cannot be read.
+    """
+    blocks, digests = [], []
+    for section, of_section in zip(sections, reader.read(sections, workspace), strict=True):
+        found = [*of_section]
+        own = [block_digest(block) for block in found]
+        reader.expect_digests(section, own)
+        blocks += found
+        digests += own
+    return blocks, digests
+
+
+def _list_known(reader: BatchReader, sections: Sequence[Section]) -> list[bytes | None]:
+    """The recorded digests of the blocks of sections; None where there is none."""
+    recorded = reader.columns.digests
+    return [
+        None if recorded is None else recorded.of_block(row, section.block)
+        for section in sections
+        for row in section.rows.tolist()
+    ]
 
 
 def _digest_file(path: Path) -> tuple[bytes, int]:
