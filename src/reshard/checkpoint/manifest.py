@@ -51,9 +51,9 @@ _TENSORS_PLACE = '\n "tensors": null'
 _BEHIND_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
 _TENSOR = re.compile(
-    r'\n  "([^"\\\x00-\x1f]*)": (\{\n   "dtype": "[^"\\\n]*",\n   "shape": \[[0-9,\s]*\],'
-    r'\n   (?:"spec": "[^"\\\n]*"|"boxes": \[[0-9,\s\[\]]*\]))'
-    r'(?:,\n   "digest": "([0-9a-f]{32})",\n   "block_digests": "([0-9a-f]*)")?\n  \}(,?)'
+    rb'\n  "([^"\\\x00-\x1f]*)": (\{\n   "dtype": "[^"\\\n]*",\n   "shape": \[[0-9,\s]*\],'
+    rb'\n   (?:"spec": "[^"\\\n]*"|"boxes": \[[0-9,\s\[\]]*\]))'
+    rb'(?:,\n   "digest": "([0-9a-f]{32})",\n   "block_digests": "([0-9a-f]*)")?\n  \}(,?)'
 )
 # The errors that reading JSON of an unexpected form can raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -127,6 +127,9 @@ class ManifestTensors(Mapping[str, ManifestTensor]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
 
     def rows(self, names: Iterable[str]) -> IntArray:
         """The rows of tensors. Raises KeyError."""
@@ -269,22 +272,22 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not UTF-8 text: {error}") from error
     try:
         # Written in another way, or wrong: then it is read as JSON, and said what is.
         with contextlib.suppress(ValueError):
             begin, end = _find_tensors(text)
-            content = parse_json(f"{text[:begin]}{{}}{text[end:]}")
+            content = parse_json((text[:begin] + b"{}" + text[end:]).decode())
             if content.get("tensors") == {}:
                 return _parse(content, _read_entries(text, begin, end))
-        content = parse_json(text)
+        content = parse_json(text.decode())
         return _parse(content, _list_entries(content))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not UTF-8 text: {error}") from error
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except (ReshardError, *_DAMAGE) as error:
@@ -299,27 +302,30 @@ def read_manifest(folder: Path) -> Manifest | None:
 _Entry = tuple[str, str, Mapping[str, Any] | str, tuple[Any, Any] | None]
 
 
-def _find_tensors(text: str) -> tuple[int, int]:
+def _find_tensors(text: bytes) -> tuple[int, int]:
     """Where the object of the tensors begins and ends in a text as this package writes it.
 
     Raises ValueError for one that is written in another way, as `_read_entries` does.
     """
-    begin = text.find(_TENSORS_PLACE.removesuffix("null") + "{\n")
-    end = text.rfind(_BEHIND_TENSORS)
+    begin = text.find(_TENSORS_PLACE.removesuffix("null").encode() + b"{\n")
+    end = text.rfind(_BEHIND_TENSORS.encode())
     if not 0 <= begin < end:
         raise ValueError("no tensors where they are expected")
     return begin + len(_TENSORS_PLACE.removesuffix("null")), end + len("\n }")
 
 
-def _read_entries(text: str, begin: int, end: int) -> Iterator[_Entry]:
+def _read_entries(text: bytes, begin: int, end: int) -> Iterator[_Entry]:
     """The tensors, one after the other: all of them as JSON would take 1 KB each."""
-    at, more = begin + 1, ","
+    at, more = begin + 1, b","
+    kinds: dict[bytes, str] = {}
     while more:
         entry = _TENSOR.match(text, at)
         if entry is None:
             raise ValueError("other entries")
-        name, kind, digest, blocks, more = entry.groups()
-        yield name, kind, kind, None if digest is None else (digest, blocks)
+        name, of, digest, blocks, more = entry.groups()
+        kind = kinds.get(of) or kinds.setdefault(of, of.decode())
+        digests = None if digest is None else (digest.decode(), blocks.decode())
+        yield name.decode(), kind, kind, digests
         at = entry.end()
     if at != end - len("\n }"):
         raise ValueError("more than entries")
@@ -490,10 +496,4 @@ def is_plain_name(name: str) -> bool:
     >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "sub/a", "")]
     [True, False, False, False, False]
     """
-    return (
-        bool(name)
-        and "/" not in name
-        and "\\" not in name
-        and "\0" not in name
-        and (name not in (".", ".."))
-    )
+    return name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name}

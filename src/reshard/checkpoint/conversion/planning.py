@@ -29,6 +29,7 @@ from reshard.checkpoint.conversion.request import ConversionRequest, RequestArgu
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
@@ -83,6 +84,7 @@ def plan_conversion(
     changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
     named = dataclasses.replace(named, checkpoint=changed.checkpoint)
     placement = place_tensors(request, named)
+    give_back_memory(len(placement.tensors))
     checkpoint = named.checkpoint
     arrangement = request.target_format.arrange(
         NewCheckpoint(

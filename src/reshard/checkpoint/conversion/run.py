@@ -57,6 +57,7 @@ from reshard.checkpoint.files.progress import (
     check_stop,
     expect_stop,
 )
+from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
@@ -419,6 +420,8 @@ def run_conversion(
             LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
             try:
                 run.begin()
+                # What planning took is free for the buffers.
+                give_back_memory(len(conversion.arrangement.tensors))
                 run.move_blocks(progress, sync_bytes, stop)
                 run.meet()
                 run.finish()

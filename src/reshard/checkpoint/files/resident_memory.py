@@ -6,9 +6,14 @@ to the allocator but not yet to the system.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+_MANY = 10_000
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -26,3 +31,23 @@ def resident_bytes() -> tuple[int, int]:
         # Linux counts in KiB, macOS in bytes.
         now = most = peak if sys.platform == "darwin" else peak * 1024
     return now, most
+
+
+def give_back_memory(tensors: int) -> None:
+    """Give freed memory back to the system after work on many tensors, where the C library can.
+
+    The allocator keeps what texts and tables of names took, several times what is in use. It takes
+    some milliseconds, and is left out for few tensors.
+    """
+    trim = _find_trim() if tensors >= _MANY else None
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache(maxsize=1)
+def _find_trim() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        # Another C library than glibc.
+        return None

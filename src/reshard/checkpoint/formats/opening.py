@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.format import CheckpointFormat
 from reshard.checkpoint.formats.registry import (
@@ -76,12 +77,14 @@ def open_checkpoint(
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
     try:
-        return _open(os.fspath(path), _source_cut(Path(path), mesh, rules, recipe))
+        found = _open(os.fspath(path), _source_cut(Path(path), mesh, rules, recipe))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
             "another path"
         ) from error
+    give_back_memory(len(found.tensors))
+    return found
 
 
 def _source_cut(

@@ -47,7 +47,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
 
     Raises ValueError for text that is not as the package writes it, or that is wrong.
     """
-    end = len(text.rstrip(" "))
+    end = _find_end(text)
     at = 1
     metadata: dict[str, object] = {}
     if not text.startswith("{") or text[end - 1 : end] != "}":
@@ -87,6 +87,15 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     if is_wrong or "__metadata__" in names:
         raise ValueError("offsets that do not fit, or metadata")
     return sorted_by_offset(tensors), metadata
+
+
+def _find_end(text: str) -> int:
+    """Where the spaces behind a text begin; without a copy of it, which may be long."""
+    end = len(text)
+    while end and text[end - 1] == " ":
+        begin = max(end - _PIECE_CHARACTERS, 0)
+        end = begin + len(text[begin:end].rstrip(" "))
+    return end
 
 
 def find_metadata(text: str) -> Mapping[str, object] | None:

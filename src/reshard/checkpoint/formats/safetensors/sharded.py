@@ -218,36 +218,14 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         FormatError: shards that are not what the manifest says.
     """
     described = ManifestTensors.of(manifest.tensors)
-    rows = {name: row for row, name in enumerate(described.names)}
     shards = []
     metadata: dict[str, str] = {}
     # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
-    # shards that the manifest expects.
+    # shards that the manifest expects. Headers may be long: one at a time is in memory.
     for file in manifest.files:
-        header = read_header(folder / file.name)
-        metadata.update(header.metadata)
-        if header.file_size_bytes != file.size_bytes:
-            raise CheckpointError(
-                f"{folder / file.name} has {header.file_size_bytes} bytes, the manifest says "
-                f"{file.size_bytes}; it is not the file that was written"
-            )
-        if rank_of_file(file.name) not in (None, file.rank):
-            raise FormatError(
-                f"{folder / file.name} is the file of rank {rank_of_file(file.name)}, the manifest "
-                f"says of rank {file.rank}"
-            )
-        offsets = None
-        if SHARDING_INFO_KEY in header.metadata:
-            offsets = _read_offsets(folder / file.name, header)
-        columns = header.columns
-        for name in columns.names:
-            if name not in rows:
-                raise FormatError(
-                    f"{folder / file.name} holds tensor {name!r}, which the manifest does not know"
-                )
-        held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
-        _check_shards(folder / file.name, columns, described, held, file.rank, offsets)
-        shards.append((file.rank, file.name, held, columns.starts))
+        held, starts, found = _read_shards(folder, file, described)
+        metadata.update(found)
+        shards.append((file.rank, file.name, held, starts))
     # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
     kinds = [(kind.dtype, kind.layout, kind.spec) for kind in described.kinds]
     # One rank may have several files.
@@ -255,9 +233,35 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     tensors = bind_shards(described.names, kinds, described.kind, shards, described.digests)
     for number in range(len(tensors.kinds)):
         _prove_covered(folder, tensors.sample(number))
-    return Checkpoint(
-        folder, FORMAT.name, tensors, manifest.files, manifest.mesh, drop_convention(metadata)
-    )
+    return Checkpoint(folder, FORMAT.name, tensors, manifest.files, manifest.mesh, metadata)
+
+
+def _read_shards(
+    folder: Path, file: StoredFile, described: ManifestTensors
+) -> tuple[IntArray, IntArray, Mapping[str, str]]:
+    """The shards of a file: the rows of their tensors, and where each begins; and its metadata."""
+    path = folder / file.name
+    header = read_header(path)
+    if header.file_size_bytes != file.size_bytes:
+        raise CheckpointError(
+            f"{path} has {header.file_size_bytes} bytes, the manifest says {file.size_bytes}; it "
+            "is not the file that was written"
+        )
+    if rank_of_file(file.name) not in (None, file.rank):
+        raise FormatError(
+            f"{path} is the file of rank {rank_of_file(file.name)}, the manifest says of rank "
+            f"{file.rank}"
+        )
+    offsets = None
+    if SHARDING_INFO_KEY in header.metadata:
+        offsets = _read_offsets(path, header)
+    columns = header.columns
+    for name in columns.names:
+        if name not in described:
+            raise FormatError(f"{path} holds tensor {name!r}, which the manifest does not know")
+    held = described.rows(columns.names)
+    _check_shards(path, columns, described, held, file.rank, offsets)
+    return held, columns.starts, drop_convention(header.metadata)
 
 
 def _check_shards(
