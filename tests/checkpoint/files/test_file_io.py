@@ -239,6 +239,44 @@ def test_a_system_that_knows_no_cache_question_is_asked_once(machine, source_pat
     assert machine.spans("probe") == [(0, 4096)]
 
 
+def test_ranges_that_are_cached_are_read_by_one_call_each(machine, source_path, monkeypatch):
+    announced = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *asked: announced.append(asked[1:3]))
+    machine.cached_bytes = 10_000
+    offsets = [9000, 0, 9600, 12_000, 300]
+    with SourceFile(source_path) as source:
+        memory = memoryview(bytearray(500 * len(offsets)))
+        source.read_ranges(memory, offsets, 500)
+        assert bytes(memory) == b"".join(CONTENT[at : at + 500] for at in offsets)
+        assert source.read_bytes == 2500
+    # The third is cached in part, the fourth not at all: both are announced before they are read.
+    assert announced == [(9600, 500), (12_000, 500)]
+    assert machine.spans("buffered") == [(9600, 10_100), (12_000, 12_500)]
+    assert len(machine.spans("probe")) == 5
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_ranges_of_a_system_that_knows_no_cache_question(machine, source_path, refusal):
+    machine.probe_error = refusal
+    with SourceFile(source_path) as source:
+        for _ in range(2):
+            memory = memoryview(bytearray(30))
+            source.read_ranges(memory, [8000, 16, 20], 10)
+            assert bytes(memory) == CONTENT[8000:8010] + CONTENT[16:26] + CONTENT[20:30]
+        assert source.read_bytes == 60
+    assert machine.spans("probe") == [(8000, 8010)]
+
+
+def test_ranges_behind_the_end_and_on_a_broken_device_are_named(machine, source_path):
+    with SourceFile(source_path) as source:
+        with pytest.raises(SourceChangedError, match="ends early"):
+            source.read_ranges(memoryview(bytearray(20)), [0, FILE_BYTES - 5], 10)
+        machine.probe_error = errno.EIO
+        machine.errors["buffered"] = errno.EIO
+        with pytest.raises(RunError, match="cannot read 10 bytes at offset 7"):
+            source.read_ranges(memoryview(bytearray(20)), [7, 50], 10)
+
+
 def test_a_file_that_shrinks_is_noticed(source_path, machine):
     with SourceFile(source_path) as source, AlignedBuffer(16 * PAGE_BYTES) as buffer:
         os.truncate(source_path, 10_000)

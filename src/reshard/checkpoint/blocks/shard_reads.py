@@ -85,11 +85,7 @@ def read_box(
     ranges, length = _ranges(view.strides, target.shape)
     memory = buffer.region(0, needed_bytes).memory
     size = length * itemsize
-    offsets = (at + ranges * itemsize).tolist()
-    for offset in offsets:
-        file.will_read(offset, size)
-    for number, offset in enumerate(offsets):
-        file.read_into(memory[number * size : (number + 1) * size], offset)
+    file.read_ranges(memory, (at + ranges * itemsize).tolist(), size)
     target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
 
 

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
 from reshard.checkpoint.files.descriptors import read_range, reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
@@ -160,6 +162,16 @@ class ScratchFile(SourceFile):
             self._make_once(number)
             number += 1
         super().read_into(region, offset_bytes)
+
+    def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
+        """As `SourceFile.read_ranges`; makes parts that are not yet."""
+        at = np.array(offsets, dtype=np.int64)
+        first = np.maximum(np.searchsorted(self._starts, at, "right") - 1, 0)
+        stop = np.searchsorted(self._starts, at + size_bytes, "left")
+        for low, high in {*zip(first.tolist(), stop.tolist(), strict=True)}:
+            for number in range(low, high):
+                self._make_once(number)
+        super().read_ranges(memory, offsets, size_bytes)
 
     def find_whole(self, offset_bytes: int, size_bytes: int) -> int | None:
         """The part that these bytes are all of, if it is not made yet."""

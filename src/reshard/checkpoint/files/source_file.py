@@ -17,7 +17,7 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,49 @@ class SourceFile(Closing):
         with self._counter:
             self._read_bytes += size_bytes
 
-    def will_read(self, offset_bytes: int, size_bytes: int) -> None:
-        """Announce a read into plain memory, so that the system can begin with it.
+    def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
+        """Fill `memory` with ranges of `size_bytes` each, one behind the other.
 
-        Many small reads that each wait for the disk take its latency each; announced together
-        they share it. A system that does not take the hint reads later.
+        Those that are not cached are announced together before the first of them is read: many
+        small reads that each wait for the disk take its latency each, and share it then.
+
+        Raises as `read_into`.
         """
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._descriptor, offset_bytes, size_bytes, os.POSIX_FADV_WILLNEED)
+        late = self._read_cached_ranges(memory, offsets, size_bytes)
+        for number in late:
+            # A system that does not take the hint reads later.
+            with contextlib.suppress(OSError):
+                advice = os.POSIX_FADV_WILLNEED
+                os.posix_fadvise(self._descriptor, offsets[number], size_bytes, advice)
+        for number in late:
+            begin = number * size_bytes
+            self.read_into(memory[begin : begin + size_bytes], offsets[number])
+
+    def _read_cached_ranges(
+        self, memory: memoryview, offsets: Sequence[int], size_bytes: int
+    ) -> Sequence[int]:
+        """Copy the ranges that are cached, and return the numbers of the others."""
+        if not self._cache_answers or not size_bytes:
+            return range(len(offsets))
+        late: list[int] = []
+        # Calls in a loop of very many: names that are looked up once.
+        read, descriptor, flag = os.preadv, self._descriptor, os.RWF_NOWAIT
+        for number, offset in enumerate(offsets):
+            begin = number * size_bytes
+            try:
+                count = read(descriptor, [memory[begin : begin + size_bytes]], offset, flag)
+            except BlockingIOError:
+                count = 0
+            except OSError as error:
+                # What else is wrong, another read says.
+                self._cache_answers = error.errno not in REFUSALS
+                late += range(number, len(offsets))
+                break
+            if count != size_bytes:
+                late.append(number)
+        with self._counter:
+            self._read_bytes += (len(offsets) - len(late)) * size_bytes
+        return late
 
     def check_unchanged(self) -> None:
         """Raise `SourceChangedError` unless the file is what it was when it was opened."""

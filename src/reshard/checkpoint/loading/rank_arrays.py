@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,8 +247,10 @@ class _ArraySource(SourceFile):
         with self._counter:
             self._read_bytes += len(view)
 
-    def will_read(self, offset_bytes: int, size_bytes: int) -> None:
-        """Do nothing: it is in memory."""
+    def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
+        """Fill `memory` with ranges of `size_bytes` each, one behind the other."""
+        for number, offset in enumerate(offsets):
+            self.read_into(memory[number * size_bytes : (number + 1) * size_bytes], offset)
 
     def check_unchanged(self) -> None:
         """Do nothing: that they stay is the caller's promise."""
