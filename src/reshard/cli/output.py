@@ -34,10 +34,15 @@ def prepare_streams() -> None:
 
 def write(text: str) -> None:
     """Text on stdout, with a line end. Raises `OSError`, but not for a reader that left."""
+    write_pieces([text, "\n"])
+
+
+def write_pieces(pieces: Iterable[str]) -> None:
+    """Text on stdout piece by piece, of which one is in memory. Raises as `write`."""
     if sys.stdout is None:
         return
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.writelines(pieces)
         sys.stdout.flush()
     except BrokenPipeError:
         return
@@ -53,23 +58,21 @@ def write_json(content: Mapping[str, Any]) -> None:
     Values that are iterators are written as lists. Their items become text one by one: of very
     many, text takes a tenth of what dictionaries do.
     """
-    text = io.StringIO()
+    write_pieces(_encode_pieces(content))
+
+
+def _encode_pieces(content: Mapping[str, Any]) -> Iterator[str]:
     for number, (key, value) in enumerate(content.items()):
-        text.write(f"{',' if number else '{'}\n {json.dumps(key)}: ")
+        yield f"{',' if number else '{'}\n {json.dumps(key)}: "
         if isinstance(value, Iterator):
-            _write_items(value, text)
+            between = "["
+            for item in value:
+                yield f"{between}\n  {_indent(_ENCODER.encode(item), '  ')}"
+                between = ","
+            yield "[]" if between == "[" else "\n ]"
         else:
-            text.write(_indent(_ENCODER.encode(value), " "))
-    text.write("\n}" if content else "{}")
-    write(text.getvalue())
-
-
-def _write_items(items: Iterator[Any], text: io.StringIO) -> None:
-    between = "["
-    for item in items:
-        text.write(f"{between}\n  {_indent(_ENCODER.encode(item), '  ')}")
-        between = ","
-    text.write("[]" if between == "[" else "\n ]")
+            yield _indent(_ENCODER.encode(value), " ")
+    yield "\n}\n" if content else "{}\n"
 
 
 def _indent(text: str, by: str) -> str:

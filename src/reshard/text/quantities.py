@@ -6,8 +6,9 @@ count. Sizes and rates have three significant digits. Counts are exact.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from reshard.errors import UsageError
 from reshard.text.width import display_width, padded
@@ -115,7 +116,21 @@ def _check_amount(what: str, amount: float) -> None:
 
 
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str], align: str = "") -> str:
-    """Rows under headers as plain text, in columns as wide as they need, without borders.
+    """Rows under headers as plain text: the lines of `table_lines` as one text.
+
+    >>> print(table([("wte", "46.9 MB"), ("bias", 1536)], ("tensor", "bytes"), "lr"))
+    tensor    bytes
+    ------  -------
+    wte     46.9 MB
+    bias       1536
+    """
+    return "\n".join(table_lines(rows, headers, align))
+
+
+def table_lines(
+    rows: Iterable[Sequence[object]], headers: Sequence[str], align: str = ""
+) -> Iterator[str]:
+    """The lines of a table, one by one, in columns as wide as they need, without borders.
 
     Args:
         rows: each as long as `headers`; entries are written with `str`.
@@ -125,33 +140,29 @@ def table(rows: Iterable[Sequence[object]], headers: Sequence[str], align: str =
     Raises:
         UsageError: a row or an `align` that does not fit the headers.
 
-    >>> print(table([("wte", "46.9 MB"), ("bias", 1536)], ("tensor", "bytes"), "lr"))
-    tensor    bytes
-    ------  -------
-    wte     46.9 MB
-    bias       1536
+    >>> list(table_lines([("wte", 3)], ("tensor", "bytes"), "lr"))
+    ['tensor  bytes', '------  -----', 'wte         3']
     """
     align = align or "l" * len(headers)
     if len(align) != len(headers) or set(align) - set(_ALIGNMENTS):
         raise UsageError(
             f"align {align!r} for {len(headers)} columns; give one of the letters l, r, c for each"
         )
-    texts = [[str(entry) for entry in row] for row in rows]
+    # Entries that are texts already are not copied: there may be very many.
+    texts = [tuple(map(str, row)) for row in rows]
     for row in texts:
         if len(row) != len(headers):
             raise UsageError(
-                f"the row {row} has {len(row)} entries, the table has {len(headers)} columns "
+                f"the row {list(row)} has {len(row)} entries, the table has {len(headers)} columns "
                 f"({', '.join(headers)})"
             )
     widths = [
-        max(display_width(text) for text in column) for column in zip(headers, *texts, strict=True)
+        max(map(display_width, {header, *(row[number] for row in texts)}))
+        for number, header in enumerate(headers)
     ]
     # A line of dashes under the headers, as wide as each column.
-    lines = [list(headers), ["-" * width for width in widths], *texts]
-    return "\n".join(
-        "  ".join(
+    for line in itertools.chain([list(headers), ["-" * width for width in widths]], texts):
+        yield "  ".join(
             padded(text, width, _ALIGNMENTS[letter])
             for text, width, letter in zip(line, widths, align, strict=True)
         ).rstrip()
-        for line in lines
-    )

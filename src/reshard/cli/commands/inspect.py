@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 import click
 
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
 from reshard.checkpoint.comparison import DigestReport, check_digests
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
@@ -30,14 +32,14 @@ from reshard.cli.output import (
     listing,
     mesh_json,
     printable,
-    write,
     write_json,
+    write_pieces,
 )
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
-from reshard.text.quantities import bytes_text, count_text, table
+from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
 
 
@@ -100,7 +102,7 @@ def inspect(
     if as_json:
         write_json(_as_json(checkpoint, shown, found))
     elif not quiet:
-        write("\n".join(_as_text(checkpoint, shown, found, drawing)))
+        write_pieces(f"{line}\n" for line in _as_text(checkpoint, shown, found, drawing))
     return DIFFERS if found is not None and found.damaged else DONE
 
 
@@ -135,28 +137,31 @@ def _shape_text(tensor: StoredTensor) -> str:
 
 def _as_text(
     path: str, checkpoint: Checkpoint, found: DigestReport | None, drawing: str | None
-) -> list[str]:
+) -> Iterator[str]:
     mesh = f", over {checkpoint.mesh.text}" if checkpoint.mesh is not None else ""
     ranks = count_text(checkpoint.ranks, "rank")
     totals = _totals(checkpoint)
-    lines = [
-        f"{printable(path)}: {checkpoint.format}{mesh}, {ranks}",
-        "",
-        table(
-            [
-                (
-                    printable(tensor.name),
-                    tensor.dtype.name,
-                    _shape_text(tensor),
-                    cut_text(tensor),
-                    rank_text(tensor.layout.holders),
-                    bytes_text(tensor.size_bytes),
-                )
-                for tensor in checkpoint.tensors.values()
-            ],
-            ("tensor", "dtype", "shape", "cut", "ranks", "size"),
-            "lllllr",
-        ),
+    yield f"{printable(path)}: {checkpoint.format}{mesh}, {ranks}"
+    yield ""
+    columns = TensorColumns.of(checkpoint.tensors)
+    # Of equal tensors, all but the name is made once.
+    kinds = [
+        (
+            tensor.dtype.name,
+            _shape_text(tensor),
+            cut_text(tensor),
+            rank_text(tensor.layout.holders),
+            bytes_text(tensor.size_bytes),
+        )
+        for tensor in map(columns.sample, range(len(columns.kinds)))
+    ]
+    named = zip(columns.names, columns.kind.tolist(), strict=True)
+    yield from table_lines(
+        ((printable(name), *kinds[kind]) for name, kind in named),
+        ("tensor", "dtype", "shape", "cut", "ranks", "size"),
+        "lllllr",
+    )
+    yield from [
         "",
         table(
             [
@@ -178,10 +183,9 @@ def _as_text(
         *(f"note: {printable(note)}" for note in checkpoint.notes),
     ]
     if drawing is not None:
-        lines += ["", drawing]
+        yield from ["", drawing]
     if found is not None:
-        lines += ["", *_digest_lines(found)]
-    return lines
+        yield from ["", *_digest_lines(found)]
 
 
 def _list_left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
@@ -212,10 +216,35 @@ def _digest_lines(found: DigestReport) -> list[str]:
     return lines
 
 
+def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterator[dict[str, Any]]:
+    columns = TensorColumns.of(checkpoint.tensors)
+    # Of equal tensors, all but name and digest is made once.
+    kinds = [
+        {
+            "dtype": tensor.dtype.name,
+            "shape": list(tensor.shape),
+            "cut": cut_text(tensor),
+            "ranks": [int(slot) for slot in tensor.layout.holders],
+            "stored_by": [int(slot) for slot in tensor.stored_slots],
+            "size_bytes": tensor.size_bytes,
+        }
+        for tensor in map(columns.sample, range(len(columns.kinds)))
+    ]
+    recorded = columns.digests
+    for row, (name, kind) in enumerate(zip(columns.names, columns.kind.tolist(), strict=True)):
+        digest = None
+        # Those just computed where bytes were read, else those that the manifest records.
+        if found is not None:
+            digest = found.digests.get(name)
+        elif recorded is not None and (recorded.known is None or recorded.known[row]):
+            digest = recorded.of_tensor(row).hex()
+        yield {"name": name, **kinds[kind], "digest": digest}
+
+
 def _totals(checkpoint: Checkpoint) -> dict[str, int]:
     return {
         "tensors": len(checkpoint),
-        "elements": sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        "elements": sum(map(math.prod, shapes_of(checkpoint.tensors).values())),
         "tensor_bytes": checkpoint.size_bytes,
         "files": len(checkpoint.files),
         "file_bytes": sum(file.size_bytes for file in checkpoint.files),
@@ -223,32 +252,13 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> dict[str, Any]:
-    recorded = {
-        name: tensor.digest.tensor.hex()
-        for name, tensor in checkpoint.tensors.items()
-        if tensor.digest is not None
-    }
-    # Those just computed where bytes were read, else those that the manifest records.
-    digests = found.digests if found is not None else recorded
     return {
         "path": path,
         "format": checkpoint.format,
         "mesh": mesh_json(checkpoint.mesh),
         "ranks": checkpoint.ranks,
         "metadata": dict(checkpoint.metadata),
-        "tensors": (
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype.name,
-                "shape": list(tensor.shape),
-                "cut": cut_text(tensor),
-                "ranks": [int(slot) for slot in tensor.layout.holders],
-                "stored_by": [int(slot) for slot in tensor.stored_slots],
-                "size_bytes": tensor.size_bytes,
-                "digest": digests.get(tensor.name),
-            }
-            for tensor in checkpoint.tensors.values()
-        ),
+        "tensors": _tensors_json(checkpoint, found),
         "files": [file_json(file) for file in checkpoint.files],
         "items": [
             {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
