@@ -113,6 +113,24 @@ def disjoint() -> None:
     expect(parts[0] == parts[1] != [], "both ways to plan find different parts")
 
 
+def planned_before() -> None:
+    """A second engine of the same kind is not planned again; another kind, or option, is."""
+    source = laid_out(values(), layouts_of(4))
+    cuts = {name: "-, tp" if cut == "tp, -" else cut for name, cut in CUTS.items()}
+    kinds = [CUTS, CUTS, cuts, CUTS]
+    targets = [laid_out(zeros(values()), layouts_of(4, of)) for of in kinds]
+    refits = [Refit.prepare(source, target) for target in targets[:3]]
+    refits.append(Refit.prepare(source, targets[3], strict=False))
+    plans = [one._prepared.whole for one in refits]
+    expect(plans[0] is plans[1] is not None, "planned again")
+    planned = [one.report.planned_ranks for one in refits]
+    expect(planned == [1, 0, 1, 1], f"planned {planned}")
+    expect(len({id(plan) for plan in plans}) == 3, "another kind has the same plan")
+    for of, target, one in zip(kinds, targets, refits, strict=True):
+        one.run()
+        expect_same(target, laid_out(values(), layouts_of(4, of)), "planned before")
+
+
 def _planned_ranks(planning: str) -> int:
     if planning == "local":
         return 1
@@ -583,6 +601,7 @@ CASES = [
     metadata,
     collocated,
     disjoint,
+    planned_before,
     overlapping,
     in_a_group,
     casts,

@@ -85,7 +85,7 @@ class Piece:
             yield Piece(view, self.dtype, self.reduction)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RankMessage:
     """Pieces that travel together, all of contributions of one `order` of combination.
 
@@ -100,12 +100,12 @@ class RankMessage:
     is_sent: bool
     pieces: tuple[Piece, ...]
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes of its pieces' elements."""
         return sum(piece.size_bytes for piece in self.pieces)
 
-    @property
+    @functools.cached_property
     def offsets(self) -> list[int]:
         """Where each piece begins, and last where the message ends, in bytes."""
         sizes = [piece.size_bytes for piece in self.pieces]
@@ -227,6 +227,9 @@ class RankPieces:
 
 
 def _describe_memory(cells: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
+    if len(cells) == 1:
+        ((cell, one),) = cells.items()
+        return cell, one.shape, one.stride()
     return tuple((cell, one.shape, one.stride()) for cell, one in cells.items())
 
 
@@ -357,7 +360,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     if local is None or not 0 <= rank < layout.slots:
         return {}
     # A rank with several boxes has them one after another in a flat tensor.
-    numbers = layout.cells_of(rank)
+    numbers = _number_cells(layout, rank)
     if len(numbers) == 1:
         return {numbers[0]: local}
     cells = {}
@@ -365,6 +368,12 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
         begin, shape = int(layout.cell_offset[cell]), tuple(layout.cell_shape[cell].tolist())
         cells[cell] = local[begin : begin + int(np.prod(shape))].view(shape)
     return cells
+
+
+# Layers are cut alike, so that it is asked of few layouts, and of each again and again.
+@functools.lru_cache(maxsize=1024)
+def _number_cells(layout: Layout, rank: int) -> range:
+    return layout.cells_of(rank)
 
 
 @functools.lru_cache(maxsize=256)

@@ -445,6 +445,8 @@ def _add_attributes(
     return replace(parameter, **says)
 
 
+# Stacks of all layers are cut alike.
+@lru_cache(maxsize=8192)
 def position_of(layout: Layout, rank: int, number: int) -> int | None:
     """Where a rank has index `number` of the first dimension; None where it does not have it.
 
@@ -464,6 +466,7 @@ def _position_in_part(layout: Layout, part: int, number: int) -> int | None:
     return None
 
 
+@lru_cache(maxsize=8192)
 def member_layout(layout: Layout, number: int) -> Layout:
     """The layout of one member of a stacked tensor: those who have it, without the first dimension.
 

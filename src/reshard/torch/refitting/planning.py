@@ -96,6 +96,7 @@ class RefitPlan:
         methods: how each moves, in their order; all in the exchange when empty.
         buckets: what goes straight into the target goes in buckets of at most so many bytes, or
             of these numbers for the source's tensors; in one when None.
+        known_parts: of ranks, as far as `own_part` worked them out.
 
     Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
     """
@@ -104,7 +105,7 @@ class RefitPlan:
     staging_bytes: int
     methods: tuple[TensorMethod, ...] = ()
     buckets: int | Mapping[str, int] | None = None
-    _parts: dict[int, RefitPart] = field(default_factory=dict, compare=False, repr=False)
+    known_parts: dict[int, RefitPart] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
@@ -215,9 +216,9 @@ class RefitPlan:
 
     def own_part(self, rank: int) -> RefitPart:
         """What this rank does, worked out once; `part` keeps nothing."""
-        if rank not in self._parts:
-            self._parts[rank] = self.part(rank)
-        return self._parts[rank]
+        if rank not in self.known_parts:
+            self.known_parts[rank] = self.part(rank)
+        return self.known_parts[rank]
 
     def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
         """What each of the ranks does, one after the other."""
@@ -283,7 +284,8 @@ class PlanningReport:
         planning: `local` or `centralized`.
         gathered_bytes: received of what other ranks have.
         scattered_bytes: parts given out, on the rank that plans; on others, that of its own part.
-        planned_ranks: how many ranks' parts this rank worked out.
+        planned_ranks: how many ranks' parts this rank worked out; of its own none where it had
+            planned the same before.
         peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
         planning_s: seconds, waiting for others included.
         made_at_source: the tensors, of those that this rank has a part in, that transforms make
@@ -413,12 +415,14 @@ def plan_part(
     part: RefitPart | ReshardError
     parts: Any = None
     whole: RefitPlan | None = None
+    is_known = False
     # 2. Plan: for all ranks, or each rank its own part.
     if is_first or not is_central:
         key = make_key(matching.options, messages)
         found = _KNOWN.find(key) or plan_or_error(matching, messages)
         if isinstance(found, RefitPlan):
             _KNOWN.keep(key, found)
+            is_known = group.rank in found.known_parts
         whole = found if isinstance(found, RefitPlan) else None
         if not is_central:
             part = found if isinstance(found, ReshardError) else found.own_part(group.rank)
@@ -441,7 +445,7 @@ def plan_part(
         planning,
         names.received_bytes + others.received_bytes,
         scattered_bytes,
-        len(ranks) * is_first if is_central else 1,
+        len(ranks) * is_first if is_central else int(not is_known),
         _peak_memory_bytes() - had_bytes,
         time.perf_counter() - begun_s,
         tuple(made["source"]),
