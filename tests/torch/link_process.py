@@ -6,10 +6,12 @@ Arguments: a case, and three free ports.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +167,43 @@ class CountedLock:
         self._lock.release()
 
 
+def traced() -> None:
+    """What every rank does, as trace events of its own file."""
+    folder = Path(sys.argv[5])
+    with link() as end:
+        model = own_model()
+        sync = end.prepare(model, **({"buckets": 400} if SIDE == "trainer" else {}))
+        refused(lambda: sync.run(trace=folder / "no" / "t"), UsageError, "give a file to write")
+        path = folder / f"{NAME}{RANK}.json"
+        report = sync.run(trace=path)
+        expect(report is not None, "a report")
+        events = json.loads(path.read_text())["traceEvents"]
+        named = {one["args"]["name"] for one in events if one["ph"] == "M"}
+        expect(f"{NAME} rank {RANK}" in named, f"{named}")
+        spans = [one for one in events if one["ph"] == "X"]
+        expect(all(one["dur"] >= 0 and one["ts"] > 0 for one in spans), "times")
+        # Four buckets, for each of the engines.
+        times = 2 if SIDE == "trainer" else 1
+        numbers = [one["args"]["number"] for one in spans if one["name"] == "bucket"]
+        expect(sorted(numbers) == sorted([*range(4)] * times), f"{numbers}")
+        expect({"run", "agree", "pack", "wait", "confirm the end"} <= _names(spans), "spans")
+        expect(SIDE == "trainer" or "wait for the trainer" in _names(spans), "waiting")
+        begun = {one["id"]: one for one in events if one["ph"] == "b"}
+        ended = {one["id"]: one for one in events if one["ph"] == "e"}
+        expect(begun.keys() == ended.keys(), "messages that do not end")
+        expect(all(begun[n]["ts"] <= ended[n]["ts"] for n in begun), "messages end first")
+        told = {"to": 0, "from": 0}
+        for one in begun.values():
+            told[one["name"].split()[1]] += one["args"]["bytes"]
+        moved = {"to": report.sent_bytes, "from": report.received_bytes}
+        expect(told == moved, f"{told} of {moved} bytes")
+        sync.run()
+
+
+def _names(events: list[dict[str, Any]]) -> set[str]:
+    return {one["name"] for one in events}
+
+
 def options() -> None:
     """What the trainer says, the engines do: other types, ties, and quantised weights."""
     with link() as end:
@@ -302,7 +341,7 @@ def secrets() -> None:
 
 
 if __name__ == "__main__":
-    PORTS.update(zip(("link", "trainer", "a"), map(int, sys.argv[2:]), strict=True))
+    PORTS.update(zip(("link", "trainer", "a"), map(int, sys.argv[2:5]), strict=True))
     begin_job()
     globals()[sys.argv[1]]()
     # Now and then torch 2.13 aborts while the interpreter takes its threads down.

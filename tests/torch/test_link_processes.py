@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ CASES = (
     "steps",
     "beside",
     "buckets",
+    "traced",
     "options",
     "misfits",
     "later",
@@ -27,9 +29,9 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_and_two_engines(case: str) -> None:
+def test_a_trainer_and_two_engines(case: str, tmp_path: Path) -> None:
     ports = [free_port() for _ in range(3)]
-    ended = run_ranks("link_process.py", 5, case, *ports, timeout_s=120)
+    ended = run_ranks("link_process.py", 5, case, *ports, tmp_path, timeout_s=120)
     killed = KILLED.get(case, set())
     assert {rank for rank, one in enumerate(ended) if one.code == 9} == killed
     expect_all_end_well([one for rank, one in enumerate(ended) if rank not in killed])

@@ -4,5 +4,5 @@
 in a message is listed by `messages` (how large and in which order: `reshard.plans.schedule`),
 copied and combined by `copies`; `background` runs an exchange in a thread, `all_gather` by a
 library's own collective. `agreement` is what ranks tell each other before and after; `usability`
-marks tensors that a run left partly written.
+marks tensors that a run left partly written, `timeline` records what a rank does when.
 """

@@ -54,6 +54,7 @@ from reshard.torch.exchange.messages import (
 )
 from reshard.torch.exchange.shared_memory import NearMessage, SharedMemory
 from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
+from reshard.torch.exchange.timeline import span
 
 DEFAULT_EXTRA_BYTES = 64 << 20
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
@@ -229,8 +230,9 @@ class MessageExchange:
         with _Failure(self, "a message could not be sent"):
             self._post_what_can_be()
             # Copies run while the first messages travel.
-            for copy in self._copies:
-                copy()
+            with span("copy what stays"):
+                for copy in self._copies:
+                    copy()
 
     def finish(self) -> None:
         """Wait for what has begun, and do the rest.
@@ -279,10 +281,12 @@ class MessageExchange:
         return waiting
 
     def _post(self, step: ExchangeStep) -> None:
-        for one in step.messages:
-            if one.message.is_sent:
-                for pack in one.copies:
-                    pack()
+        with span("pack", step.describe):
+            for one in step.messages:
+                if one.message.is_sent:
+                    for pack in one.copies:
+                        pack()
+        step.begin_tracing()
         try:
             if self._is_grouped:
                 together = [(m.message.is_sent, m.buffer, m.message.peer) for m in step.messages]
@@ -322,20 +326,23 @@ class MessageExchange:
         if step.is_done:
             return
         try:
-            while step.works:
-                # In place: an error must not keep what it has seen, see `_fail`.
-                step.works[0].wait()
-                step.works.pop(0)
+            with span("wait", step.describe):
+                while step.works:
+                    # In place: an error must not keep what it has seen, see `_fail`.
+                    step.works[0].wait()
+                    step.works.pop(0)
         except RuntimeError as error:
             raise _LostMessageError(str(error)) from error
-        for one in step.messages:
-            if not one.message.is_sent:
-                one.unpack()
-                if one.near is not None:
-                    self._give_back(one.near)
-                    one.near = None
-        for copy in step.copies:
-            copy_or_combine(copy.target, copy.source, copy.reduction)
+        step.end_tracing()
+        with span("unpack", step.describe):
+            for one in step.messages:
+                if not one.message.is_sent:
+                    one.unpack()
+                    if one.near is not None:
+                        self._give_back(one.near)
+                        one.near = None
+            for copy in step.copies:
+                copy_or_combine(copy.target, copy.source, copy.reduction)
         step.is_done = True
 
     def _give_back(self, near: NearMessage) -> None:

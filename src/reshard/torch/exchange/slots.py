@@ -22,6 +22,7 @@ from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.copies import combine, copiers
 from reshard.torch.exchange.messages import LocalCopy, RankMessage
 from reshard.torch.exchange.shared_memory import NearMessage
+from reshard.torch.exchange.timeline import Details, current_timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +67,36 @@ class ExchangeStep:
     follows: list[ExchangeStep] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     is_done: bool = False
+    traced: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def only_sends(self) -> bool:
         """Whether nothing arrives, or is combined, by it."""
         return not self.copies and all(one.message.is_sent for one in self.messages)
+
+    def describe(self) -> dict[str, Any]:
+        """Its messages, as a timeline shows them."""
+        return {
+            f"{'to' if one.message.is_sent else 'from'} rank {one.message.peer}, bytes": (
+                one.message.size_bytes
+            )
+            for one in self.messages
+        }
+
+    def begin_tracing(self) -> None:
+        """Its messages are on their way, where that is recorded."""
+        if (timeline := current_timeline()) is not None:
+            for one in self.messages:
+                name = f"message {'to' if one.message.is_sent else 'from'} rank {one.message.peer}"
+                details: Details = functools.partial(dict, bytes=one.message.size_bytes)
+                self.traced.append((name, timeline.begin_message(name, details)))
+
+    def end_tracing(self) -> None:
+        """Its messages have arrived, or are sent."""
+        if (timeline := current_timeline()) is not None:
+            for name, number in self.traced:
+                timeline.end_message(name, number)
+        self.traced.clear()
 
     @property
     def waits(self) -> bool:

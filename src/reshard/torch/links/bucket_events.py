@@ -14,6 +14,7 @@ on in other buckets, an event comes once all that it names is there.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -70,6 +71,7 @@ class RunOptions:
     progress: ProgressFunction | None = None
     stop: threading.Event | None = None
     guard: AbstractContextManager[Any] | None = None
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         expect_stop(self.stop)

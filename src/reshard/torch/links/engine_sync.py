@@ -22,6 +22,7 @@ from reshard.errors import (
 )
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.timeline import span
 from reshard.torch.links.bucket_events import (
     BucketCounter,
     BucketEvent,
@@ -39,12 +40,14 @@ class EngineEnd:
     """What an engine's end of a link does for its syncs.
 
     Attributes:
+        label: what people call this process.
         number: of the engine.
         meet: meets the other engine of a hand-on; the group of both, the source's ranks first.
         prepare: makes the refit of a hand-on; with the batch of each tensor where this engine is
             the source.
     """
 
+    label: str
     number: int
     meet: Callable[[HandOn], RankGroup]
     prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit]
@@ -69,7 +72,7 @@ class EngineSync(WeightSync):
     """An engine's part: its refits, with all ranks of the trainer, and of other engines."""
 
     def __init__(self, end: EngineEnd, refit: Refit, group: RankGroup) -> None:
-        super().__init__()
+        super().__init__(end.label)
         self.refit = refit
         self._end, self._group = end, group
         self._relays: dict[str, Relay] = {}
@@ -139,7 +142,8 @@ class EngineSync(WeightSync):
 
     def _hear_order(self) -> Order:
         first = self._group.ranks[0]
-        told = gather(b"", self._group, otherwise="the trainer does not answer")
+        with span("wait for the trainer"):
+            told = gather(b"", self._group, otherwise="the trainer does not answer")
         return Order.read(told.values[first])
 
     def _fill(
@@ -209,14 +213,16 @@ class EngineSync(WeightSync):
             if hand_on.meeting in self._relays:
                 continue
             try:
-                group = self._end.meet(hand_on)
+                with span("meet another engine"):
+                    group = self._end.meet(hand_on)
             except ReshardError as error:
                 ended[hand_on.meeting] = UNREACHABLE, str(error)
                 continue
             try:
                 is_source = hand_on.source == self._end.number
                 # In the order of the trainer's buckets, which all engines have much alike.
-                refit = self._end.prepare(group, is_source, self.refit.batch_of)
+                with span("prepare a hand-on"):
+                    refit = self._end.prepare(group, is_source, self.refit.batch_of)
             except BaseException as error:
                 group.break_off(error)
                 if not isinstance(error, ReshardError):

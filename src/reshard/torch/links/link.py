@@ -160,7 +160,8 @@ class WeightLink:
                     **given,
                 )
 
-            engine = EngineEnd(self._own.number, self._meet_engine, prepare_relay)
+            label = f"{self.name} rank {self.rank}"
+            engine = EngineEnd(label, self._own.number, self._meet_engine, prepare_relay)
             self._engine_syncs.append(EngineSync(engine, refit, group))
             return self._engine_syncs[-1]
         said = _write_options({"buckets": "auto", **options})
@@ -171,7 +172,12 @@ class WeightLink:
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
         trainer = TrainerEnd(
-            prepare_with, self._begin_run, self._give_up, self._take_lost, self._interrupt
+            f"{self.name} rank {self.rank}",
+            prepare_with,
+            self._begin_run,
+            self._give_up,
+            self._take_lost,
+            self._interrupt,
         )
         sync = TrainerSync(trainer, len(self._syncs), self.ranks, relays, bool(transforms))
         for number, (_, group) in self._groups.items():

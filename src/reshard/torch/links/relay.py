@@ -11,12 +11,14 @@ Each hand-on has a thread of its own, which waits until what a bucket of it need
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import RunError
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.timeline import span
 from reshard.torch.links.orders import HandOn
 from reshard.torch.refitting.refit import Refit
 
@@ -69,7 +71,8 @@ class _Passage:
 
     def begin(self, number: int) -> None:
         if self._needs[number] >= 0:
-            self._gate.wait(self._needs[number])
+            with span("wait for what to hand on"):
+                self._gate.wait(self._needs[number])
 
     def end(self, number: int) -> None:
         pass
@@ -87,7 +90,11 @@ class RelayThread:
             for names in relay.refit.source_names
         ]
         self._passage = _Passage(gate, needs)
-        self._thread = threading.Thread(target=self._run, name="reshard relay", daemon=True)
+        # With its context: what records this thread records that one.
+        call = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=call, args=(self._run,), name="reshard relay", daemon=True
+        )
         self._thread.start()
 
     def _run(self) -> None:

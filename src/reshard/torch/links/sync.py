@@ -16,13 +16,17 @@ parts of two, and `is_usable` is False.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.errors import UsageError
+from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.links.bucket_events import BucketEvent, RunOptions
 
 
@@ -58,7 +62,9 @@ class WeightSync:
     are, on an engine, the events of the run that was begun last, in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        # What people call this process.
+        self._label = label
         self.version: int | None = None
         self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
@@ -83,6 +89,7 @@ class WeightSync:
         progress: ProgressFunction | None = None,
         stop: threading.Event | None = None,
         guard: AbstractContextManager[Any] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> SyncReport | None:
         """Bring the engines what the trainer has now. All processes of all sides call this.
 
@@ -99,6 +106,7 @@ class WeightSync:
                 are given up, and have parts of two versions.
             guard: on an engine, what is entered before a bucket is written and left after it, such
                 as a lock that whoever uses the weights holds meanwhile.
+            trace: a file of this rank's own, for what it does when, as Chrome's trace events.
 
         Returns:
             The report; None with `async_op`.
@@ -111,11 +119,11 @@ class WeightSync:
             UsageError: a version that is no number from 0 up, or one before the last.
         """
         self.wait()
-        options = RunOptions(progress, stop, guard)
+        options = RunOptions(progress, stop, guard, trace)
         version = self._check_version(version)
         self.buckets = self._list_buckets()
         if not async_op:
-            self.report = self._run(version, options)
+            self.report = self._run_traced(version, options)
             return self.report
         self._error = None
         # A thread that waits for a process that never answers must not keep this one.
@@ -155,9 +163,26 @@ class WeightSync:
 
     def _run_beside(self, version: int, options: RunOptions) -> None:
         try:
-            self.report = self._run(version, options)
+            self.report = self._run_traced(version, options)
         except BaseException as error:
             self._error = error
+
+    def _run_traced(self, version: int, options: RunOptions) -> SyncReport:
+        if options.trace is None:
+            return self._run(version, options)
+        # A run that fails is worth looking at, too; one that cannot be written is not begun.
+        try:
+            path = Path(options.trace)
+            path.write_text("")
+        except (OSError, TypeError) as error:
+            raise UsageError(f"trace={options.trace!r}: {error}; give a file to write") from error
+        timeline = Timeline(self._label)
+        try:
+            with timeline.recording(), span("run"):
+                return self._run(version, options)
+        finally:
+            with path.open("w", encoding="utf-8") as file:
+                timeline.write(file)
 
     def _run(self, version: int, options: RunOptions) -> SyncReport:
         raise NotImplementedError

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ class TrainerEnd:
     """What the trainer's end of a link does for its syncs.
 
     Attributes:
+        label: what people call this process.
         prepare: makes a refit with the ranks of an engine.
         begin: finds the engines of a run, prepares those that are new, and gives number, name and
             group of each.
@@ -38,6 +40,7 @@ class TrainerEnd:
         interrupt: ends the waiting at a meeting, on behalf of a rank that cannot come.
     """
 
+    label: str
     prepare: Callable[[RankGroup], Refit]
     begin: Callable[[], Iterable[tuple[int, str, RankGroup]]]
     give_up: Callable[[int, str], None]
@@ -80,7 +83,9 @@ class _Service:
         self._group, self._said, self._when_lost = group, order, when_lost
         self._counter = counter
         self._begun_s = time.perf_counter()
-        self._thread = threading.Thread(target=self._run, name="reshard engine", daemon=True)
+        # With its context: what records this thread records that one.
+        call, name = contextvars.copy_context().run, f"reshard engine {name}"
+        self._thread = threading.Thread(target=call, args=(self._run,), name=name, daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -128,7 +133,7 @@ class TrainerSync(WeightSync):
     def __init__(
         self, end: TrainerEnd, number: int, ranks: int, relays: bool, needs_alike: bool
     ) -> None:
-        super().__init__()
+        super().__init__(end.label)
         self._end, self._number, self._ranks = end, number, ranks
         self._relays, self._needs_alike = relays, needs_alike
         self._engines: dict[int, _PreparedEngine] = {}

@@ -36,6 +36,7 @@ from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.timeline import span
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange
@@ -226,12 +227,15 @@ class RefitBatches:
                 # A rank whose transform fails must not leave others waiting for what it would send.
                 error = error or _run_calls(batch.before)
                 confirm(self._group, error)
-            for exchange in batch.exchanges:
-                exchange.run()
-            error = _run_calls(batch.after)
+            name = "bucket" if number < self._buckets else "batch"
+            with span(name, partial(dict, number=number)):
+                for exchange in batch.exchanges:
+                    exchange.run()
+                error = _run_calls(batch.after)
             if observer is not None and error is None:
                 observer.end(number)
-        confirm(self._group, error)
+        with span("confirm the end"):
+            confirm(self._group, error)
 
 
 def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:

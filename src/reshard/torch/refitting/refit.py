@@ -28,6 +28,7 @@ from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.usability import find_unusable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
@@ -295,7 +296,8 @@ class Refit:
     def _run(self, observer: BatchObserver | None, checks_source: bool) -> None:
         # Before each run, since a rank may have failed, or its tensors may have moved.
         problem = self._problem(checks_source)
-        agree(Intent({"refit": self._prepared.digest}, problem), self._group)
+        with span("agree"):
+            agree(Intent({"refit": self._prepared.digest}, problem), self._group)
         self.is_usable = False
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.
