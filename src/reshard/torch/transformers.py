@@ -90,7 +90,7 @@ def layouts(
     with _silence(engine):
         if sources is None:
             with _explain_errors("build the model"):
-                sources = _list_saved(engine, made)
+                sources = _list_saved(engine, _build_whole(engine, made))
         for rank in range(ranks):
             with pretend_rank(rank, ranks):
                 found.append(_trace_rank(engine, made, sizes, ep, rank, sources))
@@ -98,6 +98,33 @@ def layouts(
     mesh = DeviceMesh("transformers", list(cut.values()), list(cut))
     kinds = {name: _as_source(source) for name, source in sources.items()}
     return EngineLayout("transformers", engine.__version__, mesh, kinds, tuple(found))
+
+
+def module_tensors(
+    config: Any, dtype: torch.dtype | None = None, *, as_saved: bool = False
+) -> dict[str, SourceTensor]:
+    """The tensors of transformers' module of a config: types and shapes by name.
+
+    Args:
+        config: a `PretrainedConfig`.
+        dtype: of the module; what the config says when None.
+        as_saved: whether by the names and shapes of the files that it is saved to; else they are
+            those of `state_dict()`, experts stacked where the module has them so.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        RunError: transformers has no such module, in its own words.
+    """
+    try:
+        import transformers
+        import transformers.core_model_loading
+    except ImportError as error:
+        raise MissingExtraError(f"names of a module need transformers 5: {error}") from error
+    with _explain_errors("build the model"):
+        model = _build_whole(transformers, config, dtype)
+        if as_saved:
+            return _list_saved(transformers, model)
+        return {name: _as_source(tensor) for name, tensor in model.state_dict().items()}
 
 
 def _import_transformers() -> Any:
@@ -174,10 +201,14 @@ def _find_class(engine: Any, config: Any) -> Any:
     )
 
 
-def _list_saved(engine: Any, config: Any) -> dict[str, SourceTensor]:
-    """The tensors that transformers saves of a model: types and shapes by name."""
+def _build_whole(engine: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
+    given = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        model = _find_class(engine, config)._from_config(config)
+        return _find_class(engine, config)._from_config(config, **given)
+
+
+def _list_saved(engine: Any, model: Any) -> dict[str, SourceTensor]:
+    """The tensors that transformers saves of a model: types and shapes by name."""
     own = model.state_dict()
     # A tied parameter is saved once.
     tied = {name for names in model.all_tied_weights_keys.items() for name in names[:1]}

@@ -51,6 +51,19 @@ def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
     Path(f"{result}.{os.environ['RANK']}").write_text(json.dumps(found))
 
 
+def engine_variables(tp: int) -> dict[str, str]:
+    """vLLM on a core for each rank, with nobody outside."""
+    return {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(one) for one in range(tp)),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def generate(
     folder: Path, load_format: str, tp: int, scratch: Path, saved: Path | None = None
 ) -> list[dict[str, object]]:
@@ -60,15 +73,9 @@ def generate(
 
     result = scratch / f"{folder.name}-{load_format}-{tp}.json"
     environment = {
+        **engine_variables(tp),
         "LOCAL_WORLD_SIZE": str(tp),
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(one) for one in range(tp)),
-        "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_DIST_IDENT": f"reshard-{uuid.uuid4().hex[:8]}",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
         "RESHARD_SAVED_STATE": str(saved or ""),
     }
     command = [sys.executable, __file__, folder, load_format, tp, result]

@@ -33,6 +33,7 @@ from reshard.recipes.engine_layouts import (
     SourcePiece,
     SourceTensor,
 )
+from reshard.recipes.engine_layouts.strided_regions import find_steps
 
 
 @dataclass
@@ -159,30 +160,13 @@ def _resolve(
         start = place.start_bytes + piece.view.offset * itemsize
         yield piece.box, FileRange(place.path, start), piece.view.strides
         return
-    # Where the region begins, and along which dimension of the source each of the box's goes.
-    steps = View.row_major(stored.shape).strides
-    first = [piece.view.offset // s % n for s, n in zip(steps, stored.shape, strict=True)]
-    along: list[tuple[int, int] | None] = []
-    for size, stride in zip(piece.box.shape, piece.view.strides, strict=True):
-        if size == 1 or stride == 0:
-            along.append(None)
-            continue
-        at = next(
-            (d for d, n in enumerate(stored.shape) if n > 1 and stride > 0 and steps[d] <= stride),
-            None,
+    found = find_steps(stored.shape, piece.box.shape, piece.view.offset, piece.view.strides)
+    if found is None:
+        raise RecipeError(
+            f"{name!r} takes elements of {piece.source!r} across its dimensions, and that is cut "
+            "over ranks in this checkpoint; make it whole first (--to full)"
         )
-        by, rest = divmod(stride, steps[at]) if at is not None else (0, 1)
-        if (
-            at is None
-            or rest
-            or first[at] + by * (size - 1) >= stored.shape[at]
-            or any(known is not None and known[0] == at for known in along)
-        ):
-            raise RecipeError(
-                f"{name!r} takes elements of {piece.source!r} across its dimensions, and that is "
-                "cut over ranks in this checkpoint; make it whole first (--to full)"
-            )
-        along.append((at, by))
+    first, along = found
     for cell in cells:
         low, high = cell.box.start, cell.box.stop
         begins: list[int] = []

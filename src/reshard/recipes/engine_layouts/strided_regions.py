@@ -148,6 +148,40 @@ def _list_stretches(indices: IntArray) -> Stretches:
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
+def find_steps(
+    shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
+) -> tuple[list[int], list[tuple[int, int] | None]] | None:
+    """Where a region begins in a row-major tensor, and along which dimension each of its own goes.
+
+    Returns:
+        The first index along every dimension; and for each dimension of the region the one of the
+        tensor and the step there, or None for one that stays where it is. None in place of both
+        where a dimension goes backwards, across others, or where another one went.
+
+    >>> find_steps((6, 4), (2, 3), 5, (8, 1))
+    ([1, 1], [(0, 2), (1, 1)])
+    >>> find_steps((6, 4), (8,), 0, (1,)) is None
+    True
+    """
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = [offset // step % n for step, n in zip(steps, shape, strict=True)]
+    along: list[tuple[int, int] | None] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1 or stride == 0:
+            along.append(None)
+            continue
+        at = next(
+            (d for d, n in enumerate(shape) if n > 1 and stride > 0 and steps[d] <= stride), None
+        )
+        by, rest = divmod(stride, steps[at]) if at is not None else (0, 1)
+        if at is None or rest or first[at] + by * (size - 1) >= shape[at]:
+            return None
+        if any(known is not None and known[0] == at for known in along):
+            return None
+        along.append((at, by))
+    return first, along
+
+
 def unite(products: Iterable[Product]) -> tuple[Product, ...]:
     """Products without a shared element that have the same elements together.
 

@@ -1,4 +1,4 @@
-"""vLLM: which element of a checkpoint each of its ranks holds, by its own loader.
+"""vLLM: which element of a checkpoint each of its ranks holds, by its own loader; and links to it.
 
     parallelism       sizes of tensor, pipeline, expert and data parallelism
     rank_models       vLLM's model of a rank, without memory
@@ -6,6 +6,10 @@
     layout_cache      layouts that are kept in files
     layouts           `layouts`: the layouts of all ranks
     plugin            the load format `reshard` in vLLM itself
+    staging           what a rank takes of a trainer's tensors, and its parameters made of it
+    linked_rank       a rank as an end of a link
+    worker            methods that vLLM's workers learn
+    weight_transfer   the backend `reshard` of vLLM's own weight transfer
 
 vLLM is imported in the process that traces only; see docs/engines.md.
 """

@@ -39,11 +39,14 @@ last_report: RankReport | None = None
 
 
 def register() -> None:
-    """Register the load format with vLLM. Doing it again changes nothing."""
+    """Register the load format and the weight transfer with vLLM; again, it changes nothing."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+
+    from reshard.torch.vllm.weight_transfer import register_backend
 
     if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
         register_model_loader(LOAD_FORMAT)(_make_loader_class())
+    register_backend()
 
 
 def _make_loader_class() -> Any:

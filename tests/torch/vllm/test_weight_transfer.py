@@ -1,0 +1,251 @@
+"""The backend of vLLM's weight transfer, over stand-ins of its classes, both ends in one process.
+
+Links with vLLM itself: `tests/engines/vllm/test_links.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from live_processes import free_port
+from reshard.errors import LinkError, RunError, ShardError, UsageError
+from reshard.torch.vllm import weight_transfer
+from reshard.torch.vllm.linked_rank import find_sources
+
+WIDTH, HIDDEN = 6, 4
+SOURCES = {
+    "gate": ("float32", [WIDTH, HIDDEN]),
+    "up": ("float32", [WIDTH, HIDDEN]),
+    "A_log": ("float32", [8]),
+}
+
+
+class RankModel(torch.nn.Module):
+    """A rank with the lower half of fused rows, and a computed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.zeros(WIDTH, HIDDEN, dtype=torch.bfloat16))
+        self.A = torch.nn.Parameter(torch.zeros(8))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        half = WIDTH // 2
+        with torch.no_grad():
+            for name, weight in weights:
+                if name == "A_log":
+                    self.A.copy_(-torch.exp(weight))
+                else:
+                    rows = self.gate_up.narrow(0, half * (name == "up"), half)
+                    rows.copy_(weight.narrow(0, half, half))
+
+
+@dataclass
+class TrainerInitInfo:
+    rank: int = field(kw_only=True)
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+
+class Engine:
+    def __init__(self, vllm_config: Any, model: torch.nn.Module) -> None:
+        self.vllm_config, self.model = vllm_config, model
+        self.parallel_config = vllm_config.parallel_config
+        self.model_config = vllm_config.model_config
+
+    def parse_init_info(self, told: dict[str, Any]) -> Any:
+        return self.init_info_cls(**told)
+
+    def parse_update_info(self, told: dict[str, Any]) -> Any:
+        return self.update_info_cls(**told)
+
+
+class TrainerEngine:
+    def __init__(self, *, client: Any, source: Any = None, is_sender: bool = True) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+
+class Registry:
+    def __init__(self) -> None:
+        self._registry: dict[str, Any] = {}
+
+    def register_engine(self, name: str, module: str, attribute: str) -> None:
+        self._registry[name] = lambda: getattr(sys.modules[module], attribute)
+
+
+def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**layer._parameters, **layer._buffers}
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's modules, as far as they are used, with reloading in place."""
+
+    @contextlib.contextmanager
+    def nothing(*_: Any) -> Iterator[None]:
+        yield
+
+    modules: dict[str, dict[str, Any]] = {
+        "": {},
+        "config": {"set_current_vllm_config": nothing},
+        "distributed": {},
+        "distributed.weight_transfer": {},
+        "distributed.weight_transfer.base": {
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+            "TrainerInitInfo": TrainerInitInfo,
+            "WeightTransferEngine": Engine,
+            "TrainerWeightTransferEngine": TrainerEngine,
+        },
+        "distributed.weight_transfer.factory": {
+            "WeightTransferEngineFactory": Registry(),
+            "WeightTransferTrainerFactory": Registry(),
+        },
+        "model_executor": {},
+        "model_executor.model_loader": {},
+        "model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda model: None,
+            "finalize_layerwise_reload": lambda model, config: None,
+        },
+        "model_executor.model_loader.reload.layerwise": {
+            "get_layerwise_info": lambda layer: types.SimpleNamespace(reset=lambda: None),
+            "_place_kernel_tensors": lambda layer, info: None,
+            "make_online_process_loader": lambda layer, name: getattr(layer, name).weight_loader,
+        },
+        "model_executor.model_loader.reload.meta": {
+            "SKIP_LOAD_TENSORS": set(),
+            "restore_layer_on_meta": lambda layer, info: None,
+        },
+        "model_executor.model_loader.reload.utils": {
+            "get_layer_tensors": _tensors,
+            "get_layer_params_buffers": lambda layer: (_tensors(layer), {}),
+        },
+    }
+    made = {}
+    for name, content in modules.items():
+        whole = f"vllm.{name}".rstrip(".")
+        made[whole] = types.ModuleType(whole)
+        vars(made[whole]).update(content)
+        monkeypatch.setitem(sys.modules, whole, made[whole])
+        parent, _, own = whole.rpartition(".")
+        if parent:
+            setattr(made[parent], own, made[whole])
+    makers = (
+        weight_transfer.make_engine_class,
+        weight_transfer.make_init_class,
+        weight_transfer.make_trainer_class,
+    )
+    for make in makers:
+        make.cache_clear()
+    weight_transfer.register_backend()
+    yield made["vllm.distributed.weight_transfer.factory"]
+    for make in makers:
+        make.cache_clear()
+
+
+class Client:
+    """vLLM's control plane, in front of one worker."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.versions = engine, []
+
+    def init_weight_transfer_engine(self, told: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(told))
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, told: dict[str, Any]) -> None:
+        self.engine.update_weights(told)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+        self.versions.append(weight_version)
+
+
+def make_client(factory: Any, model: torch.nn.Module) -> Client:
+    parallel = types.SimpleNamespace(world_size=1, rank=0, data_parallel_size=1)
+    config = types.SimpleNamespace(parallel_config=parallel, model_config=None)
+    return Client(factory.WeightTransferEngineFactory._registry["reshard"]()(config, model))
+
+
+def make_init(trained: dict[str, torch.Tensor], **more: Any) -> Any:
+    init = {"options": {"cast": True}, "sources": SOURCES, "timeout_s": 60.0, **more}
+    url = f"tcp://127.0.0.1:{free_port()}"
+    return weight_transfer.ReshardTrainerInit(url, trained, 1, rank=0, **init)
+
+
+def train(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SOURCES.items()}
+
+
+def test_a_worker_has_what_its_loader_would_put_there(factory: Any) -> None:
+    model, trained = RankModel(), train(0)
+    client = make_client(factory, model)
+    trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
+    trainer = trainer_class.trainer_init(make_init(trained), client=client)
+    try:
+        for version in (5, 6):
+            for name, tensor in train(version).items():
+                trained[name].copy_(tensor)
+            assert trainer.send_weights(version).version == version
+            right = RankModel()
+            right.load_weights(trained.items())
+            for name, tensor in right.state_dict().items():
+                torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=0)
+        assert client.versions == ["5", "6"]
+        # What the loader computes comes whole, other parameters by the rows that the rank has.
+        staged = client.engine._linked.staged
+        assert {name: list(one.shape) for name, (one, _) in staged.tensors.items()} == {
+            "gate": [3, 4],
+            "up": [3, 4],
+            "A_log": [8],
+        }
+        assert staged.tensors["gate"][0].dtype == torch.bfloat16
+    finally:
+        trainer.shutdown()
+    with pytest.raises(LinkError, match="still has version 6"):
+        client.update_weights({})
+    client.engine.shutdown()
+    with pytest.raises(UsageError, match="no link; call init_weight_transfer_engine"):
+        client.start_weight_update()
+
+
+def test_weights_that_did_not_come_are_not_applied(factory: Any) -> None:
+    client = make_client(factory, RankModel())
+    trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
+    trainer = trainer_class.trainer_init(make_init(train(0)), client=client)
+    try:
+        with pytest.raises(RunError, match="the model keeps those that it has"):
+            client.finish_weight_update()
+    finally:
+        trainer.shutdown()
+        client.engine.shutdown()
+
+
+def test_other_names_are_an_error_of_both(factory: Any) -> None:
+    client = make_client(factory, RankModel())
+    trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
+    with pytest.raises(ShardError, match="up: not in the source"):
+        trainer_class.trainer_init(make_init({"gate": train(0)["gate"]}), client=client)
+    with pytest.raises(UsageError, match="give the model itself"):
+        trainer_class.trainer_init(make_init({}), client=client, source=object())
+    # The worker fails before it connects: the trainer does not wait for it.
+    with pytest.raises(UsageError, match="sources='hub'"):
+        trainer_class.trainer_init(make_init({}, sources="hub"), client=client)
+
+
+@pytest.mark.parametrize("sources", ["hub", {"up": "float32"}, {"up": ("float32", [-1])}])
+def test_sources_that_cannot_be(sources: Any) -> None:
+    with pytest.raises(UsageError, match=r"sources='hub'|source 'up' is|shape of 'up'"):
+        find_sources(None, sources)
