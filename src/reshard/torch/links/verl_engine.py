@@ -1,0 +1,252 @@
+"""verl's interface for weights between trainer and rollout, by a link: the backend `reshard`.
+
+verl gives every rank of a trainer a stream of whole tensors, and wants it on every worker::
+
+    trainer rank 0   | bucket: rows 0 |  ---->  worker 0   | whole bucket |  ---->  name, tensor
+    trainer rank 1   | bucket: rows 1 |  ---->  worker 1   | whole bucket |         name, tensor
+
+1. `prepare` on the master says where to meet, and a secret that nobody else learns.
+2. `init_process_group` makes the link: all trainer ranks, and all workers of all replicas as one
+   engine.
+3. Weights travel in buckets of one size. Every rank of the trainer sends its share of each, so that
+   all of them send alike much. A tensor may begin in one bucket and end in another.
+4. `finalize` closes the link: workers may be others at the next step.
+
+A bucket is a table in JSON, with its length before it, and then the bytes of tensors.
+
+Source: `verl.checkpoint_engine.base` of verl 0.7.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import torch
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import LinkError, ReshardError, RunError, UsageError
+from reshard.integers import as_integer
+from reshard.layout import Box, Layout
+from reshard.torch.links.link import WeightLink, connect
+from reshard.torch.links.sync import WeightSync
+
+BACKEND = "reshard"
+_LENGTH_BYTES = 8
+# Of a tensor's entry in the table, beside its name and shape.
+_ENTRY_BYTES = 160
+_LEAST_BYTES = 4096
+
+
+def register() -> None:
+    """Register the backend with verl, in a process that has it. Again, it changes nothing.
+
+    Raises ImportError without verl.
+    """
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    if BACKEND not in CheckpointEngineRegistry._registry:
+        CheckpointEngineRegistry.register(BACKEND)(make_engine_class())
+
+
+@functools.cache
+def make_engine_class() -> Any:
+    """The class that verl makes on every trainer rank and worker, whose base is verl's."""
+    from verl.checkpoint_engine import CheckpointEngine
+
+    class ReshardCheckpointEngine(StreamEnd, CheckpointEngine):  # type: ignore[misc]
+        """Weights by a link."""
+
+    return ReshardCheckpointEngine
+
+
+class StreamEnd:
+    """One process's end of a stream of whole tensors.
+
+    Args:
+        bucket_size: bytes that travel together; a process keeps as many.
+        is_master: whether this is the trainer's first rank, which others meet at.
+        host: the address at which others reach the master; found by its name when None.
+        timeout_s: how long to wait for others.
+
+    Raises:
+        UsageError: a size that is no number of bytes, or too small for a table.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        host: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.bucket_size = as_integer(bucket_size, "bucket_size", UsageError, least=_LEAST_BYTES)
+        self.is_master, self._host, self._timeout_s = is_master, host, timeout_s
+        self._link: WeightLink | None = None
+        self._sync: WeightSync | None = None
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    def prepare(self) -> dict[str, Any] | None:
+        """Where to meet, on the master; None elsewhere."""
+        if not self.is_master:
+            return None
+        host = self._host or socket.gethostbyname(socket.gethostname())
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            port = listener.getsockname()[1]
+        return {"url": f"tcp://{host}:{port}", "secret": secrets.token_hex(16)}
+
+    @classmethod
+    def build_topology(
+        cls, trainer_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """What every process gives to `init_process_group`.
+
+        >>> _, workers = StreamEnd.build_topology(1, 2, [{"url": "tcp://a:1", "secret": "s"}] * 3)
+        >>> workers["rank"], workers["side"]
+        ([0, 1], ['engine', 'engine'])
+        """
+
+        def tell(side: str, ranks: int) -> dict[str, list[Any]]:
+            return {
+                "side": [side] * ranks,
+                "rank": list(range(ranks)),
+                "ranks": [ranks] * ranks,
+                "meeting": [metadata[0]] * ranks,
+            }
+
+        return tell("trainer", trainer_world_size), tell("engine", rollout_world_size)
+
+    def init_process_group(self, side: Any, rank: int, ranks: int, meeting: dict[str, Any]) -> None:
+        """Meet all others. Raises LinkError where they do not come."""
+        self.finalize()
+        self._bucket = torch.zeros(self.bucket_size, dtype=torch.uint8)
+        timeout_s, secret = self._timeout_s, meeting["secret"]
+        self._link = connect(
+            meeting["url"], side, rank=rank, ranks=ranks, secret=secret, timeout_s=timeout_s
+        )
+        try:
+            self._sync = self._link.prepare({"bucket": self._own_part(side, rank, ranks)})
+        except BaseException:
+            self.finalize()
+            raise
+
+    def _own_part(self, side: Any, rank: int, ranks: int) -> tuple[torch.Tensor, Layout]:
+        size = self.bucket_size
+        if side == "engine":
+            return self._bucket, Layout.replicated((size,), ranks)
+        ends = [size * number // ranks for number in range(ranks + 1)]
+        boxes = [(n, Box((ends[n],), (ends[n + 1],))) for n in range(ranks)]
+        return self._bucket[ends[rank] : ends[rank + 1]], Layout.from_boxes((size,), boxes, ranks)
+
+    def finalize(self) -> None:
+        """Leave the link, and give the bucket's memory back."""
+        link, self._link, self._sync = self._link, None, None
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        if link is not None:
+            link.close()
+
+    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send all of a stream, which is the same on every rank of the trainer.
+
+        Raises:
+            UsageError: before `init_process_group`.
+            RunError: a worker that is lost.
+        """
+        table: list[Any] = []
+        parts: list[torch.Tensor] = []
+        used = _LENGTH_BYTES + _ENTRY_BYTES
+        for name, tensor in weights:
+            shape, kind = list(tensor.shape), as_dtype(tensor.dtype).name
+            whole = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            entry = _ENTRY_BYTES + 4 * len(name) + 24 * len(shape)
+            if entry + used >= self.bucket_size and not table:
+                raise UsageError(
+                    f"buckets of {self.bucket_size} bytes have no room for the name {name!r}; "
+                    "give larger ones"
+                )
+            begin = 0
+            while begin < max(len(whole), 1):
+                room = self.bucket_size - used - entry
+                if room < min(len(whole) - begin, _LEAST_BYTES // 4):
+                    await self._send(table, parts, False)
+                    table, parts, used = [], [], _LENGTH_BYTES + _ENTRY_BYTES
+                    continue
+                part = whole[begin : begin + room]
+                table.append([name, kind, shape, begin, len(part)])
+                parts.append(part)
+                used += entry + len(part)
+                begin += max(len(part), 1)
+        await self._send(table, parts, True)
+
+    async def _send(self, table: list[Any], parts: list[torch.Tensor], is_last: bool) -> None:
+        sync = self._expect_sync()
+        text = json.dumps({"tensors": table, "is_last": is_last}).encode()
+        told = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        at = len(told)
+        self._bucket[:at] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        for part in parts:
+            self._bucket[at : at + len(part)] = part
+            at += len(part)
+        report = await asyncio.to_thread(sync.run)
+        lost = getattr(report, "lost", None)
+        if lost:
+            raise RunError(f"weights did not reach all workers: {lost}")
+
+    async def receive_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The tensors of a stream, whole and on the host, each when all of it is here.
+
+        Raises:
+            LinkError: the trainer is lost, or what it sends is no stream.
+        """
+        sync, begun = self._expect_sync(), {}
+        while True:
+            await asyncio.to_thread(sync.run)
+            table, is_last, at = self._read_table()
+            for name, kind, shape, begin, size in table:
+                if begin == 0:
+                    begun[name] = torch.empty(shape, dtype=getattr(torch, as_dtype(kind).name))
+                if name not in begun or at + size > self.bucket_size:
+                    raise LinkError(f"a bucket has bytes {begin} of {name!r} out of place")
+                whole = begun[name].view(-1).view(torch.uint8)
+                if begin + size > len(whole):
+                    raise LinkError(f"a bucket has bytes {begin + size} of {name!r}, {len(whole)}")
+                whole[begin : begin + size] = self._bucket[at : at + size]
+                at += size
+                if begin + size == len(whole):
+                    yield name, begun.pop(name)
+            if is_last:
+                break
+        if begun:
+            raise LinkError(f"the stream ended in the middle of {sorted(begun)}")
+
+    def _read_table(self) -> tuple[list[Any], bool, int]:
+        """What is in the bucket, and where its bytes begin."""
+        length = int.from_bytes(bytes(self._bucket[:_LENGTH_BYTES].tolist()), "little")
+        stop = _LENGTH_BYTES + length
+        try:
+            if stop > self.bucket_size:
+                raise ValueError(f"{length} bytes of a table")
+            told = json.loads(self._bucket[_LENGTH_BYTES:stop].numpy().tobytes())
+            table = [
+                (str(name), as_dtype(kind).name, [int(n) for n in shape], int(begin), int(size))
+                for name, kind, shape, begin, size in told["tensors"]
+            ]
+            if any(min([begin, size, *shape]) < 0 for _, _, shape, begin, size in table):
+                raise ValueError("numbers below 0")
+            if any(math.prod(shape) > 1 << 48 for _, _, shape, _, _ in table):
+                raise ValueError("tensors that no memory holds")
+            return table, bool(told["is_last"]), stop
+        except (ValueError, KeyError, TypeError, ReshardError) as error:
+            raise LinkError(f"what arrived is no bucket of weights: {error}") from error
+
+    def _expect_sync(self) -> WeightSync:
+        if self._sync is None:
+            raise UsageError("weights without a link; call init_process_group first")
+        return self._sync
