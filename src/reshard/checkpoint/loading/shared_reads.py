@@ -203,6 +203,13 @@ class SharedReads:
                     self._targets[piece][...] = array
             low = high
 
+    def size_bytes(self, pieces: IntArray) -> int:
+        """The bytes of arrays that these pieces fill."""
+        counts = np.bincount(self._kind[0][pieces], minlength=len(self._kinds)).tolist()
+        return sum(
+            kind.target_bytes * count for kind, count in zip(self._kinds, counts, strict=True)
+        )
+
     def describe(self, pieces: IntArray) -> Iterator[tuple[str, int]]:
         """The name of each piece's tensor, and the bytes of an array that it fills."""
         kinds = self._kind[0][pieces].tolist()
