@@ -26,6 +26,6 @@ def test_lists_may_be_iterators(content: dict[str, Any], is_lazy: bool) -> None:
     }
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "write", written.append)
+        patch.setattr(output, "write_pieces", written.extend)
         output.write_json(given_content)
-    assert written == [json.dumps(content, indent=1)]
+    assert "".join(written) == json.dumps(content, indent=1) + "\n"
