@@ -94,16 +94,16 @@ def main() -> None:
         group = dist.new_group(timeout=datetime.timedelta(seconds=60))
         together = set(range(RANKS)) - set(apart)
         assert near(rank_group(group)) == (together - {rank} if rank in together else set())
-        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+        for dtype in (torch.float32, torch.bfloat16):
             check(group, dtype, 64 << 20)
         # So little that messages wait for one another.
         check(group, torch.float32, 256)
     most = files()
     os.environ["RESHARD_SHARED_MEMORY"] = "always"
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    for turn in range(8):
+    for turn in range(4):
         check(group, torch.float32, 1 << 12)
-        if turn == 3:
+        if turn == 1:
             most = files()
     # What one run used, the next one uses again.
     assert files() <= most, (files(), most)
