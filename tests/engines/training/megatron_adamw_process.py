@@ -34,11 +34,13 @@ class AdamW:
 
     def reload_model_params(self) -> None: ...
 
-    def step(self) -> None:
+    def step(self) -> tuple[bool, torch.Tensor, None]:
+        """As Megatron's: whether it stepped, the norm of gradients, and no count of zeros."""
         for one in self.parameters:
             one.grad = one.main_grad.clone()
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.inner.step()
+        return True, norm, None
 
 
 # Norms in front of a linear layer are called as parts of it in checkpoints.
