@@ -84,6 +84,9 @@ class Overhead:
         shared_copies: the copies of all ranks of a host together.
         collectives: pairs of a kind of collective and the link between ranks of one host as that
             kind finds it, what it combines included; kept sorted.
+        shared_network: what all ranks of a host together send to other hosts, or receive from
+            them, where they share its network card.
+        shared_uplink: likewise all hosts of a rack, to and from other racks.
 
     Raises LayoutError for seconds that cannot be, or what is no link.
 
@@ -98,6 +101,8 @@ class Overhead:
     shared_messages: Link | None = None
     shared_copies: Link | None = None
     collectives: tuple[tuple[str, Link], ...] = ()
+    shared_network: Link | None = None
+    shared_uplink: Link | None = None
 
     def __post_init__(self) -> None:
         for name in ("call_s", "step_s", "combining"):
@@ -115,8 +120,8 @@ class Overhead:
                 f"collectives {self.collectives!r}; pairs of a kind and a Link were expected"
             ) from None
         object.__setattr__(self, "collectives", pairs)
-        links = [self.copies, self.shared_messages, self.shared_copies]
-        for link in [*filter(None, links), *(link for _, link in pairs)]:
+        shared = [self.shared_messages, self.shared_copies, self.shared_network, self.shared_uplink]
+        for link in [*filter(None, [self.copies, *shared]), *(link for _, link in pairs)]:
             _expect_link(link)
 
     @property

@@ -7,9 +7,10 @@ than its busiest rank does::
     rank 1 sends:   | alpha | bytes to 0 (host) |
     seconds:        |<-- the longest of all ranks, and of both directions ---------->|
 
-Where the topology's `Overhead` says so, two things more are counted:
+Where the topology's `Overhead` says so, three things more are counted:
 
 - A rank packs and unpacks (`reshard.cost.copies`) while it neither sends nor receives.
+- The ranks of a host share its network card, and the hosts of a rack its uplink, each way.
 - The ranks of a host share it: no host takes less than its messages and copies take of all its
   ranks together.
 
@@ -19,6 +20,7 @@ they are multiplied. So the answer does not depend on the order, and is the same
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,6 +85,8 @@ def message_cost(
     # The busiest sender, and the busiest receiver.
     for ranks in (pair // topology.ranks, pair % topology.ranks):
         best = max(best, work.of_busiest_rank(ranks), key=_sum_seconds)
+        for part in work.of_shared_links(ranks):
+            best = max(best, part, key=_sum_seconds)
     return max(best, work.of_busiest_host(pair // topology.ranks), key=_sum_seconds)
 
 
@@ -139,6 +143,24 @@ class _MessageWork:
         of_host = replace(self.copies, rank=topology.host_of(self.copies.rank))
         copying_s = copy_s(of_host, topology.hosts, overhead.shared_copies, overhead.combining)
         return self._find_longest(count, total, latency_s, transfer_s, copying_s)
+
+    def of_shared_links(self, ranks: IntArray) -> Iterator[Part]:
+        """What the busiest host sends to others, or receives, and the busiest rack likewise."""
+        topology, overhead = self.topology, self.topology.overhead
+        host = topology.host_of(ranks)
+        for link, least_level, box in (
+            (overhead.shared_network, 1, host),
+            (overhead.shared_uplink, 2, topology.host_rack[host]),
+        ):
+            crosses = self.levels >= least_level
+            if link is None or not crosses.any():
+                continue
+            count = np.bincount(box[crosses])
+            total = np.zeros(len(count), dtype=np.int64)
+            np.add.at(total, box[crosses], self.size_bytes[crosses])
+            latency_s: FloatArray = np.asarray(count * link.latency_s, dtype=np.float64)
+            transfer_s = total / link.bandwidth_bytes_per_s
+            yield self._find_longest(count, total, latency_s, transfer_s, np.zeros_like(latency_s))
 
     def _find_longest(
         self,

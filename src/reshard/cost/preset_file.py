@@ -33,6 +33,14 @@
     bandwidth_bytes_per_s = 6e9
     latency_s = 1e-8
 
+    [overhead.shared_network]           # of all ranks of a host to and from other hosts
+    bandwidth_bytes_per_s = 12.5e9
+    latency_s = 0.0
+
+    [overhead.shared_uplink]            # of all hosts of a rack to and from other racks
+    bandwidth_bytes_per_s = 50e9
+    latency_s = 0.0
+
     [overhead.collectives.all-reduce]   # the link between ranks of a host for this kind
     bandwidth_bytes_per_s = 5e8
     latency_s = 200e-6
@@ -69,7 +77,13 @@ _OPTIONAL = {
     "overhead": dict,
     "device": dict,
 }
-_OVERHEAD_LINKS = ("copies", "shared_messages", "shared_copies")
+_OVERHEAD_LINKS = (
+    "copies",
+    "shared_messages",
+    "shared_copies",
+    "shared_network",
+    "shared_uplink",
+)
 _OVERHEAD_NUMBERS = ("call_s", "step_s", "combining")
 _OVERHEAD = {"collectives", *_OVERHEAD_NUMBERS, *_OVERHEAD_LINKS}
 _LINK = {"bandwidth_bytes_per_s", "latency_s"}

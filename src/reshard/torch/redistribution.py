@@ -3,8 +3,8 @@
 1. Both sides become layouts over global ranks, whoever describes them (`sides`).
 2. Every rank checks its own arguments; all agree that they mean the same (`exchange.agreement`).
    Ranks that hold nothing of the source may leave its description to those that do.
-3. This rank's transfers are exchanged within a limit of memory (`exchange.exchange`); or a program
-   of collectives is run, where that is asked for, or is quicker (`programs`).
+3. This rank's transfers are exchanged within a limit of memory (`exchange.exchange`), in stages or
+   by a program of collectives where that is asked for, or is quicker (`programs.methods`).
 4. All confirm that they are done: where one rank fails, all raise.
 
 Gradients flow: the gradient of a redistribution is one from the target to the source.
@@ -25,8 +25,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.contributions import check_reduction
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.transfers import Transfers
 from reshard.notation.objects import sharding_of
+from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
 from reshard.plans.schedule.messages import limit_message_bytes
@@ -36,11 +36,12 @@ from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
+from reshard.torch.exchange.stages import MessageRun, prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
     Method,
-    choose_program,
+    choose_way,
     find_gradient_program,
     method_digest,
 )
@@ -85,8 +86,8 @@ class Redistribution:
         self._group = group
         # Before all that may fail here only: ranks count alike.
         tag = next_tag(group) if in_background else 0
-        run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
-        if in_background and isinstance(run, MessageExchange) and run.can_leave_its_thread:
+        run: MessageRun | BackgroundExchange | ProgramRun = prepared.run(group)
+        if in_background and isinstance(run, MessageRun) and run.can_leave_its_thread:
             run = BackgroundExchange(run, tag)
         self._run = run
         self._is_done = False
@@ -196,9 +197,10 @@ def redistribute(
             The source must not change before that.
         extra_bytes: the most memory beyond source and target, on each rank.
         method: "exchange" for messages of what each rank lacks; "program" for the collectives
-            that `reshard.collectives.find_program` finds, or a `Program` to run; "auto" for the
-            quicker one of both on `topology`. Where none is given that is the exchange, but for
-            contributions that become replicas, of which a program moves less.
+            that `reshard.collectives.find_program` finds, or a `Program` to run; "stages" for
+            messages that cross into each host once (`docs/hosts.md`); "auto" for the quickest of
+            these on `topology`. Where none is given that is the exchange, but for contributions
+            that become replicas, of which a program moves less, and ranks on several hosts.
         topology: the hosts of the ranks and the links between them; the same on all ranks.
 
     Returns:
@@ -310,14 +312,14 @@ class _PreparedRedistribution:
     own: torch.Tensor | None
     local: torch.Tensor | None
     out: torch.Tensor | None
-    transfers: Transfers
     dtype: torch.dtype
     device: torch.device
     extra_bytes: int
     program: Program | None
+    staged: StagedJob | None
     has_gradient: bool = False
 
-    def run(self, group: RankGroup) -> MessageExchange | ProgramRun:
+    def run(self, group: RankGroup) -> MessageRun | ProgramRun:
         """This rank's part, to start and finish."""
         if self.program is not None:
             return ProgramRun(
@@ -332,7 +334,11 @@ class _PreparedRedistribution:
         # No message has padding.
         if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
-        tensor = RankTransfers.of(self.change, self.transfers, group.rank, self.own, self.local)
+        ends = (self.own, self.local)
+        if self.staged is not None:
+            return prepare_stages(self.staged, group, *ends, self.device, self.extra_bytes)
+        transfers = transfers_of(self.change, as_dtype(self.dtype), group.rank)
+        tensor = RankTransfers.of(self.change, transfers, group.rank, *ends)
         return MessageExchange([tensor], group.rank, group, self.device, self.extra_bytes)
 
     def result(self) -> Any:
@@ -385,12 +391,14 @@ def _state_intent(
 ) -> Intent:
     parts = {}
     if prepared is not None:
+        staged = prepared.staged
+        method = method_digest(prepared.program) if staged is None else staged.digest.encode()
         parts = {
             "dtype": str(prepared.dtype).encode(),
             "source": prepared.change.source.fingerprint,
             "target": prepared.change.target.fingerprint,
             "extra_bytes": str(prepared.extra_bytes).encode(),
-            "method": method_digest(prepared.program),
+            "method": method,
         }
     return Intent(parts, problem, prepared is None and problem is None, request.notes(rank))
 
@@ -458,17 +466,18 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
     local = find_target_local(request.out, after, dtype, own, device, group)
-    transfers = transfers_of(change, as_dtype(dtype), rank)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
         # A program would run in `wait`, and not in the background.
         method = "exchange"
-    program = choose_program(
-        method, request.topology, before, after, dtype, group, device, request.extra_bytes
-    )
     out, most_bytes = request.out, request.extra_bytes
+    way = choose_way(method, request.topology, before, after, dtype, group, device, most_bytes)
+    program = way if isinstance(way, Program) else None
+    staged = way if isinstance(way, StagedJob) else None
+    # Planned here, where all learn of a rank that cannot.
+    _ = stages_of(staged, rank) if staged else transfers_of(change, as_dtype(dtype), rank)
     return _PreparedRedistribution(
-        change, before, after, own, local, out, transfers, dtype, device, most_bytes, program
+        change, before, after, own, local, out, dtype, device, most_bytes, program, staged
     )
 
 

@@ -249,6 +249,8 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
         ("copies of a rank", overhead.copies),
         ("messages of a host", overhead.shared_messages),
         ("copies of a host", overhead.shared_copies),
+        ("network of a host", overhead.shared_network),
+        ("uplink of a rack", overhead.shared_uplink),
         *overhead.collectives,
     ]
     lines = [

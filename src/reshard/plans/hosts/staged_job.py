@@ -44,6 +44,7 @@ from reshard.plans.hosts.fragment_boxes import (
     transfers_of_slot,
 )
 from reshard.plans.hosts.fragments import Fragments, divide_flows
+from reshard.plans.hosts.pipeline import count_parts, pipelined_s
 from reshard.plans.hosts.verification import verify_stages
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -274,6 +275,21 @@ class StagedJob:
         """
         stages = [self.transfers(number) for number in range(len(self.job.items))]
         return stages_estimate(self.job.items, stages, self.topology)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the tensors are cut, so that both stages run at once."""
+        return count_parts(self.received_bytes.max())
+
+    @property
+    def steps(self) -> int:
+        """How many steps its pipeline has: of the parts, each a step behind the one before."""
+        return self.parts + len(StageTransfers._fields) - 1
+
+    @cached_property
+    def pipelined_s(self) -> float:
+        """The seconds of both stages where they run at once. Raises as `estimate` does."""
+        return pipelined_s(self.estimate(), self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.

@@ -74,11 +74,15 @@ class RankMeeting:
         options = dist.ProcessGroupGloo._Options()
         # All ranks are here: who does not answer at once is not reached.
         options._timeout = min(self.timeout, _CONNECT)
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(hostname=self.address)
-            if self.address
-            else dist.ProcessGroupGloo.create_default_device()
-        ]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if self.address:
+            device = dist.ProcessGroupGloo.create_device(hostname=self.address)
+        elif interfaces:
+            # As torch's own gloo does, where a host's name leads elsewhere.
+            device = dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
         try:
             found = dist.ProcessGroupGloo(own, self.position, len(self.cards), options)
         except RuntimeError as error:

@@ -8,6 +8,9 @@
    contributions that become replicas. Those are combined once by a program, and on every rank by
    the exchange, so the program is taken where it moves less, and the bytes that it saves outweigh
    its messages, each counted as so many bytes (`assumed_topology`).
+4. `"stages"`: what crosses between hosts does so once for each host, and is handed on within it
+   (`reshard.plans.hosts`). `"auto"` takes stages where they are quicker than what else is, on the
+   topology or, where none is given and ranks have told of several hosts, as `assume_links` says.
 
 The answer follows from what all ranks know, so they find the same; the digest of it is compared
 before anything moves.
@@ -24,20 +27,65 @@ from reshard.collectives.choice import choose
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
+from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
+from reshard.geometry.layout_change import LayoutChange
+from reshard.plans.hosts.staged_job import StagedJob
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.hosts import MESSAGE_COUNTS_BYTES, assume_links, find_hosts
+from reshard.torch.exchange.stages import stage_change
 from reshard.torch.programs.run import least_extra_bytes
 from reshard.torch.sides import TensorSide
 
 Method = str | Program
-METHODS = ("auto", "exchange", "program")
+METHODS = ("auto", "exchange", "program", "stages")
 
-# For how many bytes a message counts where no topology says so, all that is done for it included.
-# Links of 50 to 450 GB/s carry about a megabyte in its latency; between four ranks of gloo on one
-# host programs are quicker from sizes on that follow from as much.
-MESSAGE_COUNTS_BYTES = 1 << 20
+
+def choose_way(
+    method: Method,
+    topology: Topology | None,
+    source: TensorSide,
+    target: TensorSide,
+    dtype: torch.dtype,
+    group: RankGroup,
+    device: torch.device,
+    extra_bytes: int,
+) -> Program | StagedJob | None:
+    """The program to run, or the stages; None for the exchange. Raises as `choose_program` does."""
+    program = None
+    if method != "stages":
+        program = choose_program(
+            method, topology, source, target, dtype, group, device, extra_bytes
+        )
+        if method != "auto":
+            return program
+    elif (problem := topology_problem(topology)) is not None:
+        raise UsageError(problem)
+    change = LayoutChange(source.layout, target.layout)
+    if not can_be_staged(change):
+        return program
+    is_known = topology is not None
+    topology = topology or find_hosts(group)
+    if method == "stages":
+        return stage_change(change, as_dtype(dtype), topology)
+    # On one host nothing crosses. A program without a topology is taken for what it combines.
+    if topology.hosts == 1 or (program is not None and not is_known):
+        return program
+    topology = topology if is_known else assume_links(topology)
+    staged = stage_change(change, as_dtype(dtype), topology)
+    if program is None:
+        other_s = staged.job.estimate(topology).seconds_s
+    else:
+        library = "gloo" if group.backend_of(device) == "gloo" else "nccl"
+        other_s = program.estimate(as_dtype(dtype), topology, library).seconds_s
+    return staged if staged.pipelined_s < other_s else program
+
+
+def can_be_staged(change: LayoutChange) -> bool:
+    """Whether what arrives can be handed on: contributions are combined where they arrive."""
+    return max(change.source.contributions, change.target.contributions) == 1
 
 
 def choose_program(

@@ -15,6 +15,8 @@ programs travel with what is exchanged, in one exchange of messages; then the se
     stage 0   exchanged tensors, first steps     source -> target, source -> next shard
     stage 1   second steps                       shard  -> shard or target
 
+What moves in stages between hosts has the steps of its pipeline among them (`exchange.stages`).
+
 Shards between steps lie in the source, in the target (`programs.phases`), or in the batch's memory.
 """
 
@@ -36,6 +38,7 @@ from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.stages import stage_transfers
 from reshard.torch.exchange.timeline import span
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
@@ -155,13 +158,18 @@ class RefitBatches:
             source = match.source_range.of(source, rank)
         if match.target_range is not None:
             target = match.target_range.of(target, rank)
-        known = self._known.get(item.transfers)
-        if known is None:
-            known = RankTransfers.of(item.change, item.transfers, rank, source, target, dtype)
-            self._known[item.transfers] = known
-        found.stages[0].append(
-            RankTransfers(item.change, known.received, known.sent, source, target, dtype)
-        )
+        ends = (source, target, dtype)
+        if not item.handed_on:
+            known = self._known.get(item.transfers)
+            if known is None:
+                known = RankTransfers.of(item.change, item.transfers, rank, *ends)
+                self._known[item.transfers] = known
+            found.stages[0].append(RankTransfers(item.change, known.received, known.sent, *ends))
+            return
+        stages = [rows for _, rows in item.stages]
+        for step, transfers in stage_transfers(item.change, stages, item.span, rank, *ends):
+            found.stages += [[] for _ in range(step + 1 - len(found.stages))]
+            found.stages[step].append(transfers)
 
     def _list_program(
         self,

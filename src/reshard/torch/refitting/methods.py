@@ -6,6 +6,9 @@
 3. `"auto"`: what `reshard.collectives.divide` finds to be quicker on a topology. Without one,
    programs are looked for only where contributions are combined, since only there they move less
    than the exchange does; every message counts then as `assumed_topology` says.
+4. `"stages"`: each byte enters a host once, and is handed on within it (`reshard.plans.hosts`). Of
+   what has no program, `"auto"` takes stages for all tensors or for none, by what is quicker, on
+   hosts that the topology or the ranks themselves have told of.
 
 Programs are of whole tensors, as they are, whose shardings are over the same devices on both
 sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
@@ -14,8 +17,8 @@ The answer follows from what all ranks know of both models, so every rank finds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from reshard.collectives.division import Ways, divide
@@ -25,12 +28,16 @@ from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
+from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
-from reshard.torch.programs.methods import assumed_topology
+from reshard.torch.exchange.hosts import assume_links
+from reshard.torch.programs.methods import assumed_topology, can_be_staged
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
 
-RefitMethod = Literal["auto", "exchange", "program"]
+RefitMethod = Literal["auto", "exchange", "program", "stages"]
 _SHOWN = 20
 # On any backend the steps are messages of one exchange, as many as this library's.
 _RUN_AS = "gloo"
@@ -39,13 +46,22 @@ _EXCHANGED = "every rank has what it needs"
 
 @dataclass(frozen=True, slots=True)
 class TensorMethod:
-    """How one tensor moves: by a program, or in the exchange where there is none; and why."""
+    """How one tensor moves: by a program, in stages, or in the exchange otherwise; and why."""
 
     program: Program | None = None
     why: str = ""
+    is_staged: bool = False
 
 
 BY_EXCHANGE = TensorMethod()
+
+
+def job_of(matches: Iterable[Match]) -> Job:
+    """Tensors as one job, so that senders are chosen for all together."""
+    return Job(
+        JobItem.between_ranks(one.name, as_dtype(one.dtype), one.source, one.target)
+        for one in matches
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +71,17 @@ class RefitMethods:
     Args:
         method: "auto", "exchange" or "program".
         topology: the hosts of the ranks and the links between them, where known.
+        hosts: of the ranks, as these have told each other; no speeds are known of it.
     """
 
     method: RefitMethod = "exchange"
     topology: Topology | None = None
+    hosts: Topology | None = None
+
+    @property
+    def stage_topology(self) -> Topology | None:
+        """The hosts that stages are planned for; None where nothing is known of hosts."""
+        return self.topology or self.hosts
 
     def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[TensorMethod, ...]:
         """The method of every tensor, in their order.
@@ -73,6 +96,8 @@ class RefitMethods:
         """
         if self.method == "exchange":
             return (BY_EXCHANGE,) * len(matches)
+        if self.method == "stages":
+            return self._stage(matches, (BY_EXCHANGE,) * len(matches))
         found: list[Program | str] = [self._find_program(one, staging_bytes) for one in matches]
         if self.method == "program":
             return self._require_programs(matches, found)
@@ -99,7 +124,36 @@ class RefitMethods:
             chosen.append(
                 TensorMethod(program if is_chosen else None, self._explain(ways, is_chosen))
             )
-        return tuple(chosen)
+        return self._stage(matches, tuple(chosen))
+
+    def _stage(
+        self, matches: Sequence[Match], chosen: tuple[TensorMethod, ...]
+    ) -> tuple[TensorMethod, ...]:
+        """The methods, with stages for what has no program: where asked for, or quicker."""
+        hosts = self.stage_topology
+        can_be = [
+            one.program is None and can_be_staged(LayoutChange(match.source, match.target))
+            for match, one in zip(matches, chosen, strict=True)
+        ]
+        if hosts is None or not any(can_be):
+            return chosen
+        why = "asked for"
+        if self.method != "stages":
+            # On one host nothing crosses.
+            if hosts.hosts == 1:
+                return chosen
+            job = job_of(match for match, can in zip(matches, can_be, strict=True) if can)
+            hosts = hosts if self.topology is not None else assume_links(hosts)
+            staged_s, direct_s = StagedJob(job, hosts).pipelined_s, job.estimate(hosts).seconds_s
+            if staged_s >= direct_s:
+                return chosen
+            why = f"{staged_s:.3g} s for all that is staged, {direct_s:.3g} s in the exchange"
+            if self.topology is None:
+                why = "hosts are told apart by their names, and links between them are slower"
+        return tuple(
+            replace(one, is_staged=True, why=why) if can else one
+            for one, can in zip(chosen, can_be, strict=True)
+        )
 
     def _find_program(self, match: Match, staging_bytes: int) -> Program | str:
         """The program of a tensor; or why it has none, or none is looked for."""

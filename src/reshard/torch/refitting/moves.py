@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
+from reshard.geometry.transfers import Transfers
 from reshard.text.quantities import bytes_text
 from reshard.torch.refitting.planning import PartItem
 
@@ -80,7 +81,8 @@ class RefitMoves(Sequence[TensorMove]):
 def list_moves(items: Iterable[PartItem], receiver: int | None = None) -> Iterator[TensorMove]:
     """The moves of items of a part: those to one rank, or all that are known of."""
     for item in items:
-        match, rows = item.match, item.transfers
+        match = item.match
+        rows = Transfers.joined(rows for _, rows in item.stages)
         if receiver is not None:
             rows = rows.take(rows.target_slot == receiver)
         begin = np.zeros(rows.start.shape[1], dtype=np.int64)

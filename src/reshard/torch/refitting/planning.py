@@ -33,9 +33,11 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.plans.hosts.pipeline import Span, count_parts, divide_spans
+from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
+from reshard.topology import Topology
 from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.naming import fitting
@@ -44,8 +46,9 @@ from reshard.torch.models.rosters import Roster, assemble
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import CastOption, Match, match_tensors
-from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod
+from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod, job_of
 from reshard.torch.refitting.preparation import KnownPlans, make_key
+from reshard.torch.refitting.report import PlanningReport, report_methods
 from reshard.torch.refitting.transforms import Transform
 
 Planning = Literal["local", "centralized"]
@@ -61,7 +64,9 @@ _FEWEST_BUCKETS, _LEAST_BUCKET_BYTES, _MOST_BUCKETS = 16, 1 << 20, 256
 class PartItem:
     """One tensor on one rank: what it sends, keeps and receives of it, and in which batch.
 
-    What moves by a program has no transfers of its own.
+    What moves by a program has no transfers of its own. What is staged has more of them:
+    `handed_on` are the stages behind the first, from target to target, and `span` is its place in
+    the pipeline.
     """
 
     match: Match
@@ -69,6 +74,14 @@ class PartItem:
     transfers: Transfers
     batch: int
     chosen: TensorMethod = BY_EXCHANGE
+    handed_on: tuple[Transfers, ...] = ()
+    span: Span = field(default_factory=Span)
+
+    @property
+    def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
+        """Its transfers stage by stage, each with the change of layouts that they are of."""
+        within = LayoutChange(self.change.target, self.change.target)
+        return ((self.change, self.transfers), *((within, rows) for rows in self.handed_on))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +110,7 @@ class RefitPlan:
         buckets: what goes straight into the target goes in buckets of at most so many bytes, or
             of these numbers for the source's tensors; in one when None.
         known_parts: of ranks, as far as `own_part` worked them out.
+        topology: the hosts of what moves in stages.
 
     Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
     """
@@ -106,6 +120,7 @@ class RefitPlan:
     methods: tuple[TensorMethod, ...] = ()
     buckets: int | Mapping[str, int] | None = None
     known_parts: dict[int, RefitPart] = field(default_factory=dict, compare=False, repr=False)
+    topology: Topology | None = None
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
@@ -115,17 +130,42 @@ class RefitPlan:
 
     @cached_property
     def job(self) -> Job:
-        """What is exchanged, as one job, so that senders are chosen for all together."""
-        return Job(
-            JobItem.between_ranks(m.name, as_dtype(m.dtype), m.source, m.target)
-            for m, chosen in self.moves
-            if chosen.program is None
+        """What is exchanged."""
+        return job_of(
+            match for match, chosen in self.moves if chosen.program is None and not chosen.is_staged
         )
+
+    @cached_property
+    def staged(self) -> StagedJob | None:
+        """What moves in stages; None where nothing does."""
+        matches = [match for match, chosen in self.moves if chosen.is_staged]
+        if not matches or self.topology is None:
+            return None
+        return StagedJob(job_of(matches), self.topology)
+
+    @cached_property
+    def spans(self) -> dict[str, Span]:
+        """The place of each staged tensor in the pipeline of its batch."""
+        staged = self.staged
+        if staged is None:
+            return {}
+        sizes: dict[int, dict[str, int]] = {}
+        for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
+            if chosen.is_staged:
+                sizes.setdefault(batch, {})[match.name] = _count_bytes(match)
+        total = sum(sum(of_batch.values()) for of_batch in sizes.values())
+        spans: dict[str, Span] = {}
+        for of_batch in sizes.values():
+            share = sum(of_batch.values()) / max(total, 1)
+            parts = count_parts(int(staged.received_bytes.max()) * share)
+            spans |= dict(zip(of_batch, divide_spans([*of_batch.values()], parts), strict=True))
+        return spans
 
     @cached_property
     def digest(self) -> str:
         """A digest that two ranks share exactly when they mean the same refit."""
         hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
+        hasher.update(self.staged.digest.encode() if self.staged is not None else b"")
         for match, chosen in self.moves:
             if chosen.program is not None:
                 hasher.update(f"{match.name}\0{match.dtype}\0".encode())
@@ -191,6 +231,13 @@ class RefitPlan:
         """What one rank does."""
         transfers = self.job.for_rank(rank).shared()
         changes = {item.name: item.change for item in self.job.items}
+        handed_on: dict[str, tuple[Transfers, ...]] = {}
+        if self.staged is not None:
+            parts = zip(self.staged.job.items, self.staged.for_rank(rank), strict=True)
+            found = {item.name: stages for item, stages in parts if any(map(len, stages))}
+            transfers = {**transfers, **{name: stages[0] for name, stages in found.items()}}
+            handed_on = {name: tuple(stages[1:]) for name, stages in found.items()}
+            changes |= {item.name: item.change for item in self.staged.job.items}
         # What one transform makes at the source, it makes together.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
         items = [
@@ -200,6 +247,8 @@ class RefitPlan:
                 transfers.get(one.name) or Transfers.none(len(one.source.shape)),
                 batch,
                 chosen,
+                handed_on.get(one.name, ()),
+                self.spans.get(one.name, Span()),
             )
             for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
             if one.name in transfers
@@ -277,37 +326,6 @@ _KNOWN: KnownPlans[RefitPlan] = KnownPlans()
 
 
 @dataclass(frozen=True, slots=True)
-class PlanningReport:
-    """What the preparation of a refit took on this rank.
-
-    Attributes:
-        planning: `local` or `centralized`.
-        gathered_bytes: received of what other ranks have.
-        scattered_bytes: parts given out, on the rank that plans; on others, that of its own part.
-        planned_ranks: how many ranks' parts this rank worked out; of its own none where it had
-            planned the same before.
-        peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
-        planning_s: seconds, waiting for others included.
-        made_at_source: the tensors, of those that this rank has a part in, that transforms make
-            before they are sent.
-        made_at_target: likewise those that they make of what has arrived, and why.
-        programs: likewise those that move by a program of collectives, with its steps and why.
-        exchanged: likewise why all others do not, where programs are considered.
-    """
-
-    planning: str
-    gathered_bytes: int
-    scattered_bytes: int
-    planned_ranks: int
-    peak_memory_bytes: int
-    planning_s: float
-    made_at_source: tuple[str, ...] = ()
-    made_at_target: Mapping[str, str] = field(default_factory=dict)
-    programs: Mapping[str, str] = field(default_factory=dict)
-    exchanged: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class RefitPlanner:
     """How both models are compared: the same on every rank."""
 
@@ -368,7 +386,13 @@ class RefitPlanner:
             )
         staging_bytes = staging_limit_bytes(self.extra_bytes)
         methods = self.methods.of(matches, staging_bytes)
-        return RefitPlan(tuple(matches), staging_bytes, methods, self._limit_buckets(matches))
+        return RefitPlan(
+            tuple(matches),
+            staging_bytes,
+            methods,
+            self._limit_buckets(matches),
+            self.methods.stage_topology,
+        )
 
     def _limit_buckets(self, matches: Sequence[Match]) -> int | Mapping[str, int] | None:
         if self.buckets != "auto":
@@ -450,21 +474,9 @@ def plan_part(
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
-        *_report_methods(part),
+        *report_methods((one.match.name, one.chosen) for one in part.items),
     )
     return part, report, whole
-
-
-def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
-    """What moves by programs, and why the rest does not, by name."""
-    programs, exchanged = dict[str, str](), dict[str, str]()
-    for one in part.items:
-        if one.chosen.program is not None:
-            steps = ", ".join(map(str, one.chosen.program.steps))
-            programs[one.match.name] = f"{steps}: {one.chosen.why}"
-        elif one.chosen.why:
-            exchanged[one.match.name] = one.chosen.why
-    return programs, exchanged
 
 
 def plan_or_error(
@@ -481,7 +493,7 @@ def plan_or_error(
             {rank: after for rank, (_, after) in rosters.items()},
         )
         # What can be wrong with a plan is wrong now, not for one rank later.
-        plan.job.assignment, plan.batches  # noqa: B018
+        plan.job.assignment, plan.batches, plan.spans  # noqa: B018
     except ReshardError as error:
         return error
     except Exception as error:

@@ -28,6 +28,7 @@ from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.hosts import find_hosts
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.usability import find_unusable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
@@ -49,7 +50,6 @@ from reshard.torch.refitting.options import (
 from reshard.torch.refitting.planning import (
     Buckets,
     Planning,
-    PlanningReport,
     RefitPart,
     RefitPlan,
     RefitPlanner,
@@ -58,6 +58,7 @@ from reshard.torch.refitting.planning import (
 )
 from reshard.torch.refitting.preparation import paused_collection
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
+from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 
@@ -156,9 +157,10 @@ class Refit:
                 the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
             method: "exchange" moves all tensors in one exchange of messages; "program" every
-                tensor by the collectives that `reshard.collectives.find_program` finds; "auto"
-                each by what is quicker on `topology`. Without one, programs are taken for
-                contributions that become replicas, where they move less.
+                tensor by the collectives that `reshard.collectives.find_program` finds; "stages"
+                into each host once, and on within it (`docs/hosts.md`); "auto" by what is quicker
+                on `topology`. Without one, programs are taken for contributions that become
+                replicas, where they move less, and stages between hosts of different names.
             topology: the hosts of the ranks and the links between them; the same on all ranks.
             extra_bytes: the most memory beyond both models, on each rank.
             check_replicas: whether plain tensors of the source, which count as whole on every rank
@@ -261,7 +263,7 @@ class Refit:
         )
         after = list_tensors(target, target_names, stacks, target_offset, group=group)
         check_memory(before, after, ties or {})
-        methods = RefitMethods(method, topology)
+        methods = RefitMethods(method, topology, find_hosts(group))
         matching = RefitPlanner(
             ties or {}, cast, strict, transforms or {}, extra_bytes, methods, buckets
         )

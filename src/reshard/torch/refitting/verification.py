@@ -93,7 +93,10 @@ def _list_pieces(
     match, travels = item.match, getattr(torch, as_dtype(item.match.dtype).name)
     before, after = match.source_view(source, rank), match.target_view(target, rank)
     pieces = RankPieces()
-    pieces.add(RankTransfers.of(item.change, item.transfers, rank, before, after, travels), rank)
+    # What is handed on is compared with what it was handed on from.
+    for change, rows in item.stages:
+        pieces.add(RankTransfers.of(change, rows, rank, before, after, travels), rank)
+        before = after
     return pieces
 
 

@@ -1,0 +1,31 @@
+"""Staged refits between real processes, also over links that count what crosses them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from host_network import HostNetwork, why_not
+from live_processes import expect_all_end_well, run_ranks
+
+pytest.importorskip("torch")
+
+
+def test_stages_between_four_ranks() -> None:
+    expect_all_end_well(run_ranks("stages_process.py", 4))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "racks"),
+    [([0, 0, 1, 1], [0, 0]), ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1])],
+    ids=["two hosts", "one host to three in two racks"],
+)
+def test_every_byte_enters_a_host_once(hosts: list[int], racks: list[int]) -> None:
+    missing = why_not()
+    if missing:
+        pytest.skip(missing)
+    with HostNetwork(len(racks), 250_000_000, racks) as network:
+        order = {"hosts": hosts, "racks": racks}
+        order |= {"keepers": network.host_pids, "address": network.address(0)}
+        expect_all_end_well(run_ranks("hosts_process.py", len(hosts), json.dumps(order)))
