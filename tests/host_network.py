@@ -93,7 +93,8 @@ class HostNetwork:
         for keeper in self._keepers:
             keeper.kill()
         for keeper in self._keepers:
-            keeper.wait()
+            # It is read to its end, and closed.
+            keeper.communicate()
         self._keepers = []
 
     def address(self, host: int) -> str:

@@ -60,6 +60,33 @@ def test_a_host_takes_as_long_as_all_its_ranks_together() -> None:
     assert moved.estimate(topology(wide)) == moved.estimate(topology(Overhead()))
 
 
+def test_ranks_of_a_host_share_its_network_and_hosts_their_racks_uplink() -> None:
+    moved = plan("x y, -", "-, x y")
+    # Each rank sends four bytes to each other: of a host, eight each to the two on another.
+    network = Overhead(shared_network=Link(0.01, 5.0))
+    part = moved.estimate(topology(network, hosts=2)).parts[0]
+    assert (part.messages, part.busiest_bytes) == (4, 16)
+    assert (part.latency_s, part.transfer_s) == (4 * 5, 16 / 0.01)
+    # Within a host nobody uses it, and a wide one is nobody's limit.
+    assert moved.estimate(topology(network)) == moved.estimate(topology(Overhead()))
+    wide = Overhead(shared_network=Link(1e9), shared_uplink=Link(1e9))
+    assert moved.estimate(topology(wide, hosts=2)) == moved.estimate(topology(Overhead(), hosts=2))
+    # Four hosts of one rank in two racks: what leaves a rack is 2 x 2 x 4 bytes.
+    uplink = Overhead(shared_uplink=Link(0.01), shared_network=Link(0.5))
+    racks = Topology([0, 1, 2, 3], [0, 0, 1, 1], None, LINK, LINK, uplink)
+    part = moved.estimate(racks).parts[0]
+    assert (part.messages, part.busiest_bytes, part.transfer_s) == (4, 16, 16 / 0.01)
+    # What comes in counts as well: one rank wants what three hosts have.
+    into = reshard.plan(
+        reshard.spec(MESH, "x y, -").layout((8, 8)),
+        reshard.spec(MESH, "-, - | only(x=0 y=0)").layout((8, 8)),
+        "int8",
+    )
+    gathered = Topology([0, 1, 2, 3], None, None, LINK, overhead=Overhead(shared_network=Link(0.1)))
+    part = into.estimate(gathered).parts[0]
+    assert (part.messages, part.busiest_bytes, part.transfer_s) == (3, 48, 48 / 0.1)
+
+
 def test_combining_takes_some_times_as_long_as_copying() -> None:
     summed = plan("-, - | sum(x)", "-, y", (8, 8))
     once = summed.estimate(topology(ONE)).parts[0]

@@ -21,6 +21,8 @@ overheads = st.builds(
     combining=st.floats(1, 10),
     shared_messages=maybe,
     shared_copies=maybe,
+    shared_network=maybe,
+    shared_uplink=maybe,
     collectives=st.dictionaries(st.sampled_from(sorted(FORMULAS)), links).map(
         lambda found: tuple(found.items())
     ),

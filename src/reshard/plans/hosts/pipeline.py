@@ -28,11 +28,11 @@ _LEAST_STEP_BYTES, _MOST_PARTS = 1 << 20, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PipelineSpan:
     """The parts of one tensor in a pipeline: `parts` of them, the first in step `first`.
 
     >>> list(divide_spans([100, 250, 50], 4))
-    [Span(first=0, parts=1), Span(first=1, parts=3), Span(first=3, parts=1)]
+    [PipelineSpan(first=0, parts=1), PipelineSpan(first=1, parts=3), PipelineSpan(first=3, parts=1)]
     """
 
     first: int = 0
@@ -44,18 +44,18 @@ def count_parts(busiest_bytes: float) -> int:
     return max(1, min(_MOST_PARTS, int(busiest_bytes) // _LEAST_STEP_BYTES))
 
 
-def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[Span]:
+def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
     """The spans of tensors of some sizes, one behind the other in a pipeline of `parts` parts."""
     total, before = max(sum(sizes), 1), 0
     for size in sizes:
         first = min(before * parts // total, parts - 1)
         last = max((before + size) * parts - 1, 0) // total
-        yield Span(first, max(last - first, 0) + 1)
+        yield PipelineSpan(first, max(last - first, 0) + 1)
         before += size
 
 
 def list_steps(
-    stages: Sequence[Transfers], shape: Sequence[int], span: Span
+    stages: Sequence[Transfers], shape: Sequence[int], span: PipelineSpan
 ) -> Iterator[tuple[int, int, Transfers]]:
     """What moves in each step: `(step, stage, transfers)`, without those that are empty.
 
@@ -77,7 +77,7 @@ def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[T
     >>> [len(part) for part in cut_parts(rows, (4, 4), 3)]
     [0, 0, 0]
     """
-    if parts == 1 or not len(transfers):
+    if parts == 1 or not len(transfers) or not shape:
         return (transfers, *[Transfers.none(len(shape))] * (parts - 1))
     rows = np.arange(len(transfers))
     is_long = transfers.shape >= parts

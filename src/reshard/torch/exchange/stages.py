@@ -22,7 +22,7 @@ import torch
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.hosts.pipeline import Span, list_steps
+from reshard.plans.hosts.pipeline import PipelineSpan, list_steps
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -35,7 +35,7 @@ from reshard.torch.exchange.messages import RankTransfers
 def stage_transfers(
     change: LayoutChange,
     stages: Sequence[Transfers],
-    span: Span,
+    span: PipelineSpan,
     rank: int,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
@@ -153,6 +153,6 @@ def prepare_stages(
 ) -> StepExchanges:
     """The exchanges of this rank, of a job of one tensor."""
     (item,) = staged.job.items
-    stages, span = stages_of(staged, group.rank), Span(0, staged.parts)
+    stages, span = stages_of(staged, group.rank), PipelineSpan(0, staged.parts)
     found = stage_transfers(item.change, stages, span, group.rank, source, target)
     return StepExchanges(collect_steps(found, staged.steps), group, device, extra_bytes)

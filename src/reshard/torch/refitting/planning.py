@@ -33,7 +33,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.hosts.pipeline import Span, count_parts, divide_spans
+from reshard.plans.hosts.pipeline import PipelineSpan, count_parts, divide_spans
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
@@ -75,7 +75,7 @@ class PartItem:
     batch: int
     chosen: TensorMethod = BY_EXCHANGE
     handed_on: tuple[Transfers, ...] = ()
-    span: Span = field(default_factory=Span)
+    span: PipelineSpan = field(default_factory=PipelineSpan)
 
     @property
     def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
@@ -144,7 +144,7 @@ class RefitPlan:
         return StagedJob(job_of(matches), self.topology)
 
     @cached_property
-    def spans(self) -> dict[str, Span]:
+    def spans(self) -> dict[str, PipelineSpan]:
         """The place of each staged tensor in the pipeline of its batch."""
         staged = self.staged
         if staged is None:
@@ -154,7 +154,7 @@ class RefitPlan:
             if chosen.is_staged:
                 sizes.setdefault(batch, {})[match.name] = _count_bytes(match)
         total = sum(sum(of_batch.values()) for of_batch in sizes.values())
-        spans: dict[str, Span] = {}
+        spans: dict[str, PipelineSpan] = {}
         for of_batch in sizes.values():
             share = sum(of_batch.values()) / max(total, 1)
             parts = count_parts(int(staged.received_bytes.max()) * share)
@@ -248,7 +248,7 @@ class RefitPlan:
                 batch,
                 chosen,
                 handed_on.get(one.name, ()),
-                self.spans.get(one.name, Span()),
+                self.spans.get(one.name, PipelineSpan()),
             )
             for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
             if one.name in transfers

@@ -1,0 +1,119 @@
+"""Pipelines of stages: nothing is handed on before it has arrived, and nothing is left out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from plans.staged_jobs import FEWER, staged_jobs
+from reshard.cost.estimate import Estimate, Part
+from reshard.dtypes import dtype
+from reshard.plans.hosts.pipeline import (
+    PipelineSpan,
+    count_parts,
+    cut_parts,
+    divide_spans,
+    list_steps,
+    pipelined_s,
+)
+from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
+from reshard.topology import Topology
+
+MIB = 1 << 20
+
+
+@given(staged_jobs(), st.integers(1, 5))
+@FEWER
+def test_parts_are_the_whole(made: tuple[StagedJob, object], parts: int) -> None:
+    """Of every stage each element is in one part, at the places it had."""
+    staged, _ = made
+    for number, item in enumerate(staged.job.items):
+        shape = item.change.target.shape
+        for rows in staged.transfers(number):
+            found = cut_parts(rows, shape, parts)
+            assert len(found) == parts
+            assert sorted(cells_of(rows)) == sorted(c for part in found for c in cells_of(part))
+
+
+def cells_of(rows: object) -> list[tuple[int, ...]]:
+    """Every element of transfers with its ends: where it comes from and goes to."""
+    found = []
+    for row in range(len(rows)):
+        for index in np.ndindex(*rows.shape[row]):
+            places = (rows.start, rows.source_start, rows.target_start)
+            at = [int(a + i) for column in places for a, i in zip(column[row], index, strict=True)]
+            ends = (rows.source_cell, rows.target_cell, rows.order, rows.stays)
+            found.append((*(int(column[row]) for column in ends), *at))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(64, 6), (5, 7), (6, 64), (3,)])
+@pytest.mark.parametrize("cuts", [("fsdp, -", "-, -"), ("-, -", "-, -"), ("fsdp, -", "-, tp")])
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_nothing_is_handed_on_early(
+    shape: tuple[int, ...], cuts: tuple[str, str], parts: int
+) -> None:
+    """The steps one by one, on arrays; within a step what is handed on goes first."""
+    trainer = reshard.DeviceMesh.of(fsdp=2)
+    engine = reshard.DeviceMesh.of(dp=3, tp=2, devices=range(2, 8))
+    before, after = (
+        reshard.spec(mesh, ", ".join(cut.split(", ")[: len(shape)])).layout(shape)
+        for mesh, cut in zip((trainer, engine), cuts, strict=True)
+    )
+    item = JobItem.between_ranks("w", dtype("int64"), before, after)
+    staged = StagedJob(Job([item]), Topology([0, 0, 1, 1, 1, 2, 2, 2]))
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    shards = {r: whole[box_of(before, r)] for r in before.holders if r < 2}
+    filled = {r: np.full(after.local_shape(r), -1) for r in range(2, 8)}
+    steps = sorted(
+        list_steps(staged.transfers(0), shape, PipelineSpan(0, parts)), key=lambda s: (s[0], -s[1])
+    )
+    assert max(step for step, _, _ in steps) <= parts
+    for _, stage, rows in steps:
+        for row in range(len(rows)):
+            source = (shards, filled)[stage][int(rows.source_slot[row])]
+            taken = source[cut(rows.source_start[row], rows.shape[row])]
+            filled[int(rows.target_slot[row])][cut(rows.target_start[row], rows.shape[row])] = taken
+    for rank, found in filled.items():
+        assert np.array_equal(found, whole[box_of(after, rank)])
+
+
+def cut(start: object, shape: object) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def box_of(layout: reshard.Layout, rank: int) -> tuple[slice, ...]:
+    (box,) = layout.boxes(rank)
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9))
+def test_spans_follow_one_another(sizes: list[int], parts: int) -> None:
+    spans = list(divide_spans(sizes, parts))
+    assert spans[0].first == 0 or not sizes[0]
+    for one, other in itertools.pairwise(spans):
+        assert one.first <= other.first <= one.first + one.parts
+    assert all(s.first >= 0 and s.parts >= 1 and s.first + s.parts <= parts for s in spans)
+    if sum(sizes) >= parts:
+        assert max(s.first + s.parts for s in spans) == parts
+
+
+def test_a_part_is_worth_its_wait() -> None:
+    assert [count_parts(n * MIB) for n in (0, 0.5, 1, 3.5, 16, 1e6)] == [1, 1, 1, 3, 16, 16]
+
+
+def test_only_the_longest_stage_is_there_all_the_time() -> None:
+    stages = tuple(
+        Part(name, "direct", 1, 0.0, latency_s, moving_s)
+        for name, latency_s, moving_s in (("exchange", 0.5, 40.0), ("fan-out", 0.25, 8.0))
+    )
+    estimate = Estimate(stages, 2.0)
+    assert pipelined_s(estimate, 1) == estimate.seconds_s == 50.75
+    assert pipelined_s(estimate, 4) == 2 + 40 + 8 / 4 + 4 * 0.75
