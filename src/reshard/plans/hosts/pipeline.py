@@ -13,7 +13,7 @@ of the stages before it brought.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,22 @@ def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
         last = max((before + size) * parts - 1, 0) // total
         yield PipelineSpan(first, max(last - first, 0) + 1)
         before += size
+
+
+def divide_pipelines(
+    batches: Iterable[Mapping[str, int]], busiest_bytes: int
+) -> dict[str, PipelineSpan]:
+    """The spans of tensors whose bytes are given by name, each batch in a pipeline of its own.
+
+    `busiest_bytes` are those of the rank that receives most of all batches.
+    """
+    given = list(batches)
+    total = sum(sum(batch.values()) for batch in given)
+    spans: dict[str, PipelineSpan] = {}
+    for batch in given:
+        parts = count_parts(busiest_bytes * sum(batch.values()) / max(total, 1))
+        spans |= dict(zip(batch, divide_spans([*batch.values()], parts), strict=True))
+    return spans
 
 
 def list_steps(

@@ -33,7 +33,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.hosts.pipeline import PipelineSpan, count_parts, divide_spans
+from reshard.plans.hosts.pipeline import PipelineSpan, divide_pipelines
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
@@ -131,9 +131,7 @@ class RefitPlan:
     @cached_property
     def job(self) -> Job:
         """What is exchanged."""
-        return job_of(
-            match for match, chosen in self.moves if chosen.program is None and not chosen.is_staged
-        )
+        return job_of(one for one, by in self.moves if not by.program and not by.is_staged)
 
     @cached_property
     def staged(self) -> StagedJob | None:
@@ -146,20 +144,13 @@ class RefitPlan:
     @cached_property
     def spans(self) -> dict[str, PipelineSpan]:
         """The place of each staged tensor in the pipeline of its batch."""
-        staged = self.staged
-        if staged is None:
-            return {}
         sizes: dict[int, dict[str, int]] = {}
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
             if chosen.is_staged:
                 sizes.setdefault(batch, {})[match.name] = _count_bytes(match)
-        total = sum(sum(of_batch.values()) for of_batch in sizes.values())
-        spans: dict[str, PipelineSpan] = {}
-        for of_batch in sizes.values():
-            share = sum(of_batch.values()) / max(total, 1)
-            parts = count_parts(int(staged.received_bytes.max()) * share)
-            spans |= dict(zip(of_batch, divide_spans([*of_batch.values()], parts), strict=True))
-        return spans
+        staged = self.staged
+        busiest_bytes = 0 if staged is None else int(staged.received_bytes.max())
+        return divide_pipelines(sizes.values(), busiest_bytes)
 
     @cached_property
     def digest(self) -> str:
@@ -355,9 +346,9 @@ class RefitPlanner:
             list(given.items()) if isinstance(given, Mapping) else given
             for given in (self.ties, self.cast, self.buckets)
         )
-        topology = self.methods.topology
-        links = None if topology is None else topology.interning_key()
-        others = self.strict, self.extra_bytes, self.methods.method, links
+        methods = self.methods
+        hosts = [one and one.interning_key() for one in (methods.topology, methods.hosts)]
+        others = self.strict, self.extra_bytes, methods.method, hosts
         return None if self.transforms else (*tables, *others)
 
     def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
