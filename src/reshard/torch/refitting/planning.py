@@ -64,9 +64,8 @@ _FEWEST_BUCKETS, _LEAST_BUCKET_BYTES, _MOST_BUCKETS = 16, 1 << 20, 256
 class PartItem:
     """One tensor on one rank: what it sends, keeps and receives of it, and in which batch.
 
-    What moves by a program has no transfers of its own. What is staged has more of them:
-    `handed_on` are the stages behind the first, from target to target, and `span` is its place in
-    the pipeline.
+    What moves by a program has no transfers of its own. What is staged is also
+    `handed_on`, in the stages behind the first; `span` is its place in the pipeline.
     """
 
     match: Match
@@ -148,8 +147,7 @@ class RefitPlan:
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
             if chosen.is_staged:
                 sizes.setdefault(batch, {})[match.name] = _count_bytes(match)
-        staged = self.staged
-        busiest_bytes = 0 if staged is None else int(staged.received_bytes.max())
+        busiest_bytes = int(self.staged.received_bytes.max()) if self.staged else 0
         return divide_pipelines(sizes.values(), busiest_bytes)
 
     @cached_property
