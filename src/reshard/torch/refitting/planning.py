@@ -380,7 +380,7 @@ class RefitPlanner:
             staging_bytes,
             methods,
             self._limit_buckets(matches),
-            self.methods.stage_topology,
+            topology=self.methods.stage_topology,
         )
 
     def _limit_buckets(self, matches: Sequence[Match]) -> int | Mapping[str, int] | None:
