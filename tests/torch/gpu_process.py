@@ -14,7 +14,7 @@ import reshard
 import reshard.torch
 
 SHAPE = (48, 64)
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
 MESH = reshard.DeviceMesh.of(tp=RANKS)
 SIDES = {
     "rows": reshard.spec(MESH, "tp, -").layout(SHAPE),

@@ -28,7 +28,7 @@ from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
 from reshard.torch import Refit, redistribute
 
-ORDER = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+ORDER: dict[str, Any] = {}
 # Above what planning, agreement and the headers of packets take; a second copy is far above it.
 _MOST, _FIXED_BYTES = 1.12, 64 << 10
 _TRIES = 3
@@ -146,6 +146,7 @@ def given_hosts() -> None:
 
 
 if __name__ == "__main__":
+    ORDER |= json.loads(sys.argv[1])
     enter_host(ORDER["keepers"][ORDER["hosts"][int(os.environ["RANK"])]])
     os.environ |= {"MASTER_ADDR": ORDER["address"], "GLOO_SOCKET_IFNAME": "eth0"}
     run_cases([found_hosts, given_hosts])

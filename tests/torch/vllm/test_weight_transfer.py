@@ -17,6 +17,7 @@ import torch
 
 from live_processes import free_port
 from reshard.errors import LinkError, RunError, ShardError, UsageError
+from reshard.torch import vllm
 from reshard.torch.vllm import weight_transfer
 from reshard.torch.vllm.linked_rank import find_sources
 
@@ -181,7 +182,7 @@ def make_client(factory: Any, model: torch.nn.Module) -> Client:
 def make_init(trained: dict[str, torch.Tensor], **more: Any) -> Any:
     init = {"options": {"cast": True}, "sources": SOURCES, "timeout_s": 60.0, **more}
     url = f"tcp://127.0.0.1:{free_port()}"
-    return weight_transfer.ReshardTrainerInit(url, trained, 1, rank=0, **init)
+    return vllm.ReshardTrainerInit(url, trained, 1, rank=0, **init)
 
 
 def train(seed: int) -> dict[str, torch.Tensor]:

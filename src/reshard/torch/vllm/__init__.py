@@ -14,7 +14,18 @@
 vLLM is imported in the process that traces only; see docs/engines.md.
 """
 
+from typing import Any
+
 from reshard.torch.vllm.layouts import layouts
 from reshard.torch.vllm.parallelism import VllmParallelism
 
 __all__ = ["VllmParallelism", "layouts"]
+
+
+def __getattr__(name: str) -> Any:
+    # Its base is vLLM's, which is imported when it is asked for.
+    if name == "ReshardTrainerInit":
+        from reshard.torch.vllm import weight_transfer
+
+        return weight_transfer.make_init_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
