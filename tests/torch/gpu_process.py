@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import reshard
 import reshard.torch
+from refit_models import part
 
 SHAPE = (48, 64)
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
@@ -34,9 +35,9 @@ MOVES = [
 def local(side: str, dtype: torch.dtype) -> torch.Tensor:
     """What this rank has of a tensor of small whole numbers, on the CPU."""
     whole = torch.arange(SHAPE[0] * SHAPE[1]).remainder(13).view(SHAPE).to(dtype)
-    if side in ("rows", "columns"):
-        return whole.chunk(RANKS, 0 if side == "rows" else 1)[RANK].contiguous()
-    return whole
+    found = part(whole, SIDES[side], RANK)
+    assert found is not None
+    return found
 
 
 def check(device: torch.device, dtype: torch.dtype, extra_bytes: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import reshard
 import reshard.torch
+from refit_models import part
 from reshard.torch.exchange.groups import RankGroup, rank_group
 
 SHAPE = (48, 70)
@@ -38,12 +39,8 @@ def whole(dtype: torch.dtype, turn: int) -> torch.Tensor:
 
 
 def local(side: str, rank: int, dtype: torch.dtype, turn: int) -> torch.Tensor:
-    rows, columns = SHAPE[0] // RANKS, -(-SHAPE[1] // RANKS)
-    found = whole(dtype, turn)
-    if side == "rows":
-        return found[rank * rows : (rank + 1) * rows].clone()
-    if side == "columns":
-        return found[:, rank * columns : (rank + 1) * columns].contiguous()
+    found = part(whole(dtype, turn), SIDES[side], rank)
+    assert found is not None
     return found
 
 
