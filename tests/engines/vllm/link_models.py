@@ -20,7 +20,14 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_moe": _EXPERTS}
 
 
 def write_config(family: str, folder: Path) -> None:

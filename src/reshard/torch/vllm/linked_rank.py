@@ -108,16 +108,16 @@ class LinkedRank:
 
         try:
             initialize_layerwise_reload(self._model)
-            try:
-                with torch.no_grad():
-                    _load_copied(self._model, self.staged)
-                    if self.staged.by_loader:
-                        load_weights: Any = self._model.load_weights
-                        load_weights(self.staged.list_whole())
-            finally:
-                finalize_layerwise_reload(self._model, self._config)
+            with _finish_experts(self._model):
+                try:
+                    with torch.no_grad():
+                        _load_copied(self._model, self.staged)
+                        if self.staged.by_loader:
+                            load_weights: Any = self._model.load_weights
+                            load_weights(self.staged.list_whole())
+                finally:
+                    finalize_layerwise_reload(self._model, self._config)
         except Exception as error:
-            # Such as kernels whose weights are padded when they are loaded first, and not again.
             raise RunError(
                 f"vLLM cannot reload its model: {type(error).__name__}: {error}. Some layers may "
                 "have new weights already: start this engine again, and see whether vLLM reloads "
@@ -205,11 +205,12 @@ def _load_copied(model: torch.nn.Module, staged: StagedSources) -> None:
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-    for prefix, layer in model.named_modules():
+    for layer, prefixes in _list_layers(model):
         loads: list[tuple[str, Callable[..., None] | None, str]] = []
         for name, tensor in get_layer_tensors(layer).items():
-            whole = f"{prefix}.{name}" if prefix else name
-            if whole not in staged.parameters:
+            wholes = (f"{prefix}.{name}" if prefix else name for prefix in prefixes)
+            whole = next((one for one in wholes if one in staged.parameters), None)
+            if whole is None:
                 continue
             if name in SKIP_LOAD_TENSORS:
                 loads.append((name, None, whole))
@@ -222,6 +223,58 @@ def _load_copied(model: torch.nn.Module, staged: StagedSources) -> None:
         for name, load, whole in loads:
             tensor = getattr(layer, name)
             (load or _copy_whole)(tensor, staged.fill(whole))
+
+
+def _list_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
+    """Every module once, with all names that it has: a router is also its experts' part."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        names.setdefault(layer, []).append(prefix)
+    return list(names.items())
+
+
+@contextmanager
+def _finish_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Have kernels of experts process weights that are loaded again, as they did the first ones.
+
+    vLLM asks a kernel only when it makes it, and copies what is not packed or padded over what is:
+    wrong without an error where both are of one size. Where it does ask again, it is not asked
+    twice.
+    """
+    changed = []
+    try:
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            kernel = getattr(method, "moe_kernel", None)
+            experts = getattr(kernel, "fused_experts", None)
+            if hasattr(experts, "process_weights_after_loading"):
+                changed += _finish_layer(method, experts)
+        yield
+    finally:
+        for owner, name in changed:
+            delattr(owner, name)
+
+
+def _finish_layer(method: Any, experts: Any) -> list[tuple[Any, str]]:
+    """Replace two methods of a layer's parts; where, and by which names."""
+    name = "process_weights_after_loading"
+    process_layer, process_experts = getattr(method, name), getattr(experts, name)
+    asked: list[torch.nn.Module] = []
+
+    def note(layer: torch.nn.Module) -> None:
+        asked.append(layer)
+        process_experts(layer)
+
+    def process(layer: torch.nn.Module) -> None:
+        asked.clear()
+        process_layer(layer)
+        # A kernel that was made anew has processed its weights.
+        if not asked and method.moe_kernel.fused_experts is experts:
+            process_experts(layer)
+
+    setattr(method, name, process)
+    setattr(experts, name, note)
+    return [(method, name), (experts, name)]
 
 
 def _copy_whole(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
