@@ -20,3 +20,7 @@ def test_what_networks_are_made_of_over_processes(ranks: int) -> None:
 
 def test_where_other_systems_are_wrong_over_processes() -> None:
     expect_all_end_well(run_ranks("spmd_trap_process.py", 6))
+
+
+def test_gradients_through_shards_over_processes() -> None:
+    expect_all_end_well(run_ranks("spmd_gradient_process.py", 4))

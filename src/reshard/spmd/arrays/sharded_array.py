@@ -88,7 +88,8 @@ class ShardedArray(ArrayValue, ArrayOperators):
     @property
     def shards(self) -> Mapping[int, Any]:
         """The arrays that are here, by rank. They are shared, and must not be written to."""
-        return dict(zip(self.runner.ranks(self.mesh), self._shards, strict=True))
+        shards = self.runner.taken(self.type, self._shards)
+        return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
 
     def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
         """The same array in another sharding.
@@ -309,5 +310,5 @@ def from_shards(
                 f"`{plain}` of {list(kind.shape)} has {list(expected or ())} of "
                 f"{kind.dtype.name} there"
             )
-    made: ShardedArray = ShardedArray.of_shards(kind, arrays, keeper)
+    made: ShardedArray = ShardedArray.of_shards(kind, keeper.given(kind, arrays), keeper)
     return made

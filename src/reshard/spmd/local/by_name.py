@@ -54,7 +54,9 @@ def in_fft(work: LocalWork) -> Function:
     def transformed(x: Any) -> Any:
         # PyTorch refuses a part without elements.
         if 0 in x.shape:
-            return work.library.array(by_numpy(work.library.numpy(x)), beside=x)
+            empty = x if work.library.name == "numpy" else x.detach()
+            made = work.library.array(by_numpy(work.library.numpy(empty)), beside=x)
+            return work.library.linked(made, x)
         return function(x)
 
     return transformed

@@ -74,7 +74,7 @@ def _look_up_own_rows(
         if not size:
             shape = indices.shape if is_along else None
             rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
-            return library.filled(rest if shape is None else shape, 0, x)
+            return library.linked(library.filled(rest if shape is None else shape, 0, x), x)
         # Indices of others' rows look up the first one, which is then replaced by zero.
         found = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
@@ -101,10 +101,10 @@ def dynamic_slice(work: LocalWork) -> Function:
 def dynamic_update_slice(work: LocalWork) -> Function:
     """A copy with a rectangle replaced."""
     sizes, shape = _operand_shape(work, 1), _operand_shape(work, 0)
-    asarray = work.library.namespace.asarray
+    library = work.library
 
     def function(x: Any, update: Any, *starts: Any) -> Any:
-        updated = asarray(x, copy=True)
+        updated = library.copied(x)
         updated[_find_window(starts, sizes, shape)] = update
         return updated
 
@@ -129,7 +129,7 @@ def scatter(work: LocalWork) -> Function:
 
     def function(x: Any, indices: Any, updates: Any) -> Any:
         # The axis goes first, and so do the indices' dimensions of the updates.
-        made = space.moveaxis(space.asarray(x, copy=True), axis, 0)
+        made = space.moveaxis(library.copied(x), axis, 0)
         count = len(indices.shape)
         order = [*range(axis, axis + count), *range(axis)]
         order += range(axis + count, len(updates.shape))

@@ -95,6 +95,50 @@ class Library:
             return np.full(shape, value, dtype=beside.dtype)
         return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
 
+    def copied(self, array: Any) -> Any:
+        """A copy of one of its arrays, to be written to; gradients go through it."""
+        return array.copy() if self.name == "numpy" else array.clone()
+
+    def has_gradient_or_device(self, array: Any) -> bool:
+        """Whether one of its arrays records gradients, or is elsewhere than in CPU memory."""
+        if self.name == "numpy":
+            return False
+        return array.device.type != "cpu" or records_gradient(array)
+
+    def identity(self, reduction: str, beside: Any) -> Any:
+        """The number that changes nothing when it is combined, for elements like those of an array.
+
+        Of truth values, whole numbers and floats alike: the least of a type for "max".
+        """
+        if reduction in ("sum", "mean"):
+            return 0
+        if reduction == "product":
+            return 1
+        name = self.dtype_of(beside).name
+        if name == "bool":
+            return reduction == "min"
+        if "int" in name:
+            limits = np.iinfo(name)
+            return limits.min if reduction == "max" else limits.max
+        return -np.inf if reduction == "max" else np.inf
+
+    def scaled(self, array: Any, numerator: int, denominator: int) -> Any:
+        """One of its arrays times a fraction, in its own type."""
+        return (
+            (array * numerator / denominator).astype(array.dtype)
+            if self.name == "numpy"
+            else ((array * numerator / denominator).to(array.dtype))
+        )
+
+    def linked(self, made: Any, to: Any) -> Any:
+        """An array of constants that, as one made from `to`, takes part in its gradient: by 0.
+
+        All ranks must record alike, also those whose part has no elements.
+        """
+        if self.name == "numpy" or not records_gradient(to):
+            return made
+        return made + to.reshape(-1)[:0].sum().to(made.dtype)
+
     def is_finite(self, array: Any) -> bool:
         """Whether all elements of one of its floating arrays are finite."""
         space = self.namespace
@@ -108,6 +152,11 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
+
+
+def records_gradient(tensor: Any) -> bool:
+    """Whether PyTorch records what is computed with a tensor, for its gradient."""
+    return bool(tensor.requires_grad) and sys.modules["torch"].is_grad_enabled()
 
 
 def _check_memory(tensor: Any) -> None:
@@ -131,6 +180,12 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     """
     torch = import_module("torch")
     _check_memory(tensor)
+    if records_gradient(tensor):
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} that requires a gradient, as elements of "
+            "NumPy: the gradient would end there; give tensor.detach(), or keep shards of "
+            "PyTorch: sp.running(sp.in_process('torch'))"
+        )
     # NumPy has no gradients, devices or lazy conjugates.
     plain = tensor.detach().cpu().resolve_conj()
     kind = as_dtype(tensor.dtype)

@@ -27,15 +27,8 @@ def extremum(work: LocalWork) -> list[Function]:
 
 def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
     """Least for `max`, greatest for `min`."""
-    name = work.library.dtype_of(x).name
-    sign = -1.0 if work.name == "max" else 1.0
-    if name == "bool":
-        value: Any = work.name == "min"
-    elif "int" in name:
-        value = np.iinfo(name).min if work.name == "max" else np.iinfo(name).max
-    else:
-        value = sign * np.inf
-    return work.library.filled(shape, value, x)
+    made = work.library.filled(shape, work.library.identity(work.name, x), x)
+    return work.library.linked(made, x)
 
 
 def running_totals(work: LocalWork) -> Function:

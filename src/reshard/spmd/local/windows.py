@@ -53,7 +53,7 @@ def convolution(work: LocalWork) -> Function:
         groups = x.shape[1] // each if each else 1
         found = library.filled((x.shape[0], outputs, *counts), 0, x)
         if 0 in (*found.shape, groups, each):
-            return found
+            return library.linked(library.linked(found, x), kernel)
         # [groups, outputs a group, channels a group, *window]
         weights = kernel.reshape((groups, outputs // groups, each, *window))
         pixels = math.prod(counts)

@@ -23,6 +23,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import library
 from reshard.spmd.shards.chosen_program import chosen_program
+from reshard.spmd.shards.process_gradients import given, taken, with_gradient
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import device_of, run_errors
@@ -47,11 +48,18 @@ class OverProcesses(Runner):
             )
         return (self.rank,)
 
+    def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
+        move = super()._new_movement(source, spec)
+        return with_gradient(self, source, spec, move) if source.spec is None else move
+
     def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         # Nothing moves, such as from a whole copy to a part of it: no message, nor any waiting.
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             return copies(plan, ranks, ranks, self.library)
+        return with_gradient(self, source, spec, self._move_by_messages(source, spec))
+
+    def _move_by_messages(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         program = chosen_program(source, spec)
         if any(isinstance(step, Exchange) for step in program.steps):
             return self._move_by_exchange(source, spec.layout(source.shape))
@@ -112,8 +120,15 @@ class OverProcesses(Runner):
         # A copy on each process of the group, also on those that are not in the mesh.
         whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
         if source.layout is whole:
-            return shards[0]
-        return self._move_by_exchange(source, whole)(shards)[0]
+            return taken(self, source, shards[0], lambda shard: shard)
+        gather = self._move_by_exchange(source, whole)
+        return taken(self, source, shards[0], lambda shard: gather((shard,))[0])
+
+    def given(self, kind: ArrayType, shards: Shards) -> Shards:
+        return tuple([given(self, kind, shard) for shard in shards])
+
+    def taken(self, kind: ArrayType, shards: Shards) -> Shards:
+        return tuple([taken(self, kind, shard) for shard in shards])
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UsageError(

@@ -99,6 +99,14 @@ class Runner:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
 
+    def given(self, kind: ArrayType, shards: Shards) -> Shards:
+        """Shards that a program gives, as those of an array: see `process_gradients`."""
+        return shards
+
+    def taken(self, kind: ArrayType, shards: Shards) -> Shards:
+        """An array's shards, as a program takes them."""
+        return shards
+
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         raise NotImplementedError
 

@@ -12,29 +12,32 @@ needs no copy, and works on any device and under any library's gradients:
 6. what is left is written box by box into a new array.
 
 What has padding, means, or contributions on its target side goes through the engine of
-`reshard.execution`, which always writes new arrays, in CPU memory.
+`reshard.execution`, which always writes new arrays, in CPU memory; tensors whose gradients are
+wanted, or that are on a device, are written box by box like the rest.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
+from operator import sub
 from typing import Any
 
 import numpy as np
 
+from reshard.execution.cells import element_positions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.layout import Box
+from reshard.layout import Box, Layout
 from reshard.plans.run import run_change
 from reshard.spmd.local.library import Library
 
 Shards = tuple[Any, ...]
 Movement = Callable[[Shards], Shards]
 # Where a piece of a shard comes from and goes to: the source shard's number, the window in it
-# (None for all of it), the place in the target, and whether it is combined with what is there.
-_Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], bool]
+# (None for all of it), the place in the target, and its place among the contributions there.
+_Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], int]
 
 
 def copies(
@@ -50,25 +53,43 @@ def copies(
     >>> move((np.array([[0, 1, 2, 3]]), np.array([[4, 5, 6, 7]])))[1].tolist()
     [[2, 3], [6, 7]]
     """
-    if not _is_plain(change):
-        return _run_by_engine(change, sources, targets)
+    if _is_plain(change):
+        return _copy_boxes(change, sources, targets, library)
+    by_engine = _run_by_engine(change, sources, targets)
+    by_boxes = lru_cache(maxsize=1)(lambda: _copy_boxes(change, sources, targets, library))
+
+    def moved(shards: Shards) -> Shards:
+        # The engine reads and writes CPU memory, behind the back of whoever records gradients.
+        is_plain_memory = not any(map(library.has_gradient_or_device, shards))
+        return by_engine(shards) if is_plain_memory else by_boxes()(shards)
+
+    return moved
+
+
+def _copy_boxes(
+    change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
+) -> Movement:
     position = {rank: number for number, rank in enumerate(sources)}
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
     # Ranks with equal boxes share one array: each box has one maker, `which` names it for each
     # rank.
-    known: dict[bytes, int] = {}
+    known: dict[tuple[bytes, int], int] = {}
     transfers = change.transfers
     for rank in targets:
         cell = change.target.cells_of(rank)[0]
-        box = change.target.cell_part[cell].tobytes()
+        box = (
+            change.target.cell_part[cell].tobytes(),
+            int(change.target.cell_contribution[cell]),
+        )
         if box not in known:
             known[box] = len(makers)
             rows = transfers.take(transfers.target_slot == rank)
             makers.append(_make_shard(change, rows, rank, position, library))
         which.append(known[box])
     # Joining the whole copies all of it once: worth it where ranks take more than two pieces each.
-    if len(transfers) > 2 * len(targets) > 2 and change.source.contributions == 1:
+    is_many = len(transfers) > 2 * len(targets) > 2
+    if is_many and change.source.contributions == 1 and _is_plain(change):
         through = _join_the_whole(change, sources, targets, library)
         if through is not None:
             return through
@@ -89,7 +110,8 @@ def _join_the_whole(
     boxes: dict[Box, int] = {}
     for number, rank in enumerate(sources):
         own = change.source.boxes(rank)
-        if len(own) > 1:
+        # A shard with a halo has more than the box that is its own.
+        if len(own) > 1 or not _is_all_of(own, change.source, rank):
             return None
         if own and all(low < high for low, high in zip(own[0].start, own[0].stop, strict=True)):
             boxes.setdefault(own[0], number)
@@ -101,6 +123,10 @@ def _join_the_whole(
     }
     wanted = [change.target.boxes(rank) for rank in targets]
     if len(axes) != 1 or any(len(own) != 1 for own in wanted):
+        return None
+    if not all(
+        _is_all_of(own, change.target, rank) for own, rank in zip(wanted, targets, strict=True)
+    ):
         return None
     (axis,) = axes
     parts = sorted(boxes, key=lambda box: box.start[axis])
@@ -116,6 +142,14 @@ def _join_the_whole(
         return tuple([whole[view] for view in views])
 
     return moved
+
+
+def _is_all_of(boxes: Sequence[Box], layout: Layout, rank: int) -> bool:
+    """Whether a rank's shard is its one box, or empty."""
+    shape = layout.local_shape(rank) or ()
+    if not boxes:
+        return 0 in shape
+    return shape == tuple(map(sub, boxes[0].stop, boxes[0].start))
 
 
 def _is_plain(change: LayoutChange) -> bool:
@@ -161,15 +195,38 @@ def _make_shard(
             # All of the shard: no view of it is needed.
             window = None
         place = _find_slices(rows.target_start[row], rows.shape[row])
-        pieces.append((position[source], window, place, bool(rows.order[row])))
+        pieces.append((position[source], window, place, int(rows.order[row])))
     combine = library.reductions[change.source.reduction or "sum"]
     whole = tuple(slice(0, size) for size in shape)
+    cell = change.target.cells_of(rank)[0]
+    if not change.combines[int(change.target.cell_contribution[cell])]:
+        return _fill_identity(change.target, cell, library)
     if pieces and all(place == whole for _, _, place, _ in pieces):
-        return _combine_pieces(pieces, combine)
-    axis = _find_joined_axis(pieces, whole)
-    if axis is not None:
-        return _concatenate_pieces(pieces, axis, library)
-    return _write_pieces(pieces, shape, combine, library)
+        made = _combine_pieces(pieces, combine)
+    else:
+        axis = None if change.target.is_padded else _find_joined_axis(pieces, whole)
+        if axis is None:
+            made = _write_pieces(pieces, shape, combine, library)
+        else:
+            made = _concatenate_pieces(pieces, axis, library)
+    numerator, denominator = change.scale
+    if numerator == denominator:
+        return made
+    return lambda shards: library.scaled(made(shards), numerator, denominator)
+
+
+def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Shards], Any]:
+    """A contribution that changes nothing where it is combined; its padding is 0."""
+    shape = tuple(layout.cell_shape[cell].tolist())
+    positions = element_positions(layout, cell)
+    reduction = layout.reduction or "sum"
+
+    def made(shards: Shards) -> Any:
+        filled = library.filled(shape, 0, shards[0])
+        filled[positions] = library.identity(reduction, shards[0])
+        return library.linked(filled, shards[0])
+
+    return made
 
 
 def _take_piece(shards: Shards, piece: _Piece) -> Any:
@@ -217,13 +274,24 @@ def _write_pieces(
     combine: Callable[[Any, Any], Any],
     library: Library,
 ) -> Callable[[Shards], Any]:
-    def made(shards: Shards) -> Any:
+    # A new array for each contribution: what is combined is not written to afterwards, which
+    # would be lost to a gradient.
+    rounds: list[list[_Piece]] = []
+    for piece in pieces:
+        if not rounds or piece[3] > rounds[-1][0][3]:
+            rounds.append([])
+        rounds[-1].append(piece)
+
+    def write(shards: Shards, few: list[_Piece]) -> Any:
         filled = library.filled(shape, 0, shards[0])
-        with np.errstate(all="ignore"):
-            for piece in pieces:
-                _, _, place, combines = piece
-                data = _take_piece(shards, piece)
-                filled[place] = combine(filled[place], data) if combines else data
+        for piece in few:
+            filled[piece[2]] = _take_piece(shards, piece)
         return filled
+
+    def made(shards: Shards) -> Any:
+        if not rounds:
+            return library.linked(library.filled(shape, 0, shards[0]), shards[0])
+        with np.errstate(all="ignore"):
+            return reduce(combine, [write(shards, few) for few in rounds])
 
     return made

@@ -1,0 +1,221 @@
+"""Gradients of movements between processes: each is the transposed movement.
+
+PyTorch records what each rank computes with its own shards. A movement mixes the shards of all
+ranks, and its transpose goes the other way. For that, the gradient of a shard counts what that
+shard alone does to the result, the sum over ranks of what each calls `backward` of:
+
+    an axis that                 in the array       in its gradient
+    cuts a dimension             cuts it            cuts it alike
+    cuts nothing                 copies             contributions: each copy's own effect
+    holds contributions          contributions      copies: each does to the sum what all do
+
+So an all-gather's transpose is a reduce-scatter, and that of a sum over ranks leaves copies: the
+same programs move gradients that move arrays. A mean's gradient is scaled as the mean was. The
+greatest of contributions passes the gradient to those that are it, in equal shares.
+
+Where a program gives arrays and takes them, each process has the same whole array, or its copy of
+a shard, and calls `backward` of the same number; there the gradient is that of the whole, on every
+process alike. `given` and `taken` are these borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reshard.errors import UsageError
+from reshard.geometry.layout_change import LayoutChange
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import records_gradient
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import Runner, replicated
+from reshard.spmd.shards.shard_copies import Movement, Shards
+
+Tensor = Any
+Way = Callable[[Tensor], Tensor]
+
+
+class TransposedMovement(torch.autograd.Function):  # type: ignore[misc]
+    """A tensor moved by `forth`, whose gradient is moved by `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forth: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return forth(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0].contiguous()), None, None
+
+
+def gradient_spec(spec: ShardingSpec) -> ShardingSpec:
+    """The sharding of an array's gradient: copies become contributions, and these copies.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
+    >>> for text in ("x, -", "-, -", "x, - | sum(y)"):
+    ...     print(gradient_spec(reshard.spec(mesh, text)))
+    x, - | sum(y)
+    -, - | sum(x y)
+    x, -
+    """
+    used = [axis for dim in spec.dim_specs for axis in dim.axes] + list(spec.partial_axes)
+    return ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.mesh.remaining_axes(used))
+
+
+def with_gradient(
+    runner: Runner, source: ArrayType, spec: ShardingSpec, move: Movement
+) -> Movement:
+    """A movement between processes that shards recording gradients go through as well.
+
+    Raises UsageError, where such a shard comes, for a movement whose transpose is none that
+    moves arrays: from or to halos, or contributions that are multiplied.
+    """
+
+    def back(gradient: Tensor) -> Tensor:
+        before = source.spec or replicated(spec.mesh, source.ndim)
+        moved = _move(runner, source, gradient_spec(spec), gradient_spec(before), gradient)
+        numerator, denominator = LayoutChange(before.layout(source.shape), after).scale
+        if spec.reduction == "mean" and before.reduction != "mean":
+            # Each contribution to the mean is all of it, and the gradient here is one's.
+            numerator *= after.contributions
+        return moved if numerator == denominator else moved * numerator / denominator
+
+    after = spec.layout(source.shape)
+
+    def moved(shards: Shards) -> Shards:
+        (tensor,) = shards
+        if not isinstance(tensor, torch.Tensor) or not records_gradient(tensor):
+            return move(shards)
+        _check(source, spec)
+        before = source.spec
+        if before is None:
+            # Every process has the same whole array.
+            whole = replicated(spec.mesh, source.ndim)
+            return (_enter(runner, source, spec, whole, tensor, lambda x: move((x,))[0]),)
+        if before.reduction in ("max", "min"):
+            combined = _combine_extremes(runner, source, before, tensor)
+            return runner.movement(source.with_spec(without_pending(before)), spec)((combined,))
+        return (TransposedMovement.apply(tensor, lambda x: move((x,))[0], back),)
+
+    return moved
+
+
+def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
+    """A shard that a program gives: its gradient is that of all copies of it together."""
+    if not records_gradient(tensor) or kind.spec is None:
+        return tensor
+    _check(kind, kind.spec)
+    return _enter(runner, kind, kind.spec, without_pending(kind.spec), tensor, lambda x: x)
+
+
+def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = None) -> Tensor:
+    """A shard that a program takes, or the whole array: each process has one gradient of it.
+
+    Args:
+        runner: of the processes.
+        kind: of the array.
+        tensor: its shard here.
+        gather: makes the whole array of it; the shard itself is taken when None.
+    """
+    spec = kind.spec
+    if not records_gradient(tensor) or spec is None:
+        return tensor if gather is None else gather(tensor)
+    if gather is None:
+        _check(kind, spec)
+        return _leave(runner, kind, spec, without_pending(spec), tensor, lambda x: x)
+    whole = replicated(spec.mesh, kind.ndim)
+    if spec.partial_axes:
+        # Combined first: the whole has no contributions.
+        combined = runner.movement(kind, whole)((tensor,))[0]
+        return taken(runner, kind.with_spec(whole), combined, lambda x: x)
+    _check(kind, spec)
+    return _leave(runner, kind, spec, whole, tensor, gather)
+
+
+def _enter(
+    runner: Runner,
+    kind: ArrayType,
+    spec: ShardingSpec,
+    outside: ShardingSpec,
+    tensor: Tensor,
+    forth: Way | None = None,
+) -> Tensor:
+    """What programs have alike, by the sharding `outside`, as an array's shard of `spec`."""
+
+    def back(gradient: Tensor) -> Tensor:
+        return _leave(runner, kind, gradient_spec(spec), outside, gradient)
+
+    way = forth or (lambda x: _move(runner, kind, outside, spec, x))
+    return TransposedMovement.apply(tensor, way, back) if records_gradient(tensor) else way(tensor)
+
+
+def _leave(
+    runner: Runner,
+    kind: ArrayType,
+    spec: ShardingSpec,
+    outside: ShardingSpec,
+    tensor: Tensor,
+    forth: Way | None = None,
+) -> Tensor:
+    """An array's shard of `spec` as what programs have alike, by the sharding `outside`."""
+
+    def back(gradient: Tensor) -> Tensor:
+        return _enter(runner, kind, gradient_spec(spec), outside, gradient)
+
+    way = forth or (lambda x: _move(runner, kind, spec, outside, x))
+    return TransposedMovement.apply(tensor, way, back) if records_gradient(tensor) else way(tensor)
+
+
+def _move(
+    runner: Runner, kind: ArrayType, before: ShardingSpec, after: ShardingSpec, shard: Tensor
+) -> Tensor:
+    if before is after:
+        return shard
+    return runner.movement(kind.with_spec(before), after)((shard,))[0]
+
+
+def _combine_extremes(
+    runner: Runner, kind: ArrayType, spec: ShardingSpec, tensor: Tensor
+) -> Tensor:
+    """The greatest (or least) of contributions, on all ranks that have some."""
+    combined = without_pending(spec)
+    counted = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.partial_axes)
+    found = runner.movement(kind, combined)((tensor.detach(),))[0]
+    is_it = (tensor.detach() == found).to(tensor.dtype)
+    share = is_it / _move(runner, kind, counted, combined, is_it).clamp(min=1)
+
+    def back(gradient: Tensor) -> Tensor:
+        own = _move(runner, kind, gradient_spec(combined), gradient_spec(spec), gradient)
+        return own * share
+
+    return TransposedMovement.apply(tensor, lambda _: found, back)
+
+
+def _check(source: ArrayType, spec: ShardingSpec) -> None:
+    """Raises UsageError where the transposed movement is none that moves arrays."""
+    for one in (source.spec, spec):
+        if one is None:
+            continue
+        for dim, size in zip(one.dim_specs, source.shape, strict=True):
+            if all(level.rule.is_default for level in dim.levels):
+                continue
+            # Halos included: more than there are where an element is in two parts.
+            if int(dim.table(one.mesh, size).element_lengths.sum()) != size:
+                raise UsageError(
+                    f"a gradient through a movement of {source} from `{source.spec}` to `{spec}`: "
+                    f"parts of `{dim}` have elements in common, and gradients between processes "
+                    "go through parts that have none; reshard to a plain cut first, or detach"
+                )
+    before = None if source.spec is None else source.spec.reduction
+    after = spec.reduction
+    plain = (None, "sum", "mean")
+    if after not in plain or (before not in plain and before not in ("max", "min")):
+        raise UsageError(
+            f"a gradient through a movement of {source} from `{source.spec}` to `{spec}`, by "
+            f"{after if after not in plain else before}: between processes it goes through sums, "
+            "means, and the reduction of a max or min; reshard by x.reduced() first, or detach"
+        )
