@@ -170,8 +170,10 @@ drawn(
     "log log1p log2 log10 logical_not signbit sin sinh square tan tanh angle cbrt degrees "
     "radians exp2 sinc i0 negative real imag conj positive copy ceil floor round sign sqrt trunc "
     "erf relu rsqrt sigmoid silu gelu softplus reciprocal spacing astype zeros_like ones_like "
-    "empty_like full_like",
+    "empty_like full_like identity stop_gradient",
     _one,
+    identity=lambda x: x,
+    stop_gradient=lambda x: x,
     erf=lambda x: _ERF(x) if x.size else x.astype(float),
     relu=lambda x: np.maximum(x, 0),
     rsqrt=lambda x: 1 / np.sqrt(x),

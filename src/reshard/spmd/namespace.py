@@ -50,6 +50,8 @@ _NAMES_OF = {
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
     ),
     "tracing.trace": "Trace trace",
+    "gradients.table": "gradient",
+    "gradients.transforms": "grad value_and_grad vjp",
     "functions.windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
     ),

@@ -63,7 +63,7 @@ def _unwrap_lists(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_unwrap_lists(one) for one in data]
     if isinstance(data, ArrayValue):
-        return data.runner.dense(data.type, data._shards)
+        return data.to_dense()
     return data
 
 

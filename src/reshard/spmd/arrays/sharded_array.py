@@ -88,8 +88,24 @@ class ShardedArray(ArrayValue, ArrayOperators):
     @property
     def shards(self) -> Mapping[int, Any]:
         """The arrays that are here, by rank. They are shared, and must not be written to."""
+        self._tell_readers()
         shards = self.runner.taken(self.type, self._shards)
         return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
+
+    def to_dense(self) -> Any:
+        """The whole array as one of NumPy or PyTorch; every process gets it.
+
+        It may share memory with the shards: copy it before writing to it.
+        """
+        self._tell_readers()
+        return super().to_dense()
+
+    def _tell_readers(self) -> None:
+        # Only recorders that differentiate mind: what is made of elements has no gradient.
+        for recorder in recorders:
+            read = getattr(recorder, "record_read", None)
+            if read is not None:
+                read(self)
 
     def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
         """The same array in another sharding.

@@ -13,6 +13,11 @@ def cast(work: LocalWork) -> Function:
     return lambda x: x.to(own)
 
 
+def same(work: LocalWork) -> Function:
+    """The array itself."""
+    return lambda x: x
+
+
 def imag(work: LocalWork) -> Function:
     """The imaginary part."""
     space, (operand,) = work.library.namespace, work.operands

@@ -10,7 +10,7 @@ from reshard.spmd.local import elementwise as elementwise_functions
 from reshard.spmd.local.by_name import by_name
 from reshard.spmd.local.local_work import MakeLocal
 from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
-from reshard.spmd.operators.result_types import asked, boolean
+from reshard.spmd.operators.result_types import asked, boolean, of_first
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import broadcast_factors, broadcast_shape
 
@@ -83,6 +83,11 @@ _LINEAR_UNARY = {
     "conj": "The complex conjugate.",
     "positive": "The same number.",
 }
+# The same array, known by another name: nothing is computed or copied.
+_SAME = {
+    "identity": "The same number, in another array.",
+    "stop_gradient": "The same number, which gradients take for a constant.",
+}
 # The greatest element stays the greatest: these commute with "max" and "min".
 _MONOTONE_UNARY = {
     "ceil": "The least whole number that is not less.",
@@ -131,10 +136,9 @@ def _row(name: str, infer: Infer, example: Example, doc: str = "", **options: An
         "elementwise",
         infer,
         operator_class=OperatorClass.ELEMENTWISE,
-        result_types=boolean if name in _TRUTH.split() else None,
+        **{"result_types": boolean if name in _TRUTH.split() else None, **options},
         example=example,
         doc=doc,
-        **options,
     )
 
 
@@ -162,6 +166,17 @@ OPERATORS: tuple[Operator, ...] = (
         for name, doc in _LINEAR_UNARY.items()
     ),
     _unary("copy", linear="each"),
+    *(
+        _unary(
+            name,
+            doc,
+            linear="each",
+            commutes=("max", "min", "product"),
+            local=elementwise_functions.same,
+            result_types=of_first,
+        )
+        for name, doc in _SAME.items()
+    ),
     *(_unary(name, doc, commutes=("max", "min")) for name, doc in _MONOTONE_UNARY.items()),
     *(
         _binary(name, doc, fails="whole numbers" if name in _INTEGERS_FAIL else "never")

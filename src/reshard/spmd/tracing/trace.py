@@ -31,6 +31,7 @@ from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
+from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.compute import with_compute
@@ -181,7 +182,8 @@ def trace(
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
     # 1. The graph, without any sharding.
-    recorded = record(function, arguments)
+    with nullcontext() if strategy == "eager" else unsettled():
+        recorded = record(function, arguments)
     # 2. What each value is to be sharded by.
     mesh = _find_mesh(recorded)
     shardings = (

@@ -1,0 +1,125 @@
+"""The table of derivatives: of every operator its pullback, or why it has none.
+
+The pullbacks are in the modules of their families. `gradient` adds one for an operator of the
+user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.spmd.gradients import (
+    elementwise,
+    indexing,
+    linear_algebra,
+    movement,
+    products,
+    reductions,
+    windows,
+)
+from reshard.spmd.gradients.tape import Pullback, TapeStep
+from reshard.spmd.operators import creation
+from reshard.spmd.operators.table import SHIPPED
+from reshard.spmd.shards.operation_call import CompiledCall
+
+_pullbacks: dict[str, Pullback] = {
+    name: pullback
+    for family in (
+        elementwise,
+        products,
+        reductions,
+        movement,
+        indexing,
+        windows,
+        linear_algebra,
+    )
+    for name, pullback in family.PULLBACKS.items()
+}
+
+pullbacks: Mapping[str, Pullback] = MappingProxyType(_pullbacks)
+"""The operators that can be differentiated."""
+
+# Operators that make arrays of nothing depend on no array, or on its shape alone.
+CONSTANT: frozenset[str] = (
+    elementwise.CONSTANT
+    | reductions.CONSTANT
+    | indexing.CONSTANT
+    | frozenset(one.name for one in creation.OPERATORS)
+)
+"""Operators whose results do not change with small changes of their operands."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **elementwise.REFUSED,
+        **products.REFUSED,
+        **reductions.REFUSED,
+        **movement.REFUSED,
+        **indexing.REFUSED,
+        **windows.REFUSED,
+        **linear_algebra.REFUSED,
+    }
+)
+"""Operators that cannot be differentiated, with the reason."""
+
+
+def find_pullback(call: CompiledCall) -> Pullback | None:
+    """The pullback of an operation; None where its results do not change with small changes.
+
+    Raises UsageError for an operator that has none, with the reason.
+    """
+    found = _pullbacks.get(call.name)
+    if found is not None or call.name in CONSTANT:
+        return found
+    reason = REFUSED.get(call.name, "nobody has said what its derivative is")
+    raise UsageError(
+        f"the gradient of {call.name}: {reason}; give one with "
+        f'@sp.gradient("{call.name}"), or take sp.stop_gradient(x) before'
+    )
+
+
+UserPullback = Callable[..., Any]
+
+
+def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
+    """Says how an operator of the user's own is differentiated, as a decorator.
+
+    The function is given the cotangent of the result (a tuple for several results), the operands,
+    the result (a tuple likewise) and the operator's attributes by name. It returns a cotangent for
+    each operand, None for what has none. It is written with the functions of `reshard.spmd`, so
+    that it works for every sharding.
+
+    Raises UsageError for an operator of the package's own that has a derivative, or is constant.
+
+    >>> import reshard.spmd as sp
+    >>> @sp.gradient("twice")
+    ... def twice_back(cotangent, x, result):
+    ...     return (2 * cotangent,)
+    """
+    if not isinstance(name, str):
+        raise UsageError(f'the gradient of {name!r}; give an operator\'s name: @gradient("name")')
+    if name in SHIPPED and (name in _SHIPPED_PULLBACKS or name in CONSTANT):
+        raise UsageError(
+            f"operator {name} has a derivative of the package's; name your operator differently"
+        )
+
+    def add(function: UserPullback) -> UserPullback:
+        def pullback(step: TapeStep, g: Any, number: int) -> Any:
+            results = step.results if len(step.results) > 1 else step.result
+            found = function(g, *step.operands, results, **step.attributes)
+            if not isinstance(found, tuple) or len(found) != len(step.operands):
+                raise UsageError(
+                    f"the gradient of {name} returned {type(found).__name__}; a tuple of "
+                    f"{len(step.operands)} was expected, one for each operand, or None"
+                )
+            return found[number]
+
+        _pullbacks[name] = pullback
+        return function
+
+    return add
+
+
+_SHIPPED_PULLBACKS = frozenset(_pullbacks)

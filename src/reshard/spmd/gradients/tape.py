@@ -1,0 +1,253 @@
+"""Tapes: the operations of a function, as they were carried out, and the way back through them.
+
+A tape is a `Recorder` of `reshard.spmd.shards.operation_call`. It keeps the operations that depend
+on the arrays it watches, with their operands and results. On the way back each operation's
+pullback makes cotangents of its operands from those of its results, with the public operators, so
+that their shardings are found as those of all other operations:
+
+    forward     y = x @ w           x: dp, -    w: -, -     y: dp, -
+    backward    dw = x.T @ dy       dp is summed over       dw: -, - | sum(dp)
+
+A cotangent is a whole array by meaning, however it lies: what a movement does to shards needs no
+derivative. Contributions to a parameter's gradient wait until all are added. Those to other values
+are combined before the next pullback, in the sharding that the value has: the cotangent of what was
+gathered is reduce-scattered, that of what was reduce-scattered is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.functions import data_types
+from reshard.spmd.functions.filling import zeros_like
+from reshard.spmd.functions.manipulation import reshape
+from reshard.spmd.functions.statistics import sum as sum_over
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import CompiledCall
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import replicated
+from reshard.spmd.shards.settling import settles
+
+WITH_SHARDING = "with_sharding"
+
+OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
+"""Why many rows of the table of operators have no pullback."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TapeStep:
+    """An operation that was carried out.
+
+    Args:
+        name: of the operator.
+        attributes: of the operator, its options among them.
+        operands: arrays and numbers.
+        results: what it made.
+        pullback: from the step, the cotangents of its results and an operand's place to the
+            cotangent of that operand; None where it has none.
+    """
+
+    name: str
+    attributes: Mapping[str, Any]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    pullback: Pullback
+
+    @property
+    def result(self) -> Any:
+        """The first result."""
+        return self.results[0]
+
+
+Pullback = Callable[[TapeStep, Any, int], Any]
+"""The cotangents are one array for an operator of one result, else a tuple of them."""
+
+FindPullback = Callable[[CompiledCall], Pullback | None]
+"""From an operation to its pullback; None where its results do not depend on small changes.
+
+Raises UsageError for an operator that cannot be differentiated.
+"""
+
+
+def is_real_floating(dtype: DType) -> bool:
+    """Whether arrays of a type have gradients."""
+    return kind_of(dtype) == "real floating"
+
+
+class Tape:
+    """The operations that depend on watched arrays, in order.
+
+    Args:
+        find_pullback: of operations, see `FindPullback`.
+    """
+
+    def __init__(self, find_pullback: FindPullback) -> None:
+        self.steps: list[TapeStep] = []
+        # Arrays are known by their identity, so none of them may be freed.
+        self._active: dict[int, ArrayValue] = {}
+        self._find_pullback = find_pullback
+
+    def watch(self, array: ArrayValue) -> None:
+        """What is computed of this array from now on is kept."""
+        self._active[id(array)] = array
+
+    def is_active(self, operand: object) -> bool:
+        """Whether an operand depends on what is watched."""
+        return id(operand) in self._active and isinstance(operand, ArrayValue)
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """Keeps an operation. Raises UsageError for one that cannot be differentiated."""
+        if not any(map(self.is_active, operands)):
+            return
+        pullback = self._find_pullback(call)
+        if pullback is None:
+            return
+        attributes = {**call.attributes, **call.options}
+        self.add(TapeStep(call.name, attributes, tuple(operands), tuple(results), pullback))
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Keeps a reshard."""
+        if self.is_active(operand):
+            self.add(TapeStep(WITH_SHARDING, {}, (operand,), (result,), _move_back))
+
+    def record_read(self, array: ArrayValue) -> None:
+        """Raises UsageError: what is made of an array's elements would have no gradient."""
+        if self.is_active(array):
+            raise UsageError(
+                f"the elements of {array.type} were asked for within a function that is "
+                "differentiated, and what is made of them would have no gradient; return the "
+                "array beside the value (has_aux=True), or read sp.stop_gradient(x)"
+            )
+
+    def add(self, step: TapeStep) -> None:
+        """Keeps a step, and watches its results where they are real numbers."""
+        found = [one for one in step.results if is_real_floating(one.type.dtype)]
+        for one in step.results:
+            if kind_of(one.type.dtype) == "complex floating":
+                raise UsageError(
+                    f"the gradient of {step.name}, which makes {one.type}: complex numbers have "
+                    "no gradients here; keep to real ones, or take sp.stop_gradient(x) before"
+                )
+        if found:
+            self.steps.append(step)
+            for one in found:
+                self.watch(one)
+
+    def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> _Cotangents:
+        """The cotangents of what is watched, from those of results.
+
+        Args:
+            cotangents: pairs of an array and its cotangent, of its shape and element type.
+        """
+        found = _Cotangents()
+        for array, cotangent in cotangents:
+            found.add(array, cotangent)
+        for step in reversed(self.steps):
+            given = [found.take(one) for one in step.results]
+            if all(one is None for one in given):
+                continue
+            # Results that nothing depends on have a cotangent of zeros, and indices none at all.
+            filled = tuple(
+                _settle(one, result.type, step.name)
+                if one is not None
+                else zeros_like(result)
+                if is_real_floating(result.type.dtype)
+                else None
+                for one, result in zip(given, step.results, strict=True)
+            )
+            given_back = filled[0] if len(filled) == 1 else filled
+            for number, operand in enumerate(step.operands):
+                if self.is_active(operand):
+                    one = step.pullback(step, given_back, number)
+                    if one is not None:
+                        found.add(operand, _fit(one, operand.type))
+        return found
+
+
+class _Cotangents:
+    """Cotangents by array, added up."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Any] = {}
+
+    def add(self, array: Any, cotangent: Any) -> None:
+        known = self._by_id.get(id(array))
+        self._by_id[id(array)] = cotangent if known is None else known + cotangent
+
+    def take(self, array: Any) -> Any:
+        """The cotangent of an array, which is forgotten; None where it has none."""
+        return self._by_id.pop(id(array), None)
+
+    def of(self, array: Any) -> Any:
+        """The cotangent of an array; None where it has none."""
+        return self._by_id.get(id(array))
+
+
+def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
+    """The cotangent of what was resharded, which its own operation brings to where that lay."""
+    return cotangent
+
+
+_PASSING = frozenset(
+    ["broadcast_to", "expand_dims", "identity", "negative", "permute_dims", "reshape", "squeeze"]
+)
+
+
+def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
+    """A value's cotangent as its pullback is to find it: combined, and cut where that is free."""
+    spec, own = cotangent.type.spec, kind.spec
+    if not settles() or name == WITH_SHARDING:
+        return cotangent
+    if spec is not None and spec.partial_axes:
+        # Pullbacks that only move elements leave contributions to what comes before them.
+        if name in _PASSING:
+            return cotangent
+        return placed(
+            cotangent, replicated(spec.mesh, kind.ndim) if own is None else without_pending(own)
+        )
+    if own is None:
+        return cotangent
+    # A whole cotangent is cut without moving anything. That of contributions is gathered once, for
+    # the pullbacks of what made them each need it so.
+    if own.partial_axes or not cotangent.type.is_cut:
+        return placed(cotangent, without_pending(own))
+    return cotangent
+
+
+def placed(x: Any, spec: ShardingSpec) -> Any:
+    """An array in a sharding; itself where it lies so, which a trace would show as an operation."""
+    return x if x.type.spec is spec else x.shard(spec)
+
+
+def _fit(cotangent: Any, kind: ArrayType) -> Any:
+    """A cotangent of an operand's shape and element type: summed over what was broadcast."""
+    found = summed_to(cotangent, kind.shape)
+    return found if found.type.dtype is kind.dtype else data_types.astype(found, kind.dtype)
+
+
+def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """The sum over all dimensions that were broadcast from a shape.
+
+    >>> import reshard.spmd as sp
+    >>> summed_to(sp.ones((2, 3)), (3,)).to_dense().tolist()
+    [2.0, 2.0, 2.0]
+    """
+    if x.shape == shape:
+        return x
+    lead = x.ndim - len(shape)
+    # Sizes of 1 in the middle are kept by their own sum; those ahead go.
+    inner = tuple(
+        lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
+    )
+    found = sum_over(x, axis=inner, keepdims=True) if inner else x
+    found = sum_over(found, axis=tuple(range(lead))) if lead else found
+    return found if found.shape == shape else reshape(found, shape)

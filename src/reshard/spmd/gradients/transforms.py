@@ -1,0 +1,275 @@
+"""Transforms: the gradient of a function of arrays in shards, as a function.
+
+    loss, gradients = sp.value_and_grad(f)(parameters, batch)
+
+The function is carried out once, its operations are kept (`tape.py`), and cotangents go back
+through them. Every gradient ends in its parameter's sharding, so that a parameter cut over data
+parallel ranks gets its gradient by a reduce-scatter. What the transforms carry out are operations
+as any others: they run over processes, can be traced, and differentiated again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reshard.errors import SpecError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.functions.filling import ones_like, zeros_like
+from reshard.spmd.gradients.table import find_pullback
+from reshard.spmd.gradients.tape import Tape, is_real_floating, placed
+from reshard.spmd.local.library import library_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call, recording
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+Function = Callable[..., Any]
+Places = int | Sequence[int]
+
+
+def vjp(function: Function, *primals: Any, has_aux: bool = False) -> Any:
+    """A function's value, and the function that pulls cotangents back to its arguments.
+
+    Args:
+        function: of arrays, and of lists, tuples and dictionaries of them, which returns such.
+        primals: its arguments, all of real floating numbers.
+        has_aux: whether it returns a pair, of which the second is passed on as it is.
+
+    Returns:
+        The value and the pullback; with `has_aux` also what was passed on. The pullback takes
+        cotangents like the value (None for zeros), and returns a tuple of one an argument.
+
+    Raises:
+        UsageError: arguments of other element types, or an operator that has no derivative.
+
+    >>> import reshard.spmd as sp
+    >>> value, pullback = sp.vjp(lambda x: x * x, sp.array([1.0, 2.0]))
+    >>> pullback(sp.array([1.0, 10.0]))[0].to_dense().tolist()
+    [2.0, 40.0]
+    """
+    _check_function("vjp", function)
+    value, aux, pullback = _run(function, primals, has_aux, "vjp")
+    return (value, pullback, aux) if has_aux else (value, pullback)
+
+
+def value_and_grad(
+    function: Function,
+    argnums: Places = 0,
+    has_aux: bool = False,
+    *,
+    specs: Any = None,
+) -> Function:
+    """A function that returns the value of another and its gradient.
+
+    Args:
+        function: which returns one real number, as an array without dimensions.
+        argnums: the arguments by which it is differentiated, counted from 0: one, or several.
+        has_aux: whether it returns a pair of the number and something else.
+        specs: shardings for the gradients, in the places of the parameters, where they are not to
+            be those of the parameters: cut over data parallel ranks, for instance.
+
+    Returns:
+        A function of the same arguments. It returns the value and the gradients, which are like
+        the argument, or a tuple of such for several; with `has_aux` the value is that pair.
+
+    Raises, when it is called:
+        UsageError: an argument that is not of real floating numbers, a value that is not one such
+            number, or an operator that has no derivative.
+
+    >>> import reshard.spmd as sp
+    >>> loss, slope = sp.value_and_grad(lambda w: sp.sum(w * w))(sp.array([1.0, 3.0]))
+    >>> float(loss), slope.to_dense().tolist()
+    (10.0, [2.0, 6.0])
+    """
+    _check_function("value_and_grad", function)
+
+    @functools.wraps(function)
+    def differentiated(*arguments: Any, **options: Any) -> Any:
+        places = _read_places(argnums, len(arguments))
+
+        def of_chosen(*chosen: Any) -> Any:
+            given = list(arguments)
+            for place, one in zip(places, chosen, strict=True):
+                given[place] = one
+            return function(*given, **options)
+
+        chosen = [arguments[place] for place in places]
+        value, aux, pullback = _run(of_chosen, chosen, has_aux, "grad")
+        _check_value(value)
+        wanted = (specs,) if isinstance(argnums, int) and specs is not None else specs
+        found = pullback(ones_like(value), specs=wanted)
+        gradients = found[0] if isinstance(argnums, int) else found
+        return ((value, aux) if has_aux else value), gradients
+
+    return differentiated
+
+
+def grad(
+    function: Function,
+    argnums: Places = 0,
+    has_aux: bool = False,
+    *,
+    specs: Any = None,
+) -> Function:
+    """A function that returns the gradient of another. See `value_and_grad`.
+
+    With `has_aux` it returns the gradient and what the function returned beside its value.
+
+    >>> import reshard.spmd as sp
+    >>> from reshard import DeviceMesh, spec
+    >>> w = sp.array([[1.0, 2.0]] * 4, spec(DeviceMesh.of(x=2), "x, -"))
+    >>> slope = sp.grad(lambda w: sp.sum(w**3))(w)
+    >>> slope.type, slope.to_dense()[0].tolist()
+    (ArrayType(float64[4, 2], 'x, -'), [3.0, 12.0])
+    """
+    _check_function("grad", function)
+    both = value_and_grad(function, argnums, has_aux, specs=specs)
+
+    @functools.wraps(function)
+    def differentiated(*arguments: Any, **options: Any) -> Any:
+        value, gradients = both(*arguments, **options)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return differentiated
+
+
+def _check_function(name: str, function: object) -> None:
+    if not callable(function):
+        raise UsageError(
+            f"sp.{name} of {function!r}, a {type(function).__name__}; a function of arrays in "
+            f"shards was expected: sp.{name}(f), then its arguments"
+        )
+
+
+def _read_places(argnums: Places, count: int) -> tuple[int, ...]:
+    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wrong = [n for n in given if not isinstance(n, int) or not -count <= n < count]
+    if wrong or len({n % count for n in given}) != len(given):
+        raise UsageError(
+            f"argnums={argnums!r} of a function that was called with {count} arguments by place; "
+            f"give different whole numbers of 0 to {count - 1}"
+        )
+    return tuple(n % count for n in given)
+
+
+def _check_value(value: Any) -> None:
+    kind = value.type if isinstance(value, ArrayValue) else None
+    if kind is None or kind.shape != () or not is_real_floating(kind.dtype):
+        said = f"a {type(value).__name__}" if kind is None else str(kind)
+        raise UsageError(
+            f"the gradient of a function that returned {said}; one real number was expected, an "
+            "array without dimensions: take sp.sum or sp.mean of it, give has_aux=True where it "
+            "returns a pair, or use sp.vjp"
+        )
+
+
+def as_parameter(leaf: Any, asked: str) -> Any:
+    """A leaf of arguments as an array that can be differentiated by; None for None.
+
+    Raises UsageError for what is no array of real floating numbers.
+    """
+    if leaf is None:
+        return None
+    is_array = isinstance(leaf, ArrayValue) or library_of(leaf) is not None
+    if not is_array and not isinstance(leaf, float):
+        raise UsageError(
+            f"sp.{asked} by {leaf!r}, a {type(leaf).__name__}; arrays of real floating numbers "
+            "were expected: leave it out of the arguments that argnums names"
+        )
+    found = leaf if isinstance(leaf, ArrayValue) else array(leaf)
+    if not is_real_floating(found.type.dtype):
+        raise UsageError(
+            f"sp.{asked} by an array of {found.type}; real floating numbers were expected: cast it "
+            "with sp.astype, or leave it out of the arguments that argnums names"
+        )
+    # The same numbers in another object: an array that is given twice, or that the function also
+    # has from elsewhere, is another one there.
+    return call("identity", (found,))
+
+
+def _run(
+    function: Function, primals: Sequence[Any], has_aux: bool, asked: str
+) -> tuple[Any, Any, Function]:
+    """A function's value, what it returned beside it, and its pullback."""
+    tape = Tape(find_pullback)
+    given = replaced(list(primals), lambda leaf: as_parameter(leaf, asked))
+    for _, leaf in leaves(given):
+        if leaf is not None:
+            tape.watch(leaf)
+    with recording(tape):
+        value = function(*given)
+    aux = None
+    if has_aux:
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise UsageError(
+                f"has_aux=True, but the function returned a {type(value).__name__}; a pair of its "
+                "value and what is passed on was expected"
+            )
+        value, aux = value
+
+    def pullback(cotangents: Any, *, specs: Any = None) -> tuple[Any, ...]:
+        found = tape.pulled_back(_pair(value, cotangents))
+        wanted = _read_specs(given, specs)
+        made = iter(
+            [
+                None if leaf is None else _end(leaf, found.of(leaf), spec)
+                for (_, leaf), spec in zip(leaves(given), wanted, strict=True)
+            ]
+        )
+        return tuple(replaced(given, lambda _: next(made)))
+
+    return value, aux, pullback
+
+
+def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
+    """The arrays of a value with their cotangents. Raises UsageError where they do not fit."""
+    outputs, given = list(leaves(value)), list(leaves(cotangents))
+    if [path for path, _ in outputs] != [path for path, _ in given]:
+        raise UsageError(
+            f"{len(given)} cotangents for {len(outputs)} values; give them in the same lists, "
+            "tuples and dictionaries that the function returned"
+        )
+    pairs = []
+    for (path, output), (_, cotangent) in zip(outputs, given, strict=True):
+        if cotangent is None:
+            continue
+        if not isinstance(output, ArrayValue):
+            raise UsageError(
+                f"a cotangent for {output!r}, a {type(output).__name__} that the function "
+                "returned; give None for what is no array"
+            )
+        one = cotangent if isinstance(cotangent, ArrayValue) else array(cotangent)
+        if (one.type.shape, one.type.dtype) != (output.type.shape, output.type.dtype):
+            raise UsageError(
+                f"a cotangent of {one.type} for the value{path} of {output.type}; it has the "
+                "value's shape and element type"
+            )
+        pairs.append((output, one))
+    return pairs
+
+
+def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
+    """A sharding for each leaf; None where the gradient ends as its parameter lies."""
+    count = sum(1 for _ in leaves(given))
+    if specs is None:
+        return [None] * count
+    found = [leaf for _, leaf in leaves(list(specs))]
+    if len(found) != count or any(
+        one is not None and not isinstance(one, ShardingSpec) for one in found
+    ):
+        raise SpecError(
+            f"specs of {len(found)} shardings for {count} parameters; give one in the place of "
+            "each, or None for the parameter's own"
+        )
+    return found
+
+
+def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
+    """A gradient, in its parameter's sharding or the one that was asked for."""
+    found = zeros_like(parameter) if cotangent is None else cotangent
+    own = parameter.type.spec
+    wanted = spec if spec is not None or own is None else without_pending(own)
+    return found.reduced() if wanted is None else placed(found, wanted)
