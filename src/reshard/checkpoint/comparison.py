@@ -38,7 +38,7 @@ from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.blocks.tiles import target_tiles
 from reshard.checkpoint.changes.computed import ComputedReader
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
+from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import (
     damaged_ranges,
@@ -47,6 +47,7 @@ from reshard.checkpoint.conversion.file_checksums import (
 )
 from reshard.checkpoint.conversion.moves import Batch, Moves
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
@@ -169,7 +170,7 @@ def compare(
     left: Compared,
     right: Compared,
     *,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
     """Compare two checkpoints bit for bit, and what is no tensor if both can hold such.
@@ -177,7 +178,7 @@ def compare(
     Args:
         left, right: checkpoints, or where they are; a planned conversion stands for the tensors
             that it would write, other elements included.
-        threads: at most so many at a time.
+        threads: at most so many at a time; 4 when None, and 16 from an address.
         progress: called after every block.
 
     Raises:
@@ -186,18 +187,18 @@ def compare(
     """
     sides = (_Side(left), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
+    threads = usual_threads(threads, a.folder, b.folder)
     mine, others = sides[0].columns, sides[1].columns
     differences = _compare_descriptions(a, b, mine, others)
     unequal = {difference.name for difference in differences}
     files_a, files_b = sides[0].files, sides[1].files
-    is_common = [name in others and name not in unequal for name in mine.names]
-    rows = np.flatnonzero(np.array(is_common, dtype=bool))
+    rows = np.flatnonzero([name in others and name not in unequal for name in mine.names])
     computed = {*sides[0].computed, *sides[1].computed}
     only = (name for name in mine.names if name not in others)
     blocks = DigestedBlocks(Moves(others, mine, {*unequal, *computed, *only}))
     # What a conversion computes is computed block by block, in the memory that it asks for.
-    has_conversion = any(side.conversion is not None for side in sides)
-    batch_bytes = 0 if has_conversion else blocks.moves.batched_bytes
+    is_stored = all(side.conversion is None for side in sides)
+    batch_bytes = blocks.moves.batched_bytes if is_stored else 0
 
     def work(batch: Batch, memory: _PairWorkspace) -> _Compared:
         read_a = sides[0].read(batch.written, memory.left)
@@ -315,7 +316,7 @@ def _compare_descriptions(
 def check_digests(
     path: str | os.PathLike[str] | Checkpoint,
     *,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> DigestReport:
     """Digest every tensor, and compare with the digests that the manifest recorded.
@@ -327,6 +328,7 @@ def check_digests(
         RunError: a file that cannot be read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    threads = usual_threads(threads, checkpoint.folder)
     columns = TensorColumns.of(checkpoint.tensors)
     recorded = columns.digests
     known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]
@@ -339,16 +341,14 @@ def check_digests(
                 "of its blocks' digests; the manifest was damaged or edited"
             )
     files = open_sources(checkpoint)
-    damaged: list[DamagedBlock] = []
     try:
-        damaged += _find_damaged_sources(checkpoint, files, threads)
+        damaged = _find_damaged_sources(checkpoint, files, threads)
     except BaseException:
         files.close()
         raise
     # What cannot be unpacked has no bytes to digest.
     unreadable = {block.tensor for block in damaged}
-    is_read = [name not in unreadable for name in columns.names]
-    rows = np.flatnonzero(np.array(is_read, dtype=bool))
+    rows = np.flatnonzero([name not in unreadable for name in columns.names])
     # The files' own checksums are found in passing, for tensors without a digest.
     own = [
         one

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from reshard.binding import Binding, FileRange, FileRanges, View
+from reshard.checkpoint.files.places.place_path import join_path
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
@@ -294,7 +295,7 @@ class Checkpoint:
 
     def path(self, name: str) -> Path:
         """The full path of one of its files."""
-        return self.folder / name
+        return join_path(self.folder, name)
 
 
 def missing_box(layout: Layout) -> Box | None:

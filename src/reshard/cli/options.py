@@ -83,7 +83,7 @@ threads_option = click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="At most N threads in a process. [default: 4 on a machine]",
+    help="At most N threads in a process. [default: 4 on a machine, 16 from an address]",
 )
 memory_option = click.option(
     "--memory",

@@ -31,6 +31,7 @@ from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer, BufferRegion
 from reshard.checkpoint.files.descriptors import Closable
+from reshard.checkpoint.files.places.place_file import open_source
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.errors import DigestError
 from reshard.layout import Box
@@ -151,7 +152,7 @@ def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFil
             return checkpoint.held[name].open()
         derived = checkpoint.derived.get(name)
         if derived is None:
-            return SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
+            return open_source(checkpoint.path(name), checkpoint.identities.get(name))
         return derived.open(checkpoint.path(name), files[derived.source], scratch)
 
     files: OpenFiles[SourceFile] = OpenFiles(open_file)

@@ -303,7 +303,7 @@ def _in_any_folder(checkpoint: Checkpoint, tensor: StoredTensor) -> StoredTensor
         )
 
     def whole(place: Any) -> FileRange:
-        path = os.fspath(Path(checkpoint.path(place.path)).resolve())
+        path = os.fspath(checkpoint.path(place.path).resolve())
         return FileRange(path, place.start_bytes)
 
     binding = tensor.binding

@@ -25,6 +25,7 @@ from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, C
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
@@ -39,7 +40,6 @@ from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
 
 DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
-DEFAULT_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Conversion:
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
                 "for one block of the largest tensor, give at least that"
             )
-        return min(fit, most or DEFAULT_THREADS)
+        return min(fit, usual_threads(most, self.source.folder))
 
     def extra_bytes(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None

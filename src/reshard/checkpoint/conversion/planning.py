@@ -29,6 +29,7 @@ from reshard.checkpoint.conversion.request import ConversionRequest, RequestArgu
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import Holding
@@ -124,14 +125,30 @@ def open_apart(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if not isinstance(target, str | os.PathLike):
         raise UsageError(f"a target {target!r}; give a path")
-    target = Path(target)
+    target = as_path(target)
+    if isinstance(target, PlacePath):
+        raise UsageError(
+            f"the target {target} is an address; write to a folder of this machine, and upload it"
+        )
     with refusals_explained("look at the target", target):
         _check_apart(
             checkpoint,
             target,
-            whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
+            whole_folder=isinstance(source, Checkpoint) or as_path(source).is_dir(),
         )
     return checkpoint, target
+
+
+def unwritten_target(source: str | os.PathLike[str]) -> Path:
+    """A target for a conversion that is planned and not run: a name alone, apart from its source.
+
+    >>> unwritten_target("/data/model")
+    PosixPath('/data/model.planned')
+    """
+    place = (source if isinstance(source, Path) else as_path(source)).resolve()
+    if isinstance(place, PlacePath):
+        place = Path.cwd() / place.name
+    return place.with_name(f"{place.name}.planned")
 
 
 def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> Arrangement:

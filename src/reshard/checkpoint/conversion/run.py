@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import shutil
 import socket
 import threading
 import time
@@ -34,7 +33,6 @@ from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.batched import ChangedReader
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
-    DEFAULT_THREADS,
     Conversion,
 )
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
@@ -44,12 +42,14 @@ from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.files.folders import (
+    copy_synced,
     refusals_explained,
     sync_file,
     sync_folders_under,
     write_synced,
 )
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import (
     Progress,
     ProgressFunction,
@@ -315,8 +315,7 @@ class _ConversionRun:
                 if isinstance(companion, bytes):
                     write_synced(content / name, companion)
                 else:
-                    shutil.copyfile(companion, content / name)
-                    sync_file(content / name)
+                    copy_synced(companion, content / name)
             for name, final in self.conversion.format.final_files(arrangement):
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
                 write_synced(content / name, final)
@@ -401,7 +400,8 @@ def run_conversion(
         machine = socket.gethostname()
         # The processes of one machine share its cores: the default is for all of them together.
         neighbours = processes.collect(machine).count(machine)
-        workers = conversion.threads(extra_bytes, threads or -(-DEFAULT_THREADS // neighbours))
+        usual = -(-usual_threads(None, conversion.source.folder) // neighbours)
+        workers = conversion.threads(extra_bytes, threads or usual)
         # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
             processes,

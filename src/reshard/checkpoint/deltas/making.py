@@ -29,7 +29,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_di
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES, DEFAULT_THREADS
+from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
 from reshard.checkpoint.conversion.moves import Batch, Moves
@@ -39,6 +39,7 @@ from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter
 from reshard.checkpoint.deltas.encoding import EncodedBlock, encode_block, word_bytes
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
@@ -188,7 +189,8 @@ class _Making:
             most_bytes = max(before.block_bytes, after.block_bytes)
             each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * most_bytes
             if each <= extra_bytes:
-                return min(extra_bytes // each, most or DEFAULT_THREADS)
+                most = usual_threads(most, self.a.folder, self.b.folder)
+                return min(extra_bytes // each, most)
             if not batch_bytes:
                 raise UsageError(
                     f"a memory limit of {extra_bytes} bytes; one thread needs {each} for one block "

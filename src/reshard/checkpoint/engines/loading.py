@@ -9,7 +9,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.engines.rank_parameters import RankParameters, check_sources
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
@@ -26,7 +25,7 @@ def load_parameters(
     *,
     names: Iterable[str] | None = None,
     out: Mapping[str, NDArray[Any]] | None = None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
 ) -> dict[str, NDArray[Any]]:
     """The parameters of one rank of an engine, by the names that it gives them.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
 DIRECT_MINIMUM_BYTES = 64 * 1024
 """Below this the page cache is quicker: it reads ahead and gathers writes."""
@@ -32,13 +32,14 @@ def open_direct(path: Path, flags: int) -> int:
         return -1
 
 
-def read_range(descriptor: int, start_bytes: int, size_bytes: int) -> bytes:
-    """Bytes of a file; fewer only where it ends.
+def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
+    """Bytes of an open file that this thread alone reads; fewer only where it ends.
 
     The system may give less than was asked for.
     """
-    content = b""
-    while more := os.pread(descriptor, size_bytes - len(content), start_bytes + len(content)):
+    file.seek(start_bytes)
+    content = file.read(size_bytes)
+    while len(content) < size_bytes and (more := file.read(size_bytes - len(content))):
         content += more
     return content
 

@@ -71,6 +71,13 @@ def write_synced(path: Path, content: bytes) -> None:
     sync_file(path)
 
 
+def copy_synced(source: Path, target: Path) -> None:
+    """Copy a file, from wherever it is, and wait until it is on the disk. Raises `OSError`."""
+    with source.open("rb") as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+    sync_file(target)
+
+
 def sync_file(path: Path) -> None:
     """Wait until a file is on the disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)

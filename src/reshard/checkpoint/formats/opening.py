@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.files.places.place_path import as_path, walk_folder
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.format import CheckpointFormat
@@ -74,10 +75,9 @@ def open_checkpoint(
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
     try:
-        found = _open(os.fspath(path), _source_cut(Path(path), mesh, rules, recipe))
+        place = as_path(path)
+        found = _open(place, _source_cut(place, mesh, rules, recipe))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
@@ -110,10 +110,9 @@ def _source_cut(
     return SourceCut.of(mesh, rules, recipe, config)
 
 
-def _open(given: str, cut: SourceCut | None = None) -> Checkpoint:
-    path = Path(given)
+def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
     if not path.exists():
-        raise CheckpointError(describe_missing(given))
+        raise CheckpointError(describe_missing(path))
     manifest = read_manifest(path) if path.is_dir() else None
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)
@@ -187,11 +186,6 @@ def _identify(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, identities=identities)
 
 
-def _raise(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed, which `os.walk` skips by default."""
-    raise error
-
-
 def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its folder, and those that are left out."""
     folder, formats = checkpoint.folder, all_formats()
@@ -200,11 +194,11 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     carries_weights = known is not None and known.carries_weights
     own.update(known.own_files(checkpoint) if known is not None else ())
     carried, left_out = [], list(checkpoint.left_out)
-    for parent, folders, files in os.walk(folder, onerror=_raise):
-        # In place: `os.walk` enters only the folders that are left in the list.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            path = Path(parent) / name
+    for parent, folders, files in walk_folder(folder):
+        # In place: only the folders that are left in the list are entered.
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = parent / name
             relative = path.relative_to(folder).as_posix()
             if relative in own or name.startswith("."):
                 continue

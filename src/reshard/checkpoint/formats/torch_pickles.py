@@ -13,7 +13,6 @@ files hold the same nested state again; several with an index hold it flat, as `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ FORMAT = TorchPickleFormat()
 
 def _find_file(folder: Path) -> str | None:
     """The index or the single file of a folder; None where there is none, or several."""
-    names = set(os.listdir(folder))
+    names = {path.name for path in folder.iterdir()}
     for name in (INDEX_NAME, SINGLE_FILE):
         if name in names:
             return name

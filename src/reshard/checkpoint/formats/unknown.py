@@ -1,10 +1,9 @@
 """What is found where a checkpoint was expected, though no format reads it.
 
-A user who names a folder of another program, a pointer of git-LFS or an address of an object store
-is told so, and what to do. Nothing is opened for that: names are looked at, and the first bytes of
-files.
+A user who names a folder of another program, a pointer of git-LFS or a slip of an address is told
+so, and what to do. Nothing is opened for that: names are looked at, and the first bytes of files.
 
-1. A path that is not there may be an address, a slip of one, or the name of a model on the Hub
+1. A path that is not there may be a slip of an address, or the name of a model on the Hub
    (`describe_missing`).
 2. A folder that no format knows has files by whose names or first bytes a program is known
    (`describe_folder`).
@@ -15,6 +14,7 @@ files.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,9 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
+
+from reshard.checkpoint.files.places.place import PARTS
+from reshard.checkpoint.files.places.place_path import PlacePath
 
 _HEAD_BYTES = 600
 _MOST_FILES = 4096
@@ -176,41 +179,36 @@ _FOLDERS: tuple[tuple[str, str, str], ...] = (
 _PARTIAL = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,15}):(//?)(.*)", re.DOTALL)
-_STORES = {
-    "s3": "aws s3 cp --recursive",
-    "gs": "gcloud storage cp --recursive",
-    "gcs": "gcloud storage cp --recursive",
-    "hf": "hf download",
-    "az": "azcopy copy --recursive",
+_OTHER_STORES = {
     "abfs": "azcopy copy --recursive",
     "r2": "rclone copy",
     "oss": "ossutil cp -r",
-    "http": "wget",
-    "https": "wget",
     "ftp": "wget",
 }
 _HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
-def describe_missing(given: str) -> str:
+def describe_missing(given: str | os.PathLike[str]) -> str:
     """What to say of a path where there is nothing, such as an address or a slip of one.
 
     >>> describe_missing("s3:/bucket/model")
-    'no checkpoint at s3:/bucket/model: an object store is not opened, nor is there such a path \
-(its address would be s3://bucket/model); copy it here first, such as with `aws s3 cp --recursive`'
+    'no checkpoint at s3:/bucket/model: there is no such path; its address would be \
+s3://bucket/model'
     """
+    if isinstance(given, PlacePath):
+        return f"no checkpoint at {given}: there is nothing of that name"
+    given = os.fspath(given)
     address = _ADDRESS.fullmatch(given)
-    if address is not None and address[1].lower() == "file":
-        return f"no checkpoint at {given}: give the path alone, /{address[3].lstrip('/')}"
-    if address is not None and address[1].lower() in _STORES:
-        scheme = address[1].lower()
-        what = "an address on the web" if scheme in ("http", "https", "ftp") else "an object store"
-        slip = ""
-        if address[2] == "/":
-            slip = f", nor is there such a path (its address would be {scheme}://{address[3]})"
+    scheme = "" if address is None else address[1].lower()
+    if address is not None and address[2] == "/" and scheme in PARTS:
         return (
-            f"no checkpoint at {given}: {what} is not opened{slip}; copy it here first, such as "
-            f"with `{_STORES[scheme]}`"
+            f"no checkpoint at {given}: there is no such path; its address would be "
+            f"{scheme}://{address[3]}"
+        )
+    if scheme in _OTHER_STORES:
+        return (
+            f"no checkpoint at {given}: of addresses {', '.join(PARTS)} are read; copy it here "
+            f"first, such as with `{_OTHER_STORES[scheme]}`"
         )
     path = Path(given)
     text = f"no checkpoint at {given}: there is nothing of that name"
@@ -220,7 +218,7 @@ def describe_missing(given: str) -> str:
         parent = path.parent
         if not parent.is_dir():
             if _HUB_NAME.fullmatch(given):
-                return f"{text}; a model of the Hub is fetched first, by `hf download {given}`"
+                return f"{text}; to read a model of the Hub, pip install 'reshard[hf]'"
             while not parent.is_dir() and parent != parent.parent:
                 parent = parent.parent
             return f"{text}; of its folders there is {parent}"
@@ -340,12 +338,8 @@ def _find_kind_of_zip(head: bytes) -> FileKind:
 
 def list_names(folder: Path) -> list[str]:
     """Some thousand names in a folder, sorted."""
-    names = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            names.append(entry.name)
-            if len(names) == _MOST_FILES:
-                break
+    with suppress(OSError):
+        names = [path.name for path in itertools.islice(folder.iterdir(), _MOST_FILES)]
     return sorted(names)
 
 

@@ -26,9 +26,9 @@ from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import (
     Progress,
     ProgressFunction,
@@ -185,7 +185,7 @@ def load_layouts(
     rank: int = 0,
     *,
     out: Mapping[str, NDArray[Any]] | None = None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
     progress: ProgressFunction | None = None,
@@ -270,7 +270,9 @@ def load_layouts(
     done_bytes = 0
     try:
         check_stop(stop)
-        for done in run_in_threads(tasks, work, _make_buffer, threads):
+        for done in run_in_threads(
+            tasks, work, _make_buffer, usual_threads(threads, checkpoint.folder)
+        ):
             if isinstance(done, _Read):
                 filled: Iterable[tuple[str, int]] = ((done.tensor.name, done.target.nbytes),)
             elif progress is None:

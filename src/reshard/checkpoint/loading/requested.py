@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, CutArguments
 from reshard.checkpoint.conversion.source_names import name_source
@@ -34,7 +33,7 @@ def load(
     rank: int = 0,
     *,
     out: Mapping[str, NDArray[Any]] | None = None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
     progress: ProgressFunction | None = None,
@@ -53,7 +52,7 @@ def load(
             other arguments say how all tensors are cut.
         rank: whose part is wanted.
         out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
-        threads: how many read at a time.
+        threads: how many read at a time; 4 when None, and 16 from an address.
         files: those of the checkpoint (`open_sources`), for who counts what is read, and who then
             closes them.
         dtype: of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of each tensor

@@ -8,12 +8,12 @@ the one is then compared with the other, block by block, and nothing is written.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Unpack
 
 from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import unwritten_target
 from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.pretrained.conversion import PretrainedArguments, plan_for_pretrained
 
@@ -22,7 +22,7 @@ def compare_pretrained(
     checkpoint: str | os.PathLike[str] | Checkpoint,
     model: str | os.PathLike[str] | Checkpoint,
     *,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     progress: ProgressFunction | None = None,
     **arguments: Unpack[PretrainedArguments],
 ) -> Comparison:
@@ -31,7 +31,7 @@ def compare_pretrained(
     Args:
         checkpoint: a checkpoint, or where it is.
         model: a folder with config.json and whole weights, in the architecture's names.
-        threads: at most so many at a time.
+        threads: at most so many at a time; 4 when None, and 16 from an address.
         progress: called after every block.
         config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
             strip_prefix, rename: for `checkpoint`, as in `plan_for_pretrained`. The config is the
@@ -54,6 +54,5 @@ def _plan(
     checkpoint: str | os.PathLike[str] | Checkpoint, arguments: PretrainedArguments
 ) -> Conversion:
     """The conversion to a model folder; it is not run, so that its target is a name alone."""
-    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
-    place = folder.resolve()
-    return plan_for_pretrained(checkpoint, place.with_name(f"{place.name}.compared"), **arguments)
+    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
+    return plan_for_pretrained(checkpoint, unwritten_target(folder), **arguments)

@@ -17,7 +17,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypedDict
 
 from reshard.checkpoint.blocks.fusing import take_rows
@@ -29,6 +28,7 @@ from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest, LayoutFile, RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
+from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.pretrained.model_folder import (
@@ -148,7 +148,7 @@ def plan_for_pretrained(
         "prefix": names.prefix,
         "source_names": names.convention,
         "dtype": dtype,
-        "adapters": [str(Path(one).resolve()) for one in request.adapters],
+        "adapters": [str(as_path(one).resolve()) for one in request.adapters],
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
         **request.selection.to_json(),
     }

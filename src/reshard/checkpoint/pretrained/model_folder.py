@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
 from reshard.dtypes import DType
 from reshard.elements.casting import is_castable
@@ -57,7 +58,7 @@ def find_model_files(
     if given is not None:
         if not isinstance(given, str | os.PathLike):
             raise UsageError(f"a config {given!r}; give the path of a folder or of config.json")
-        path = Path(given)
+        path = as_path(given)
         path = path / CONFIG if path.is_dir() else path
         if not path.is_file():
             raise CheckpointError(
@@ -93,7 +94,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _find_companions(folder: Path) -> dict[str, Path]:
     found = {}
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(path.name for path in folder.iterdir()):
         path = folder / name
         is_one = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
         if is_one and path.is_file() and path.stat().st_size <= LARGEST_CARRIED_BYTES:

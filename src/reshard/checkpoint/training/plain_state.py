@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from reshard.checkpoint.contents import Checkpoint, StoredItem
 from reshard.checkpoint.files.descriptors import read_range
@@ -53,7 +53,7 @@ def decode_items(
         try:
             with path.open("rb", buffering=0) as opened:
                 for item in items:
-                    _decode(item, opened.fileno(), values, unread)
+                    _decode(item, opened, values, unread)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     return values, unread
@@ -75,7 +75,7 @@ def in_plain_values(checkpoint: Checkpoint, *, keeps_others: bool = False) -> Ch
 
 
 def _decode(
-    item: StoredItem, descriptor: int, values: dict[str, Any], unread: dict[str, str]
+    item: StoredItem, file: BinaryIO, values: dict[str, Any], unread: dict[str, str]
 ) -> None:
     if item.transforms:
         unread[item.name] = f"its bytes are {', '.join(item.transforms)}"
@@ -84,7 +84,7 @@ def _decode(
         unread[item.name] = f"more than {LARGEST_ITEM_BYTES} bytes"
         return
     start, size = item.place.start_bytes, item.size_bytes
-    content = read_range(descriptor, start, size)
+    content = read_range(file, start, size)
 
     def read(offset: int, length: int) -> bytes:
         found = content[offset : offset + length]

@@ -14,7 +14,6 @@ import click
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
 from reshard.checkpoint.comparison import DigestReport, check_digests
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
@@ -97,7 +96,7 @@ def inspect(
     found = None
     if digest:
         with shown_progress("checking", quiet) as progress:
-            found = check_digests(shown, threads=threads or DEFAULT_THREADS, progress=progress)
+            found = check_digests(shown, threads=threads, progress=progress)
     drawing = _drawing(opened[drawn]) if drawn is not None else None
     if as_json:
         write_json(_as_json(checkpoint, shown, found))

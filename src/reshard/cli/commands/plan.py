@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import unwritten_target
 from reshard.checkpoint.files.resident_memory import resident_bytes
 from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
@@ -96,9 +96,7 @@ def plan(
     """
     check_picture(drawn, as_json)
     check_report(report_path, overwrite, ranks_per_host)
-    # Planning wants to know that the target is apart from the source, and nothing else of it.
-    place = Path(source).resolve()
-    target = str(place.with_name(f"{place.name}.planned"))
+    target = str(unwritten_target(source))
     conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
     workers = conversion.threads(extra_bytes, threads)
     memory = PeakMemory.of(conversion, extra_bytes, threads)

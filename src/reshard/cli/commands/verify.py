@@ -9,8 +9,8 @@ import click
 
 from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
-from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import plan_conversion, unwritten_target
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
@@ -121,7 +121,6 @@ def verify(
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe)
     are_named = any(one is not None for one in (left_names, right_names, recipe, target_kind))
-    workers = threads or DEFAULT_THREADS
     if target_kind is not None:
         if right_names is not None:
             raise UsageError("--right-names with --for hf: RIGHT has the architecture's own names")
@@ -129,7 +128,7 @@ def verify(
             found = compare_pretrained(
                 first,
                 right,
-                threads=workers,
+                threads=threads,
                 progress=progress,
                 config=config,
                 recipe=recipe,
@@ -146,7 +145,7 @@ def verify(
         a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
         changed = _change(a, dtype=dtype, adapters=adapters, source_layout=source_layout)
         with shown_progress("comparing", quiet) as progress:
-            found = compare(changed, b, threads=workers, progress=progress)
+            found = compare(changed, b, threads=threads, progress=progress)
     seconds_s = time.monotonic() - began_s
     if as_json:
         write_json(_as_json(left, right, found, seconds_s))
@@ -176,10 +175,7 @@ def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | 
     if not any(options.values()):
         return checkpoint
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    place = opened.folder.resolve()
-    # It is not run: its target is a name alone.
-    target = place.with_name(f"{place.name}.compared")
-    return plan_conversion(opened, target, to="full", **options)
+    return plan_conversion(opened, unwritten_target(opened.folder), to="full", **options)
 
 
 def _name_both(

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.errors import UsageError
-
-
-def as_path(path: object) -> Path:
-    """A path that is given as text or as a Path.
-
-    Raises UsageError for anything else, bytes among them.
-    """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
-    return Path(path)
 
 
 def count_threads(thread_count: int | None) -> int:
@@ -24,7 +11,7 @@ def count_threads(thread_count: int | None) -> int:
 
     Raises UsageError for what is no whole number from 1.
     """
-    threads = DEFAULT_THREADS if thread_count is None else thread_count
+    threads = usual_threads(thread_count)
     if type(threads) is not int or threads < 1:
         raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
     return threads

@@ -69,9 +69,7 @@ def load(
     from reshard.checkpoint import load as load_arrays
     from reshard.checkpoint import open as open_checkpoint
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 
-    threads = DEFAULT_THREADS if threads is None else threads
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     tensors = {name: t for name, t in tensors_of(target) if isinstance(t, torch.Tensor)}

@@ -32,13 +32,14 @@ from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.byte_streams import RangeStream
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
 from reshard.errors import CheckpointError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
-from reshard.torch.storage.arguments import as_path, count_threads
+from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
 
 # What one thread reads at a time, and what is copied of a tensor on another device.

@@ -50,6 +50,7 @@ from reshard.checkpoint.files.folders import (
     sync_folders_under,
 )
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.files.range_checksums import crc32
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement
@@ -59,7 +60,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
-from reshard.torch.storage.arguments import as_path, count_threads
+from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,

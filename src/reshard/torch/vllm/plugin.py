@@ -170,9 +170,6 @@ def _read_parameters(
     threads: int | None,
 ) -> None:
     """Read every tensor of a checkpoint into the parameter of its name."""
-    from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
-
-    threads = DEFAULT_THREADS if threads is None else threads
     in_place, beside = {}, []
     for name, stored in bound.tensors.items():
         tensor = tensors[name].detach()

@@ -319,7 +319,7 @@ def test_a_file_this_user_may_not_read_is_a_checkpoint_error(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("builtins.open", refuse)  # a mode would not stop the superuser
+    monkeypatch.setattr("pathlib.Path.open", refuse)  # a mode would not stop the superuser
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
         read_header(path)
 

@@ -18,7 +18,6 @@ with `bf16_`; old names have no `_` before `optim_states`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -109,7 +108,7 @@ def find_files(folder: Path) -> SavedFiles:
             )
         found[key] = name
 
-    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+    for name in sorted(path.name for path in folder.iterdir() if path.is_file()):
         if match := _PARTITION.fullmatch(name):
             add(partitions, (int(match[2]), int(match[1])), name)
         elif match := _MODEL_PARTITION.fullmatch(name):
@@ -136,7 +135,7 @@ def has_saved_files(folder: Path) -> bool:
     """
     patterns = (_PARTITION, _MODEL_PARTITION, _MODEL, _EXPERT, _EXPERT_OPTIMIZER)
     try:
-        names = [entry.name for entry in os.scandir(folder)]
+        names = [path.name for path in folder.iterdir()]
     except OSError:
         return False
     return any(pattern.fullmatch(name) for name in names for pattern in patterns)
@@ -230,7 +229,7 @@ def _product(mp_ranks: int, ranks: int) -> Iterable[tuple[int, int]]:
 
 def _list_folders(folder: Path) -> list[Path]:
     try:
-        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())
+        return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
         return []
 

@@ -16,12 +16,12 @@ flat; their shapes are in the files of weights.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.files.places.place_path import walk_folder
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
 from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
@@ -169,17 +169,16 @@ class _UniversalReader:
     def _list_parameters(self) -> Iterator[str]:
         """The folders of parameters, at any depth; a name may have slashes."""
         top = self.saved.folder / UNIVERSAL_FOLDER
-        for parent, folders, files in os.walk(top):
-            folders.sort()
-            if Path(parent) != top and any(name.endswith(_SUFFIX) for name in files):
-                yield Path(parent).relative_to(top).as_posix()
+        for parent, _, files in walk_folder(top):
+            if parent != top and any(name.endswith(_SUFFIX) for name in files):
+                yield parent.relative_to(top).as_posix()
 
     def _expect_all_states(self, trained: list[str]) -> None:
         """Raise CheckpointError for a parameter that has some of the files of another, not all."""
         top = self.saved.folder / UNIVERSAL_FOLDER
         kinds: dict[frozenset[str], str] = {}
         for name in trained:
-            own = frozenset(one for one in os.listdir(top / name) if one.endswith(_SUFFIX))
+            own = frozenset(one.name for one in (top / name).glob(f"*{_SUFFIX}"))
             kinds.setdefault(own, name)
         for own, name in kinds.items():
             for more, other in kinds.items():
@@ -191,7 +190,7 @@ class _UniversalReader:
 
     def _add_parameter(self, name: str, shape: Shape | None, *, is_copy: bool) -> None:
         folder = self.saved.folder / UNIVERSAL_FOLDER / name
-        for entry in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+        for entry in sorted(path.name for path in folder.iterdir() if path.is_file()):
             if not entry.endswith(_SUFFIX):
                 continue
             key = entry.removesuffix(_SUFFIX)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.files.places.place_path import walk_folder
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import (
     CheckpointFormat,
@@ -74,8 +74,8 @@ class OrbaxFormat(CheckpointFormat):
         """What says where the arrays are, and the database."""
         found: list[str] = []
         arrays: list[str] = []
-        for parent, _, names in os.walk(checkpoint.folder):
-            inside = Path(parent).relative_to(checkpoint.folder).as_posix() + "/"
+        for parent, _, names in walk_folder(checkpoint.folder):
+            inside = parent.relative_to(checkpoint.folder).as_posix() + "/"
             if ZARR2_NAME in names or ZARR3_NAME in names:
                 arrays.append(inside)
             is_array = inside.startswith(tuple(arrays))

@@ -7,7 +7,6 @@ a file, or, where the database has it in a node, its bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,7 @@ class KeyValues:
         if name not in self._sizes:
             try:
                 path = self.folder / name
-                self._sizes[name] = os.stat(path).st_size if path.is_file() else -1
+                self._sizes[name] = path.stat().st_size if path.is_file() else -1
             except (OSError, ValueError):
                 self._sizes[name] = -1
         return self._sizes[name]

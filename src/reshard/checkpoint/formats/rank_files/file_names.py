@@ -14,7 +14,6 @@ begins as files of `torch.save` do.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ def read_file_name(name: str) -> RankFile | None:
 def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """The files of ranks in a folder, by kind and rank."""
     found = []
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(path.name for path in folder.iterdir()):
         file = read_file_name(name)
         bare = read_file_name(f"{name}.pt") if file is None else None
         if bare is not None and (folder / name).is_file() and is_torch_file(folder / name):

@@ -116,11 +116,13 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
     """The name of a file in errors, its header's JSON, and its size in bytes."""
     label = os.fspath(path)
     try:
+        place = path if isinstance(path, Path) else Path(path)
         # Opening a named pipe would wait for a writer.
-        if not stat.S_ISREG(os.stat(label).st_mode):
+        if not stat.S_ISREG(place.stat().st_mode):
             raise CheckpointError(f"{label}: not a regular file, expected a safetensors file")
-        with open(label, "rb") as file:
-            file_size_bytes = os.fstat(file.fileno()).st_size
+        with place.open("rb") as file:
+            file_size_bytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
             length = _header_length(file.read(LENGTH_BYTES), file_size_bytes, label)
             header_json = file.read(length)
     except FormatError:

@@ -51,7 +51,7 @@ class _OpenFiles:
                 if len(self._files) >= 64:
                     self._files.pop(next(iter(self._files))).close()
                 file = self._files[name] = path.open("rb", buffering=0)
-            content = read_range(file.fileno(), offset, size)
+            content = read_range(file, offset, size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if len(content) != size:

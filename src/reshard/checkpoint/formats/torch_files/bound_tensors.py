@@ -38,7 +38,7 @@ def read_storage(path: Path, tensor: ArchivedTensor, start_bytes: int = 0) -> by
     try:
         with path.open("rb") as file:
             start_bytes += tensor.start_bytes
-            return read_range(file.fileno(), start_bytes, tensor.storage_bytes)
+            return read_range(file, start_bytes, tensor.storage_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.torch_files.archived_tensors import TYPED_STORAGES, Records
@@ -57,11 +57,11 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
         CheckpointError: a file that cannot be read.
         FormatError: one that is damaged, compressed, or not of `torch.save`.
     """
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)
     try:
         with path.open("rb", buffering=0) as file:
-            reader = _WindowReader(file.fileno(), path)
-            return read_torch_value(reader.read, os.fstat(file.fileno()).st_size, str(path))
+            size_bytes = file.seek(0, os.SEEK_END)
+            return read_torch_value(_WindowReader(file, path).read, size_bytes, str(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
@@ -110,8 +110,8 @@ def read_torch_value(read: ReadRange, size_bytes: int, label: str) -> Any:
 class _WindowReader:
     """Reads ranges of an open file; small ones near each other at once."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
         self._path = path
         self._window = b""
         self._start = 0
@@ -123,9 +123,7 @@ class _WindowReader:
             return self._window[begin : begin + size]
         # Headers of small storages lie near each other; those of large ones do not.
         is_near = 0 <= begin <= 2 * _WINDOW_BYTES
-        content = read_range(
-            self._descriptor, offset, max(size, _WINDOW_BYTES) if is_near else size
-        )
+        content = read_range(self._file, offset, max(size, _WINDOW_BYTES) if is_near else size)
         if len(content) < size:
             raise FormatError(
                 f"{self._path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "

@@ -1,0 +1,156 @@
+"""Objects that many threads read at once, as `SourceFile` reads files.
+
+A request to a store takes as long as the bytes of a quarter of a mebibyte or so, so ranges that lie
+near each other are asked for together. Each thread waits for its own request: as many are under way
+as there are threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from reshard.checkpoint.files.aligned_memory import BufferRegion
+from reshard.checkpoint.files.descriptors import CONTINUES, reason
+from reshard.checkpoint.files.places.object_source import ObjectState
+from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
+from reshard.errors import RunError, SourceChangedError, UsageError
+
+# What may be read in vain to save a request, and the most that is then in memory.
+_JOINED_BYTES = 128 << 10
+_MOST_JOINED_BYTES = 4 << 20
+_THREADS = 4
+# They wait for answers, most of the time.
+_THREADS_OF_PLACES = 16
+
+
+class PlaceFile(SourceFile):
+    """An object, read by ranges; see `SourceFile`."""
+
+    def __init__(self, path: PlacePath, expected: FileIdentity | None = None) -> None:
+        self.path = path
+        self._counter = threading.Lock()
+        self._read_bytes = 0
+        self._key = path.key
+        try:
+            self._source = path.place.source
+            self.identity = self._look_at_identity() if expected is None else expected
+        except OSError as error:
+            raise RunError(f"{path}: cannot open for reading: {reason(error)}") from error
+
+    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
+        """Fill the whole of `region` with the object's bytes from `offset_bytes` on.
+
+        Raises `SourceChangedError` where it is another object by then, or shorter, `RunError` where
+        the store does not answer, `UsageError` for a negative offset.
+        """
+        memory = region.memory if isinstance(region, BufferRegion) else region
+        if offset_bytes < 0:
+            raise UsageError(f"{self.path}: reading at offset {offset_bytes}: expected 0 or more")
+        if memory.nbytes:
+            self._read(memory.cast("B"), offset_bytes)
+
+    def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
+        """Fill `memory` with ranges of `size_bytes` each; those near each other come together.
+
+        Raises as `read_into`.
+        """
+        for first, last in _join(offsets, size_bytes):
+            low, high = offsets[first], offsets[last] + size_bytes
+            if first == last:
+                self.read_into(memory[first * size_bytes : (first + 1) * size_bytes], low)
+                continue
+            joined = memoryview(bytearray(high - low))
+            self._read(joined, low)
+            for number in range(first, last + 1):
+                begin, at = offsets[number] - low, number * size_bytes
+                memory[at : at + size_bytes] = joined[begin : begin + size_bytes]
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceChangedError` unless the object is what it was when it was opened."""
+        try:
+            now = self._look_at_identity()
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
+        if now != self.identity:
+            self._refuse_other(now)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        if offset + len(view) > self.size_bytes:
+            raise SourceChangedError(
+                f"{self.path}: ends early: expected {len(view)} bytes at offset {offset}, and it "
+                f"had {self.size_bytes} bytes when it was opened; put the whole file back and "
+                "start over"
+            )
+        try:
+            found = self._source.read_into(self._key, offset, view)
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: cannot read {len(view)} bytes at offset {offset}: {reason(error)}; "
+                f"check the connection, then {CONTINUES}"
+            ) from error
+        identity = self._identify(found)
+        if identity != self.identity:
+            self._refuse_other(identity)
+        with self._counter:
+            self._read_bytes += len(view)
+
+    def _look_at_identity(self) -> FileIdentity:
+        found = self._source.look_at(self._key)
+        if found is None:
+            raise FileNotFoundError(2, os.strerror(2), str(self.path))
+        return self._identify(found)
+
+    def _identify(self, state: ObjectState) -> FileIdentity:
+        return FileIdentity.of(self.path.name, state.stat_result())
+
+    def _refuse_other(self, now: FileIdentity) -> None:
+        raise SourceChangedError(
+            f"{self.path}: changed since it was opened: expected {self.size_bytes} bytes of "
+            f"{self.identity.modified_ns} ns, found {now.size_bytes} of {now.modified_ns} ns, or "
+            "other content of that size; wait until nobody writes it and start over"
+        )
+
+
+def _join(offsets: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
+    """The first and last number of ranges that are asked for together.
+
+    >>> list(_join([0, 1000, 10**6, 10**6 + 50], 10))
+    [(0, 1), (2, 3)]
+    """
+    first = 0
+    for number in range(1, len(offsets) + 1):
+        if number < len(offsets):
+            gap = offsets[number] - offsets[number - 1] - size_bytes
+            span = offsets[number] + size_bytes - offsets[first]
+            if 0 <= gap <= _JOINED_BYTES and span <= _MOST_JOINED_BYTES:
+                continue
+        if offsets:
+            yield first, number - 1
+        first = number
+
+
+def open_source(path: Path, expected: FileIdentity | None = None) -> SourceFile:
+    """A file of this machine, or an object, for reading. Raises as `SourceFile`."""
+    if isinstance(path, PlacePath):
+        return PlaceFile(path, expected)
+    return SourceFile(path, expected)
+
+
+def usual_threads(said: int | None, *folders: Path) -> int:
+    """How many threads read checkpoints in these folders: as many as somebody said, or usual ones.
+
+    >>> usual_threads(None, Path("model")), usual_threads(None, PlacePath("s3://bucket/model"))
+    (4, 16)
+    """
+    if said is not None:
+        return said
+    if any(isinstance(folder, PlacePath) for folder in folders):
+        return _THREADS_OF_PLACES
+    return _THREADS

@@ -1,0 +1,100 @@
+"""Checkpoints of every kind, read from a bucket as from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+import boto3
+from moto.server import ThreadedMotoServer
+
+from checkpoint.any_conversion import plan_any
+from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SOURCES, SmallConversion, Source
+from reshard.checkpoint import compare, open_checkpoint, run_conversion
+from reshard.errors import CheckpointError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+BUCKET = "weights"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """moto's server, on the loopback."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield "http://{}:{}".format(*server.get_host_and_port())
+    finally:
+        server.stop()
+
+
+Upload = Callable[[Path], str]
+
+
+@pytest.fixture
+def upload(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upload]:
+    """Puts a folder or a file into the bucket, and gives its address."""
+    settings = {
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "tester",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=BUCKET)
+
+    def put(path: Path) -> str:
+        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+        for file in files:
+            key = f"some/{path.name}/{file.relative_to(path)}".removesuffix("/.")
+            client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes())
+        return f"s3://{BUCKET}/some/{path.name}"
+
+    yield put
+    found = client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+    for one in found:
+        client.delete_object(Bucket=BUCKET, Key=one["Key"])
+    client.close()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_every_kind_of_checkpoint(source: Source, upload: Upload, tmp_path: Path) -> None:
+    path = source.make(tmp_path)
+    here, there = source.open(path), open_checkpoint(upload(path), **source.opening)
+    assert there.format == source.format
+    assert [*there.tensors] == [*here.tensors] and there.values == here.values
+    assert (there.carried, there.left_out) == (here.carried, here.left_out)
+    assert compare(here, there).is_same
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS, ids=lambda one: one.name)
+def test_every_kind_of_conversion(
+    conversion: SmallConversion, upload: Upload, tmp_path: Path
+) -> None:
+    (tmp_path / "made").mkdir()
+    path, options = conversion.make(tmp_path / "made")
+    run_conversion(plan_any(path, tmp_path / "here", **options))
+    if "adapters" in options:
+        options["adapters"] = [upload(Path(one)) for one in options["adapters"]]
+    run_conversion(plan_any(upload(path), tmp_path / "there", **options))
+    assert compare(tmp_path / "here", tmp_path / "there").is_same
+
+
+def test_a_bucket_that_is_not_there(upload: Upload) -> None:
+    address = "s3://nobody-has-this/model"
+    says = f"cannot read {address}: 404 Not Found The specified bucket does not exist"
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(address)
