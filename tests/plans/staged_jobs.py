@@ -30,10 +30,13 @@ ON_HOSTS = Topology.of(hosts=2, ranks_per_host=4)
 
 @st.composite
 def topologies(draw: st.DrawFn, ranks: int) -> Topology:
-    """Hosts of `ranks` ranks, in any order."""
-    hosts = draw(st.integers(1, min(4, ranks)))
+    """Hosts of `ranks` ranks, in any order, some of them in racks."""
+    hosts = draw(st.integers(1, min(5, ranks)))
     rest = draw(st.lists(st.integers(0, hosts - 1), min_size=ranks - hosts, max_size=ranks - hosts))
-    return Topology(draw(st.permutations([*range(hosts), *rest])))
+    racks = draw(st.integers(1, hosts))
+    more = draw(st.lists(st.integers(0, racks - 1), min_size=hosts - racks, max_size=hosts - racks))
+    of_host = draw(st.permutations([*range(racks), *more]))
+    return Topology(draw(st.permutations([*range(hosts), *rest])), of_host)
 
 
 def job_of(moves: Sequence[Movement], kinds: Sequence[str]) -> Job:

@@ -1,7 +1,7 @@
 """One rank of a job over hosts that are network namespaces: what crosses their links is counted.
 
-The arguments say, as JSON, which host each rank is on, the processes that keep the hosts, the
-address of the first, and the rack of each host.
+The arguments say, as JSON, which host each rank is on, the processes that keep the hosts and the
+racks, the address of the first host, and the rack of each.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import operator
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,15 +41,19 @@ def topology() -> Topology:
 
 
 def count_link_bytes() -> list[int]:
-    """What each host has sent over its link, once all ranks are here."""
+    """What each host has sent over its link, and each rack over its own, once all are here."""
     dist.barrier()
-    command = ["ip", "-s", "-j", "link", "show", "eth0"]
-    (link,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    found: list[Any] = [None] * len(ORDER["hosts"])
-    dist.all_gather_object(found, link["stats64"]["tx"]["bytes"])
-    of_host = dict(zip(ORDER["hosts"], found, strict=True))
+    ends = [(pid, "eth0") for pid in ORDER["keepers"]]
+    if max(ORDER["racks"]):
+        ends += [(pid, "uplink") for pid in ORDER["rack_keepers"]]
+    found = []
+    for pid, name in ends:
+        # The links of the network that the process is in.
+        lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+        (numbers,) = [line.split(":")[1] for line in lines if line.strip().startswith(f"{name}:")]
+        found.append(int(numbers.split()[8]))
     dist.barrier()
-    return [of_host[host] for host in sorted(of_host)]
+    return found
 
 
 def expect_crossing(action: Callable[[], object], planned: list[int], what: str) -> None:
@@ -60,7 +65,12 @@ def expect_crossing(action: Callable[[], object], planned: list[int], what: str)
     for _ in range(_TRIES):
         before = count_link_bytes()
         action()
-        found = [now - then for now, then in zip(count_link_bytes(), before, strict=True)]
+        # All ranks judge by what one has seen.
+        seen: list[Any] = [
+            [now - then for now, then in zip(count_link_bytes(), before, strict=True)]
+        ]
+        dist.broadcast_object_list(seen, 0)
+        (found,) = seen
         expect(all(map(operator.ge, found, planned)), f"{what}: {found} sent, {planned} planned")
         if all(one <= _MOST * own + _FIXED_BYTES for one, own in zip(found, planned, strict=True)):
             return
@@ -68,10 +78,19 @@ def expect_crossing(action: Callable[[], object], planned: list[int], what: str)
 
 
 def sent_by_hosts(staged: StagedJob) -> list[int]:
-    """What each host sends to others."""
+    """What each host sends to others, and each rack."""
     sent: list[int] = (staged.host_bytes.sum(axis=1) - staged.host_bytes.diagonal()).tolist()
     expect(sum(sent) == staged.across_hosts_bytes, f"{sent} of {staged.across_hosts_bytes}")
-    return sent
+    return sent + sent_by_racks(staged.host_bytes)
+
+
+def sent_by_racks(host_bytes: Any) -> list[int]:
+    """What each rack sends to others, where there are several."""
+    racks = ORDER["racks"]
+    sent = [0] * (max(racks) + 1)
+    for one, row in zip(racks, host_bytes.tolist(), strict=True):
+        sent[one] += sum(size for other, size in zip(racks, row, strict=True) if other != one)
+    return sent if len(sent) > 1 else []
 
 
 def models() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -98,9 +117,9 @@ def models() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return sides[0], empty, sides[1]
 
 
-def planned(source: dict[str, Any], target: dict[str, Any]) -> StagedJob:
+def planned(source: dict[str, Any], target: dict[str, Any], hosts: Topology) -> StagedJob:
     items = [JobItem.between_ranks(n, dtype("float32"), source[n][1], target[n][1]) for n in SHAPES]
-    return StagedJob(Job(items), topology())
+    return StagedJob(Job(items), hosts)
 
 
 def found_hosts() -> None:
@@ -110,23 +129,26 @@ def found_hosts() -> None:
     rank = dist.get_rank()
     if ORDER["hosts"][rank]:
         expect(set(refit.report.staged) == set(SHAPES), f"staged: {refit.report}")
-    staged = planned(source, target)
+    # Names tell hosts apart, and not racks.
+    staged = planned(source, target, Topology(ORDER["hosts"]))
     expect_crossing(refit.run, sent_by_hosts(staged), "a refit")
     expect_same(target, filled, "a refit")
     direct = Refit.prepare(source, models()[1], method="exchange")
     hosts = ORDER["hosts"]
-    moved = [0] * len(set(hosts))
+    moved = np.zeros((len(set(hosts)),) * 2, np.int64)
     for one in direct.plan:
         if hosts[one.sender] != hosts[one.receiver]:
-            moved[hosts[one.sender]] += one.size_bytes
-    expect_crossing(direct.run, moved, "the exchange")
-    expect(sum(moved) > 1.5 * staged.across_hosts_bytes, "the exchange moves copies")
+            moved[hosts[one.sender], hosts[one.receiver]] += one.size_bytes
+    sent = moved.sum(axis=1).tolist() + sent_by_racks(moved)
+    expect_crossing(direct.run, sent, "the exchange")
+    expect(moved.sum() > 1.5 * staged.across_hosts_bytes, "the exchange moves copies")
 
 
 def given_hosts() -> None:
     """A refit, and a redistribution, on the topology that is given."""
     source, target, filled = models()
-    staged = planned(source, target)
+    staged = planned(source, target, topology())
+    expect(staged.across_racks_bytes == staged.across_racks_bound_bytes, "racks are entered once")
     refit = Refit.prepare(source, target, method="stages", topology=topology())
     # Host by host: nobody sends what another should.
     expect_crossing(refit.run, sent_by_hosts(staged), "a refit")

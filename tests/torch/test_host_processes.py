@@ -25,7 +25,7 @@ def test_every_byte_enters_a_host_once(hosts: list[int], racks: list[int]) -> No
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    with HostNetwork(len(racks), 250_000_000, racks) as network:
-        order = {"hosts": hosts, "racks": racks}
+    with HostNetwork(len(racks), 250_000_000, racks, 200_000_000) as network:
+        order = {"hosts": hosts, "racks": racks, "rack_keepers": network.rack_pids}
         order |= {"keepers": network.host_pids, "address": network.address(0)}
         expect_all_end_well(run_ranks("hosts_process.py", len(hosts), json.dumps(order)))

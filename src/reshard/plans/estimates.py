@@ -115,21 +115,36 @@ def exchange_estimate(
 
 
 def stages_estimate(
-    items: Sequence[JobItem], stages: Sequence[Sequence[Transfers]], topology: Topology
+    items: Sequence[JobItem],
+    stages: Sequence[Sequence[Transfers]],
+    names: Sequence[str],
+    topology: Topology,
 ) -> Estimate:
-    """The seconds of an exchange and a fan-out; `stages` are both of each item."""
+    """The seconds of stages one after another; `stages` are those of each item, called `names`."""
+    parts = (_stages_part(items, stages, [i], name, topology) for i, name in enumerate(names))
+    return Estimate(tuple(parts), topology.overhead.call_s)
+
+
+def across_part(
+    items: Sequence[JobItem], stages: Sequence[Sequence[Transfers]], topology: Topology
+) -> Part:
+    """All stages but the last, which is within hosts, at once."""
+    last = max((len(one) for one in stages), default=1) - 1
+    return _stages_part(items, stages, range(last), "across", topology)
+
+
+def _stages_part(
+    items: Sequence[JobItem],
+    stages: Sequence[Sequence[Transfers]],
+    chosen: Iterable[int],
+    name: str,
+    topology: Topology,
+) -> Part:
     sizes = [item.dtype.itemsize_bytes for item in items]
-    return Estimate(
-        tuple(
-            _transfers_part(
-                [(both[stage], size) for both, size in zip(stages, sizes, strict=True)],
-                topology,
-                name,
-            )
-            for stage, name in enumerate(("exchange", "fan-out"))
-        ),
-        topology.overhead.call_s,
-    )
+    found = [
+        (one[stage], size) for stage in chosen for one, size in zip(stages, sizes, strict=True)
+    ]
+    return _transfers_part(found, topology, name)
 
 
 def _check_topology(topology: object) -> None:

@@ -75,10 +75,10 @@ def test_nothing_is_handed_on_early(
     steps = sorted(
         list_steps(staged.transfers(0), shape, PipelineSpan(0, parts)), key=lambda s: (s[0], -s[1])
     )
-    assert max(step for step, _, _ in steps) <= parts
+    assert max(step for step, _, _ in steps) <= parts + len(staged.stage_names) - 2
     for _, stage, rows in steps:
         for row in range(len(rows)):
-            source = (shards, filled)[stage][int(rows.source_slot[row])]
+            source = (filled if stage else shards)[int(rows.source_slot[row])]
             taken = source[cut(rows.source_start[row], rows.shape[row])]
             filled[int(rows.target_slot[row])][cut(rows.target_start[row], rows.shape[row])] = taken
     for rank, found in filled.items():
@@ -115,5 +115,10 @@ def test_only_the_longest_stage_is_there_all_the_time() -> None:
         for name, latency_s, moving_s in (("exchange", 0.5, 40.0), ("fan-out", 0.25, 8.0))
     )
     estimate = Estimate(stages, 2.0)
-    assert pipelined_s(estimate, 1) == estimate.seconds_s == 50.75
-    assert pipelined_s(estimate, 4) == 2 + 40 + 8 / 4 + 4 * 0.75
+    across = stages[0]
+    assert pipelined_s(estimate, across, 1) == estimate.seconds_s == 50.75
+    assert pipelined_s(estimate, across, 4) == 2 + 40 + 8 / 4 + 4 * 0.75
+    # Two stages on the same links take their time together.
+    both = Estimate((stages[0], Part("between hosts", "direct", 1, 0.0, 0.5, 30.0), stages[1]))
+    across = Part("across", "direct", 1, 0.0, 0.5, 60.0)
+    assert pipelined_s(both, across, 4) == 60 + 18 / 4 + 4 * 1.25

@@ -33,12 +33,12 @@ from reshard.testing.oracle import Contents, dense_of, reduced, shards_of
 from reshard.topology import Link, Topology
 
 
-def least_across_hosts(staged: StagedJob, moves: Sequence[Movement]) -> int:
-    """By sets: what the ranks of each host want and none of them holds."""
+def least_across(staged: StagedJob, moves: Sequence[Movement], box_of_rank: Sequence[int]) -> int:
+    """By sets: what the ranks of each host, or rack, want and none of them holds."""
     total = 0
     for item, ((_, held), (_, target)) in zip(staged.job.items, moves, strict=True):
-        for host in range(staged.topology.hosts):
-            ranks = staged.topology.ranks_of(host)
+        for box in set(box_of_rank):
+            ranks = [rank for rank, one in enumerate(box_of_rank) if one == box]
             wants = set().union(*(wanted(target, rank, item.change.combines) for rank in ranks))
             has = set().union(*(held.held(rank) for rank in ranks))
             total += len(wants - has) * item.dtype.itemsize_bytes
@@ -99,10 +99,15 @@ def test_what_crosses_and_what_moves(made: tuple[StagedJob, list[Movement]]) -> 
     assert staged.received_bytes[: len(staged.job.received_bytes)].tolist() == (
         staged.job.received_bytes.tolist()
     )
-    assert staged.across_hosts_bound_bytes == least_across_hosts(staged, moves)
+    host = staged.topology.rank_host
+    rack = staged.topology.host_rack[host]
+    assert staged.across_hosts_bound_bytes == least_across(staged, moves, host.tolist())
+    assert staged.across_racks_bound_bytes == least_across(staged, moves, rack.tolist())
     assert staged.across_hosts_bytes >= staged.across_hosts_bound_bytes
+    assert staged.across_racks_bytes >= staged.across_racks_bound_bytes
     if is_plain(staged):
         assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes
+        assert staged.across_racks_bytes == staged.across_racks_bound_bytes
 
 
 @given(staged_jobs())
@@ -136,7 +141,7 @@ def rows(transfers: Transfers) -> set[tuple[object, ...]]:
 def check_parts(staged: StagedJob) -> None:
     parts = [staged.for_rank(rank) for rank in range(staged.topology.ranks)]
     for number in range(len(staged.job.items)):
-        for stage in (0, 1):
+        for stage in range(len(staged.stage_names)):
             whole = staged.transfers(number)[stage]
             for rank, part in enumerate(parts):
                 mine = (whole.source_slot == rank) | (whole.target_slot == rank)
@@ -221,7 +226,7 @@ def test_holders_on_the_host_of_the_receiver_send() -> None:
 def test_contributions_that_are_combined_come_directly() -> None:
     staged = StagedJob(spec_job("- | sum(gpu)", "-", (8,), HOSTS), ON_HOSTS)
     staged.verify()
-    assert len(staged.transfers(0).fan_out) == 0
+    assert len(staged.transfers(0)[-1]) == 0
     assert staged.across_hosts_bytes == 0
     # Over both hosts, each rank of one wants all contributions of the other.
     staged = StagedJob(spec_job("- | sum(host)", "-", (8,), HOSTS), ON_HOSTS)

@@ -29,9 +29,15 @@ STAGED = StagedJob(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a, b: (a.take(slice(1, None)), b), "the exchange brings 0 of its 32 elements"),
+        (
+            lambda a, b: (a.take(slice(1, None)), b),
+            "before it brings 0 of its 32 elements",
+        ),
         (lambda a, b: (a, b.take(slice(1, None))), "rank 5 receives 96 elements .* of 128"),
-        (lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b), "the exchange brings 64"),
+        (
+            lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b),
+            "before it brings 64",
+        ),
         (lambda a, b: (a, b.take(np.append(np.arange(len(b)), 0))), "receives 160 elements"),
         (
             lambda a, b: (a, replace(b, start=np.add(b.start, [1, 0]))),
@@ -67,11 +73,11 @@ STAGED = StagedJob(
                     target_cell=b.source_cell,
                 ),
             ),
-            "the exchange brings 0 of its 32",
+            "before it brings 0 of its 32",
         ),
         (
             lambda a, b: (replace(a, shape=np.subtract(a.shape, [1, 0])), b),
-            "the exchange brings 24 of its 32",
+            "before it brings 24 of its 32",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def find_copy_classes(plans: list[LayoutChange], flows: list[Flows]) -> CopyClas
     for plan, flow in zip(plans, flows, strict=True):
         sender = plan.source.cell_slot[flow.sender]
         receiver = plan.target.cell_slot[flow.receiver]
-        is_one = np.diff(flow.receiver_begin) == 1
+        is_one = flow.receivers == 1
         nature = np.where(~flow.is_alone | is_one, _DIRECT, np.where(flow.is_inner, _NEAR, _FAR))
         begins = (flow.sender_begin, flow.receiver_begin)
         edges = [edge for begin in begins for edge in (begin[:-1], begin[1:])]

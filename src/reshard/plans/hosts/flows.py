@@ -1,6 +1,6 @@
 """Flows of elements between hosts: how each group gets to the hosts that lack it.
 
-A *flow* is a group on its way to the target cells of one host that want it::
+A *flow* is a group on its way to target cells that want it, which all share what enters::
 
     from elsewhere, handed on        from the host itself
 
@@ -10,17 +10,21 @@ A *flow* is a group on its way to the target cells of one host that want it::
                      (relays)
 
 1. A target cell whose slot holds the group keeps it.
-2. The other cells of a host that want it have one flow. Where ranks of the host hold it, they
-   are its senders; otherwise all who hold it are.
-3. A flow from elsewhere crosses into the host once, divided among its receivers, and each hands
-   its share on to the others. One from the host itself may be handed on, or come directly.
-4. Contributions that are combined with others are not handed on, for a receiver has no room for
-   them apart: its senders send them to every receiver.
+2. Where ranks of a host hold it, they are the senders to the other cells of the host that want it.
+3. Of a rack where nobody holds it, all cells that want it are one flow, sent by all who hold it;
+   of a rack where somebody does, those of each host that lacks it are, sent from within the rack.
+4. A flow from elsewhere crosses once, divided among its receivers, and each hands its share on to
+   the others (`spreading`). One from the host itself may be handed on, or come directly.
+5. With a `Reach`, hosts or racks that each had a flow share one: the senders send it once, and not
+   once for each of them.
+6. Contributions that are combined with others are not handed on, for a receiver has no room for
+   them apart: its senders send them to every receiver, host by host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -32,25 +36,39 @@ from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
 
+class Reach(IntEnum):
+    """Whose receivers share a flow, beside those of a rack where nobody holds the group."""
+
+    HOST = 0  # nobody's
+    RACK = 1  # those of all hosts of a rack that lack it
+    EVERYWHERE = 2  # and those of all racks where nobody holds it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Flows:
-    """The flows of a plan as columns of shape `(flows,)`, in the order of groups and hosts.
+    """The flows of a plan as columns of shape `(flows,)`, in the order of groups.
 
-    Flow `i` brings `group[i]` to `host[i]`. Its senders are the source cells
-    `sender[sender_begin[i]:sender_begin[i + 1]]`, its receivers likewise target cells, one a
-    slot, in the order of their slots. `is_inner` says that the senders are on the host, and
-    `is_alone` that nothing else is combined with the group. `staying_group`, `staying_source` and
-    `staying_target` are what stays.
+    Flow `i` brings `group[i]` to its receivers, the target cells
+    `receiver[receiver_begin[i]:receiver_begin[i + 1]]`, one a slot, rack by rack, host by host and
+    in the order of their slots. Its senders are likewise source cells. `is_inner` says that the
+    senders are on the host of all receivers, and `is_alone` that nothing else is combined with the
+    group. `staying_group`, `staying_source` and `staying_target` are what stays.
+
+    `host_begin` and `host_count` say of each receiver where the receivers of the same flow on its
+    host begin, and how many they are; `rack_begin` and `rack_count` likewise of its rack.
     """
 
     group: IntArray
-    host: IntArray
     is_inner: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
     is_alone: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
     sender_begin: IntArray
     sender: IntArray
     receiver_begin: IntArray
     receiver: IntArray
+    host_begin: IntArray
+    host_count: IntArray
+    rack_begin: IntArray
+    rack_count: IntArray
     staying_group: IntArray
     staying_source: IntArray
     staying_target: IntArray
@@ -58,9 +76,14 @@ class Flows:
     def __len__(self) -> int:
         return len(self.group)
 
+    @property
+    def receivers(self) -> IntArray:
+        """How many receivers each flow has."""
+        return np.diff(self.receiver_begin)
+
 
 @lru_cache(maxsize=128)
-def find_flows(plan: LayoutChange, topology: Topology) -> Flows:
+def find_flows(plan: LayoutChange, topology: Topology, reach: Reach = Reach.HOST) -> Flows:
     """The flows of a plan between ranks of a topology.
 
     Raises:
@@ -71,6 +94,7 @@ def find_flows(plan: LayoutChange, topology: Topology) -> Flows:
     holder_group = np.repeat(np.arange(len(groups)), np.diff(groups.holder_begin))
     holder_slot = plan.source.cell_slot[groups.holder]
     holder_host = topology.host_of(holder_slot)
+    holder_rack = topology.host_rack[holder_host]
     group = np.repeat(np.arange(len(groups)), np.diff(groups.wanting_begin))
     cell = groups.wanting
     slot = plan.target.cell_slot[cell]
@@ -82,38 +106,75 @@ def find_flows(plan: LayoutChange, topology: Topology) -> Flows:
     at, holds = find_in(holder_group * slots + holder_slot, group * slots + slot)
     kept = (group[holds], groups.holder[at[holds]], cell[holds])
     group, cell, slot, host = (column[~holds] for column in (group, cell, slot, host))
+    rack = topology.host_rack[host]
+
+    # How near the nearest holder is: 0 on the host, 1 in the rack, 2 elsewhere.
+    near = np.unique(holder_group * topology.hosts + holder_host)
+    _, on_host = find_in(near, group * topology.hosts + host)
+    near = np.unique(holder_group * topology.racks + holder_rack)
+    _, in_rack = find_in(near, group * topology.racks + rack)
+    distance = np.where(on_host, 0, np.where(in_rack, 1, 2))
+    # Hosts come first among the numbers of boxes, then racks, then all of them together.
+    box = host.copy()
+    shared = groups.is_alone[group]
+    share_rack = shared & ((distance == 2) | ((distance == 1) & (reach >= Reach.RACK)))
+    box[share_rack] = topology.hosts + rack[share_rack]
+    box[shared & (distance == 2) & (reach >= Reach.EVERYWHERE)] = topology.hosts + topology.racks
 
     # Where cells of one slot overlap, each has memory of its own: the second has a flow apart.
     order = np.lexsort((cell, slot, group))
-    changes = [np.diff(column[order], prepend=-1) != 0 for column in (group, slot)]
-    first = np.flatnonzero(np.logical_or.reduce(changes))
     turn = np.empty(len(group), dtype=np.int64)
-    turn[order] = ragged_arange(np.diff(np.append(first, len(group))))
-    order = np.lexsort((slot, turn, host, group))
-    group, cell, host, turn = (column[order] for column in (group, cell, host, turn))
-    changes = [np.diff(column, prepend=-1) != 0 for column in (group, host, turn)]
-    first = np.flatnonzero(np.logical_or.reduce(changes))
+    turn[order] = _count_within(group[order], slot[order])
+    order = np.lexsort((slot, host, rack, turn, box, group))
+    group, cell, host, rack = (column[order] for column in (group, cell, host, rack))
+    box, turn, distance = (column[order] for column in (box, turn, distance))
+    first = _find_first(group, box, turn)
+    host_begin, host_count = _find_stretches(group, box, turn, rack, host)
+    rack_begin, rack_count = _find_stretches(group, box, turn, rack)
 
-    # The senders of a flow are the holders of its group, or those of them that are near.
-    near = np.unique(holder_group * topology.hosts + holder_host)
-    _, is_inner = find_in(near, group[first] * topology.hosts + host[first])
+    # The senders of a flow are the nearest holders of its group.
     begin = groups.holder_begin[group[first]]
     count = groups.holder_begin[group[first] + 1] - begin
     sending = np.repeat(np.arange(len(first)), count)
     holder = np.repeat(begin, count) + ragged_arange(count)
-    may_send = ~is_inner[sending] | (holder_host[holder] == host[first][sending])
+    distance = distance[first]
+    of_flow = distance[sending]
+    may_send = (of_flow == 2) | (holder_rack[holder] == rack[first][sending])
+    may_send &= (of_flow > 0) | (holder_host[holder] == host[first][sending])
     sending, holder = sending[may_send], holder[may_send]
     return Flows(
         group[first],
-        host[first],
-        is_inner,
+        distance == 0,
         groups.is_alone[group[first]],
         np.searchsorted(sending, np.arange(len(first) + 1)),
         groups.holder[holder],
         np.append(first, len(group)),
         cell,
+        host_begin,
+        host_count,
+        rack_begin,
+        rack_count,
         *kept,
     )
+
+
+def _find_first(*columns: IntArray) -> IntArray:
+    """Where each stretch of rows that are equal in all columns begins."""
+    changes = [np.diff(column, prepend=-1) != 0 for column in columns]
+    return np.flatnonzero(np.logical_or.reduce(changes))
+
+
+def _count_within(*columns: IntArray) -> IntArray:
+    """The place of each row in its stretch of equal ones."""
+    first = _find_first(*columns)
+    return ragged_arange(np.diff(np.append(first, len(columns[0]))))
+
+
+def _find_stretches(*columns: IntArray) -> tuple[IntArray, IntArray]:
+    """Of each row, where its stretch of equal ones begins, and how long that is."""
+    first = _find_first(*columns)
+    count = np.diff(np.append(first, len(columns[0])))
+    return np.repeat(first, count), np.repeat(count, count)
 
 
 def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:

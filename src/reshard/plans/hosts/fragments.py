@@ -32,7 +32,7 @@ from reshard.plans.hosts.copy_shares import (
     find_copy_classes,
 )
 from reshard.plans.hosts.element_groups import find_element_groups
-from reshard.plans.hosts.flows import find_flows
+from reshard.plans.hosts.flows import Reach, find_flows
 from reshard.plans.job_item import JobItem
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
@@ -45,9 +45,9 @@ class Fragments:
     """Parts of flows as columns of shape `(fragments,)`, in the order of items and flows.
 
     Fragment `i` is elements `first[i]:stop[i]` of `flow[i]` of `item[i]`, counted in the
-    row-major order of the group. `source_cell` sends it to the target cell `relay_cell`. The other
-    receivers of the flow get it from there, or, where `is_direct`, from `second_cell`, a source
-    cell too.
+    row-major order of the group. `source_cell` sends it to the receiver number `relay` of those of
+    all flows, a target cell. The other receivers of the flow get it from there (`spreading`), or,
+    where `is_direct`, from `second_cell`, a source cell too.
     """
 
     item: IntArray
@@ -55,12 +55,14 @@ class Fragments:
     first: IntArray
     stop: IntArray
     source_cell: IntArray
-    relay_cell: IntArray
+    relay: IntArray
     second_cell: IntArray
     is_direct: BoolArray
 
 
-def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
+def divide_flows(
+    items: Sequence[JobItem], topology: Topology, reach: Reach = Reach.HOST
+) -> Fragments:
     """The fragments of the flows of a job's tensors.
 
     Raises:
@@ -70,7 +72,7 @@ def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
     plans = list(dict.fromkeys(item.change for item in items))
     number = {plan: i for i, plan in enumerate(plans)}
     plan_of_item = np.array([number[item.change] for item in items], dtype=np.int64)
-    flows = [find_flows(plan, topology) for plan in plans]
+    flows = [find_flows(plan, topology, reach) for plan in plans]
     elements = [
         find_element_groups(plan).elements[flow.group]
         for plan, flow in zip(plans, flows, strict=True)
@@ -104,7 +106,7 @@ def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
     item, flow, is_relayed = item[row], flow[row], is_relayed[row]
     ends = ((begin - start[row]) // itemsize[row], (end - start[row]) // itemsize[row])
 
-    source_cell, relay_cell, second_cell = (np.empty_like(item) for _ in range(3))
+    source_cell, relay, second_cell = (np.empty_like(item) for _ in range(3))
     is_direct = ~is_relayed
     for i, found in enumerate(flows):
         mine = np.flatnonzero(plan_of_item[item] == i)
@@ -114,11 +116,11 @@ def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
         is_direct[mine] |= other_sender[mine] < near
         direct, relayed = is_direct[mine], is_relayed[mine]
         source_cell[mine] = found.sender[low + sender[mine]]
-        relay = np.where(direct, 0, other_sender[mine] - near)
-        relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay]
+        turn = np.where(direct, 0, other_sender[mine] - near)
+        relay[mine] = found.receiver_begin[own] + turn
         second = np.where(relayed & direct, other_sender[mine], sender[mine])
         second_cell[mine] = found.sender[low + second]
-    return Fragments(item, flow, *ends, source_cell, relay_cell, second_cell, is_direct)
+    return Fragments(item, flow, *ends, source_cell, relay, second_cell, is_direct)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

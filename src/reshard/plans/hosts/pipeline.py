@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.cost.estimate import Estimate
+from reshard.cost.estimate import Estimate, Part
 from reshard.geometry.transfers import Transfers
 from reshard.runs import IntArray
 
@@ -134,14 +134,15 @@ def _narrow(
     )
 
 
-def pipelined_s(estimate: Estimate, parts: int) -> float:
+def pipelined_s(estimate: Estimate, across: Part, parts: int) -> float:
     """The seconds of stages that run as a pipeline of so many parts.
 
-    The stage that takes longest is there all the time; of the others only one part is not beside
-    it. Every part has the latencies of its messages.
+    All that crosses between hosts shares the ranks' links, whatever its stage: `across` is that
+    together, and the last stage is within hosts. What takes longer of both is there all the time;
+    of the others only one part is not beside it. Every part has the latencies of its messages.
     """
     moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
     latency_s = sum(part.latency_s for part in estimate.parts)
-    longest_s = max(moving_s, default=0.0)
-    rest_s = (sum(moving_s) - longest_s) / parts
+    longest_s = max([across.transfer_s + across.copy_s, *moving_s])
+    rest_s = max(sum(moving_s) - longest_s, 0.0) / parts
     return estimate.call_s + longest_s + rest_s + latency_s * parts

@@ -1,19 +1,22 @@
-"""Jobs in two stages, so that every byte enters a host at most once.
+"""Jobs in stages, so that every byte enters a rack, and a host, at most once.
 
 Within a host ranks are close, between hosts they are not. Where several ranks of a host want
 the same bytes, one copy is brought in, and handed on inside::
 
     host 0            host 1
-    rank 0 --- a ---> rank 2 --- a ---> rank 3       stage 1, exchange: far or near, divided
-    rank 1 --- b ---> rank 3 --- b ---> rank 2       among those who want it
-                                                     stage 2, fan-out: each relay to the others
+    rank 0 --- a ---> rank 2 --- a ---> rank 3       exchange: far or near, divided among those
+    rank 1 --- b ---> rank 3 --- b ---> rank 2       who want it
+                                                     fan-out: each relay to the others
+
+Between both there may be stages between racks and between hosts, where what has entered one rack
+or host goes on to others (`spreading`).
 
 1. What each host lacks flows there, from ranks of the host where they hold it, and else from
    elsewhere (`flows`).
 2. Those who send first copies, and those who make the others, get shares that balance what each
    rank sends in all (`copy_shares`, `fragments`).
 3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
-   the fan-out from target cells to target cells of the same host.
+   all else from target cells to target cells.
 
 This is scatter and all-gather within a host (van de Geijn 1994), with as many relays as there
 are ranks that want the bytes. Every rank still receives each element it lacks once.
@@ -25,7 +28,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,9 +37,9 @@ from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError, expect_kind
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.estimates import stages_estimate
+from reshard.plans.estimates import across_part, stages_estimate
 from reshard.plans.hosts.element_groups import ElementGroups, find_element_groups
-from reshard.plans.hosts.flows import Flows, across_hosts_bound_elements, find_flows
+from reshard.plans.hosts.flows import Flows, Reach, across_hosts_bound_elements, find_flows
 from reshard.plans.hosts.fragment_boxes import (
     exchange_transfers,
     fan_out_transfers,
@@ -45,30 +48,28 @@ from reshard.plans.hosts.fragment_boxes import (
 )
 from reshard.plans.hosts.fragments import Fragments, divide_flows
 from reshard.plans.hosts.pipeline import count_parts, pipelined_s
+from reshard.plans.hosts.spreading import STAGES, choose_reach, find_stages, spread
 from reshard.plans.hosts.verification import verify_stages
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.plans.run import run_stages
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray
 from reshard.topology import Topology
 
 Array = TypeVar("Array")
 
 
-class StageTransfers(NamedTuple):
-    """The transfers of one tensor: first the exchange, then the fan-out.
+StageTransfers = tuple[Transfers, ...]
+"""The transfers of one tensor, stage by stage: first the exchange, last the fan-out.
 
-    In the fan-out the sender's cell, `source_cell`, is a cell of the *target*, which the
-    exchange has filled, and so is the local position `source_start`.
-    """
-
-    exchange: Transfers
-    fan_out: Transfers
+Behind the exchange the sender's cell, `source_cell`, is a cell of the *target*, which an earlier
+stage has filled, and so is the local position `source_start`.
+"""
 
 
 @dataclass(frozen=True)
 class StagedJob:
-    """A job between ranks on hosts, in two stages.
+    """A job between ranks on hosts, in stages.
 
     Raises:
         PlanError: a shard that is not in the memory of the rank of its number; an element that
@@ -100,14 +101,32 @@ class StagedJob:
     @cached_property
     def fragments(self) -> Fragments:
         """The parts that flows are divided into, with a sender and a relay each."""
-        return divide_flows(self.job.items, self.topology)
+        return divide_flows(self.job.items, self.topology, self.reach)
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Whose receivers share what enters."""
+        return choose_reach(self.job.items, self.topology)
+
+    @cached_property
+    def _stages(self) -> tuple[int, ...]:
+        changes = dict.fromkeys(item.change for item in self.job.items)
+        return find_stages([self._find_flows(change) for change in changes])
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """What its stages are called, in their order."""
+        return tuple(STAGES[stage] for stage in self._stages)
 
     @cached_property
     def _item_begin(self) -> IntArray:
         return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
 
+    def _find_flows(self, change: LayoutChange) -> Flows:
+        return find_flows(change, self.topology, self.reach)
+
     def _find_parts(self, item: JobItem) -> tuple[ElementGroups, Flows]:
-        return find_element_groups(item.change), find_flows(item.change, self.topology)
+        return find_element_groups(item.change), self._find_flows(item.change)
 
     def transfers(self, item: int) -> StageTransfers:
         """All transfers of item number `item`."""
@@ -115,7 +134,7 @@ class StagedJob:
         return self._expand(item, np.arange(begin, end), None)
 
     def for_rank(self, rank: int) -> tuple[StageTransfers, ...]:
-        """The transfers of one rank in both stages, item by item."""
+        """The transfers of one rank stage by stage, item by item."""
         found = []
         for number in range(len(self.job.items)):
             begin, end = self._item_begin[number : number + 2].tolist()
@@ -131,7 +150,7 @@ class StagedJob:
         second = source.cell_slot[columns.second_cell[begin:end]] == rank
         mine |= columns.is_direct[begin:end] & second
         receiving = np.zeros(len(flows), dtype=bool)
-        flow = np.repeat(np.arange(len(flows)), np.diff(flows.receiver_begin))
+        flow = np.repeat(np.arange(len(flows)), flows.receivers)
         receiving[flow[target.cell_slot[flows.receiver] == rank]] = True
         mine |= receiving[columns.flow[begin:end]]
         return begin + np.flatnonzero(mine)
@@ -143,26 +162,22 @@ class StagedJob:
         columns = self.fragments
         flow = columns.flow[chosen]
         boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
-        source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
-        # Stage 1: every fragment goes to its relay.
+        source, relay = columns.source_cell[chosen], flows.receiver[columns.relay[chosen]]
+        # First every fragment goes to its relay.
         exchange = [exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
 
-        # The other receivers have each box from the relay, or from a source cell as well.
-        begin = flows.receiver_begin[flow][boxes.of]
-        count = flows.receiver_begin[flow + 1][boxes.of] - begin
-        row = np.repeat(np.arange(len(count)), count)
-        receiver = flows.receiver[np.repeat(begin, count) + ragged_arange(count)]
-        is_other = receiver != relay[boxes.of[row]]
-        row, receiver = row[is_other], receiver[is_other]
-        of = boxes.of[row]
-        direct = columns.is_direct[chosen][of]
-        second = columns.second_cell[chosen][of]
-        exchange.append(
-            exchange_transfers(groups, boxes.take(row[direct]), second[direct], receiver[direct])
-        )
-        fan_out = fan_out_transfers(
-            groups, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
-        )
+        # The other receivers have each box from those who have it, or from a source cell as well.
+        on = spread(flows, flow[boxes.of], columns.relay[chosen][boxes.of])
+        direct = columns.is_direct[chosen][boxes.of][on.row]
+        row = on.row[direct]
+        second = columns.second_cell[chosen][boxes.of][row]
+        receiver = flows.receiver[on.receiver[direct]]
+        exchange.append(exchange_transfers(groups, boxes.take(row), second, receiver))
+        handed_on = []
+        for stage in self._stages[1:]:
+            at = np.flatnonzero(~direct & (on.stage == stage))
+            giver, receiver = flows.receiver[on.giver[at]], flows.receiver[on.receiver[at]]
+            handed_on.append(fan_out_transfers(groups, boxes.take(on.row[at]), giver, receiver))
 
         # What stays is copied in the exchange, whose transfers begin in source cells.
         keeps = np.arange(len(flows.staying_group))
@@ -172,63 +187,73 @@ class StagedJob:
         kept = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
         source, target = flows.staying_source[keeps][kept.of], flows.staying_target[keeps][kept.of]
         exchange.append(exchange_transfers(groups, kept, source, target))
-        both = StageTransfers(Transfers.joined(exchange), fan_out)
+        stages = (Transfers.joined(exchange), *handed_on)
         if rank is None:
-            return both
-        return StageTransfers(*(transfers_of_slot(part, rank) for part in both))
+            return stages
+        return tuple(transfers_of_slot(part, rank) for part in stages)
 
     @cached_property
     def _list_copies(self) -> tuple[IntArray, ...]:
-        """Senders, hosts that receive, and bytes: two copies for each fragment."""
-        columns = self.fragments
-        shape = columns.item.shape
-        size, first, second, host, others = (np.zeros(shape, dtype=np.int64) for _ in range(5))
+        """Senders, receivers and bytes of all copies, added up by pairs of both."""
+        columns, ranks = self.fragments, self.topology.ranks
+        total: dict[int, int] = {}
         for number, item in enumerate(self.job.items):
             rows = slice(*self._item_begin[number : number + 2].tolist())
             _, flows = self._find_parts(item)
-            flow, source, target = columns.flow[rows], item.change.source, item.change.target
-            size[rows] = columns.stop[rows] - columns.first[rows]
-            size[rows] *= item.dtype.itemsize_bytes
-            first[rows] = source.cell_slot[columns.source_cell[rows]]
-            second[rows] = np.where(
-                columns.is_direct[rows],
-                source.cell_slot[columns.second_cell[rows]],
-                target.cell_slot[columns.relay_cell[rows]],
+            slot = item.change.target.cell_slot[flows.receiver]
+            source = item.change.source.cell_slot
+            size = (columns.stop[rows] - columns.first[rows]) * item.dtype.itemsize_bytes
+            on = spread(flows, columns.flow[rows], columns.relay[rows])
+            sender = np.where(
+                columns.is_direct[rows][on.row],
+                source[columns.second_cell[rows][on.row]],
+                slot[on.giver],
             )
-            host[rows] = flows.host[flow]
-            others[rows] = np.diff(flows.receiver_begin)[flow] - 1
-        return np.append(first, second), np.tile(host, 2), np.append(size, size * others)
+            pair = np.concatenate(
+                (
+                    source[columns.source_cell[rows]] * ranks + slot[columns.relay[rows]],
+                    sender * ranks + slot[on.receiver],
+                )
+            )
+            pair, at = np.unique(pair, return_inverse=True)
+            moved = np.zeros(len(pair), dtype=np.int64)
+            np.add.at(moved, at.reshape(-1), np.append(size, size[on.row]))
+            for one, size_bytes in zip(pair.tolist(), moved.tolist(), strict=True):
+                total[one] = total.get(one, 0) + size_bytes
+        pair = np.array(sorted(total), dtype=np.int64)
+        moved = np.array([total[one] for one in pair.tolist()], dtype=np.int64)
+        return pair // ranks, pair % ranks, moved
 
     @cached_property
     def sent_bytes(self) -> IntArray:
-        """Bytes each rank sends to others, in both stages: shape `(topology.ranks,)`."""
-        rank, _, size = self._list_copies
+        """Bytes each rank sends to others, in all stages: shape `(topology.ranks,)`."""
+        sender, _, size = self._list_copies
         total = np.zeros(self.topology.ranks, dtype=np.int64)
-        np.add.at(total, rank, size)
+        np.add.at(total, sender, size)
         return total
 
     @cached_property
     def received_bytes(self) -> IntArray:
-        """Bytes each rank receives from others, in both stages: shape `(topology.ranks,)`."""
+        """Bytes each rank receives from others, in all stages: shape `(topology.ranks,)`."""
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         for item in self.job.items:
             groups, flows = self._find_parts(item)
             size = groups.elements[flows.group] * item.dtype.itemsize_bytes
             rank = item.change.target.cell_slot[flows.receiver]
-            np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))
+            np.add.at(total, rank, np.repeat(size, flows.receivers))
         return total
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that move between ranks, in both stages."""
+        """Bytes that move between ranks, in all stages."""
         return int(self.received_bytes.sum())
 
     @cached_property
     def host_bytes(self) -> IntArray:
         """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
-        rank, host, size = self._list_copies
+        sender, receiver, size = self._list_copies
         total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
-        np.add.at(total, (self.topology.host_of(rank), host), size)
+        np.add.at(total, (self.topology.host_of(sender), self.topology.host_of(receiver)), size)
         return total
 
     @property
@@ -236,27 +261,41 @@ class StagedJob:
         """Bytes that go from one host to another."""
         return int(self.host_bytes.sum() - np.trace(self.host_bytes))
 
+    @property
+    def across_racks_bytes(self) -> int:
+        """Bytes that go from one rack to another."""
+        rack = self.topology.host_rack
+        return int(self.host_bytes[rack[:, None] != rack[None, :]].sum())
+
     @cached_property
     def across_hosts_bound_bytes(self) -> int:
         """The fewest bytes that must: of each host, what its ranks want and none of them holds.
 
         Contributions count one by one, as if they were combined where they are wanted.
         """
+        return self._find_bound_bytes(self.topology)
+
+    @cached_property
+    def across_racks_bound_bytes(self) -> int:
+        """The fewest bytes that must go from rack to rack, likewise."""
+        return self._find_bound_bytes(Topology(self.topology.host_rack[self.topology.rank_host]))
+
+    def _find_bound_bytes(self, boxes: Topology) -> int:
         known: dict[LayoutChange, int] = {}
         for item in self.job.items:
             if item.change not in known:
-                known[item.change] = across_hosts_bound_elements(item.change, self.topology)
+                known[item.change] = across_hosts_bound_elements(item.change, boxes)
         return sum(known[item.change] * item.dtype.itemsize_bytes for item in self.job.items)
 
     @cached_property
     def digest(self) -> str:
         """A digest that two ranks share exactly when they mean the same job on the same hosts."""
         hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
-        hasher.update(self.topology.rank_host.tobytes())
+        hasher.update(self.topology.rank_host.tobytes() + self.topology.host_rack.tobytes())
         return hasher.hexdigest()
 
     def verify(self) -> None:
-        """Check both stages of every tensor against its layouts.
+        """Check all stages of every tensor against its layouts.
 
         Raises:
             PlanError: what is missing, doubled, misplaced, sent by a rank that has it not, or
@@ -268,31 +307,35 @@ class StagedJob:
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
 
+    @cached_property
+    def _all_transfers(self) -> list[StageTransfers]:
+        return [self.transfers(number) for number in range(len(self.job.items))]
+
     def estimate(self) -> Estimate:
-        """The seconds of the exchange and the fan-out on the topology, see `reshard.cost`.
+        """The seconds of all stages on the topology, one after another, see `reshard.cost`.
 
         Raises LayoutError for a link in use that the topology does not know.
         """
-        stages = [self.transfers(number) for number in range(len(self.job.items))]
-        return stages_estimate(self.job.items, stages, self.topology)
+        return stages_estimate(self.job.items, self._all_transfers, self.stage_names, self.topology)
 
     @property
     def parts(self) -> int:
-        """Into how many parts the tensors are cut, so that both stages run at once."""
+        """Into how many parts the tensors are cut, so that all stages run at once."""
         return count_parts(self.received_bytes.max())
 
     @property
     def steps(self) -> int:
         """How many steps its pipeline has: of the parts, each a step behind the one before."""
-        return self.parts + len(StageTransfers._fields) - 1
+        return self.parts + len(self._stages) - 1
 
     @cached_property
     def pipelined_s(self) -> float:
-        """The seconds of both stages where they run at once. Raises as `estimate` does."""
-        return pipelined_s(self.estimate(), self.parts)
+        """The seconds of all stages where they run at once. Raises as `estimate` does."""
+        across = across_part(self.job.items, self._all_transfers, self.topology)
+        return pipelined_s(self.estimate(), across, self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
-        """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.
+        """Carry all stages out on arrays in this process: `{name: {rank: array}}` of each.
 
         Raises ShardError for arrays that do not fit the source layouts.
         """

@@ -1,13 +1,14 @@
-"""Verification of two stages: together they turn the source into the target, all of it, once.
+"""Verification of stages: together they turn the source into the target, all of it, once.
 
-The fan-out hands on what the exchange has brought. Its transfers are traced back to where the
-boxes came from, and then the whole is checked like a plan without stages (`verification`):
+Every stage behind the exchange hands on what those before it have brought. Its transfers are
+traced back to where the boxes came from, and then the whole is checked like a plan without stages
+(`verification`):
 
-1. every transfer of the fan-out lies inside its two target cells, where it says;
-2. its box is cut by the boxes that the exchange brought into the cell it comes from; together
-   they must be all of it, of every contribution that the cell combines;
+1. every transfer of a later stage lies inside its two target cells, where it says;
+2. its box is cut by the boxes that the stages before it brought into the cell it comes from;
+   together they must be all of it, of every contribution that the cell combines;
 3. each of those parts comes, in the end, from the source cell that the exchange took it from:
-   with these transfers instead, the fan-out and the exchange must be a plan.
+   with these transfers instead, all stages together must be a plan.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from reshard.geometry.verification import check_ends, check_slots, verify_transf
 from reshard.runs import IntArray, ragged_arange
 
 
-def verify_stages(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> None:
-    """Raise PlanError unless both stages, one after the other, do what the layouts ask for."""
-    check_slots(plan.target, plan.target, fan_out)
-    for d in range(plan.target.ndim):
-        check_ends(plan.target, fan_out.source_cell, fan_out.source_start, fan_out, d, "relay")
-    traced = _trace_fan_out(plan, exchange, fan_out)
-    whole = Transfers.joined((exchange, traced))
+def verify_stages(plan: LayoutChange, exchange: Transfers, *handed_on: Transfers) -> None:
+    """Raise PlanError unless all stages, one after the other, do what the layouts ask for."""
+    whole = exchange
+    for stage in handed_on:
+        check_slots(plan.target, plan.target, stage)
+        for d in range(plan.target.ndim):
+            check_ends(plan.target, stage.source_cell, stage.source_start, stage, d, "relay")
+        whole = Transfers.joined((whole, _trace_back(plan, whole, stage)))
     verify_transfers(plan.source, plan.target, plan.combines, whole)
 
 
-def _trace_fan_out(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
-    """The fan-out as transfers from the source cells that its boxes come from."""
+def _trace_back(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
+    """A stage as transfers from the source cells that its boxes come from.
+
+    `exchange` is what the stages before it bring, as if all of it were exchanged.
+    """
     row, origin = _match_boxes(plan, exchange, fan_out)
     start = np.maximum(fan_out.start[row], exchange.start[origin])
     stop = np.minimum(
@@ -46,8 +51,8 @@ def _trace_fan_out(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) 
     if len(short):
         at = int(short[0])
         raise PlanError(
-            f"the fan-out sends {fan_out.box(at)} from rank {fan_out.source_slot[at]} to rank "
-            f"{fan_out.target_slot[at]}, but the exchange brings {brought[at]} of its "
+            f"a later stage sends {fan_out.box(at)} from rank {fan_out.source_slot[at]} to rank "
+            f"{fan_out.target_slot[at]}, but what comes before it brings {brought[at]} of its "
             f"{due[at]} elements there"
         )
     return Transfers(
