@@ -78,6 +78,10 @@ class ArrayType(Interned):
         """The same array sharded another way."""
         return ArrayType(self.shape, self.dtype, spec)
 
+    def with_dtype(self, dtype: DType) -> ArrayType:
+        """The same array of another element type."""
+        return ArrayType(self.shape, dtype, self.spec)
+
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.shape))
         return f"{self.dtype.name}[{sizes}]"

@@ -172,9 +172,32 @@ class ShardedArray(ArrayValue, ArrayOperators):
             )
         return namespace.module()
 
-    def __dlpack__(self, **options: Any) -> Any:
-        """The whole array for another library."""
-        return self.to_dense().__dlpack__(**options)
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[Any, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The whole array for another library.
+
+        Raises:
+            BufferError: a device other than its own.
+            UsageError: what its library cannot give.
+        """
+        dense = self.to_dense()
+        if dl_device is not None and tuple(dl_device) != tuple(dense.__dlpack_device__()):
+            # The standard's error.
+            raise BufferError(
+                f"dl_device {dl_device!r}; {tuple(dense.__dlpack_device__())} was expected, where "
+                "the shards are"
+            )
+        asked = {"stream": stream, "max_version": max_version, "copy": copy}
+        try:
+            return dense.__dlpack__(**{k: v for k, v in asked.items() if v is not None})
+        except (TypeError, RuntimeError) as error:
+            raise UsageError(f"{self.type} by DLPack: {error}; give x.to_dense() itself") from error
 
     def __dlpack_device__(self) -> Any:
         """The device of the whole array, for another library."""

@@ -15,6 +15,7 @@ from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.runner import in_process
 
 Function = Callable[..., Any]
 
@@ -28,14 +29,38 @@ def whole(x: ArrayValue, array: Any) -> Any:
 
 
 def operands(*values: Any) -> list[Any]:
-    """Values as operands of one operation, of the runner of the first array in shards."""
-    first = next((one for one in values if isinstance(one, ArrayValue)), None)
-    if first is None:
+    """Values as operands of one operation, of the runner of the first array in shards.
+
+    Arrays of NumPy's shards in this process become operands beside those of another runner.
+    """
+    arrays = [one for one in values if isinstance(one, ArrayValue)]
+    if not arrays:
         return list(values)
+    first = arrays[0]
+    if any(one.runner is not first.runner for one in arrays):
+        first = next((one for one in arrays if one.runner.library.name != "numpy"), first)
     return [
-        one if isinstance(one, ArrayValue) or library_of(one) is None else whole(first, one)
+        _beside(first, one)
+        if isinstance(one, ArrayValue)
+        else one
+        if library_of(one) is None
+        else whole(first, one)
         for one in values
     ]
+
+
+def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
+    """An array of NumPy's shards as one of another runner; any other array as it is."""
+    runner = first.runner
+    if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
+        return one
+    mesh = None if one.type.spec is None else one.type.spec.mesh
+    shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
+    made = [
+        runner.library.array(shards[rank], beside=first._shards[0]) for rank in runner.ranks(mesh)
+    ]
+    found: ArrayValue = type(one).of_shards(one.type, tuple(made), runner)
+    return found
 
 
 def _make_unary(operator: Operator) -> Function:

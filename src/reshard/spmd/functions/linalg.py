@@ -23,6 +23,7 @@ from reshard.spmd.functions.manipulation import (
     reshape,
     roll,
 )
+from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
@@ -272,6 +273,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
 
 
 @of_arrays
+@in_wide_types
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     """The size of matrices: by elements ('fro'), sums (1, inf), singular values (2, 'nuc')."""
     _check_matrices(x, "matrix_norm", False)
@@ -295,6 +297,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
 
 
 @of_arrays
+@in_wide_types
 def vector_norm(
     x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: Any = 2
 ) -> Any:

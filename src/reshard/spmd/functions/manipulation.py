@@ -50,7 +50,7 @@ def broadcast_arrays(*arrays: Any) -> list[Any]:
 
 
 @of_arrays
-def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
+def expand_dims(x: Any, /, axis: int = 0) -> Any:
     """A new dimension of size 1, at that place of the result."""
     return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
 

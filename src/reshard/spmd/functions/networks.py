@@ -30,6 +30,7 @@ from reshard.spmd.functions.elementwise import (
 )
 from reshard.spmd.functions.indexing import take, take_along_axis
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
+from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.operation_call import call
@@ -45,17 +46,19 @@ def relu(x: Any, /) -> Any:
 
 @of_arrays
 def sigmoid(x: Any, /) -> Any:
-    """`1 / (1 + exp(-x))`, without overflow."""
-    return multiply(add(elementwise.tanh(multiply(x, 0.5)), 1.0), 0.5)
+    """`1 / (1 + exp(-x))`, without overflow, and not 0 where it is small."""
+    return call("sigmoid", (x,))
 
 
 @of_arrays
+@in_wide_types
 def silu(x: Any, /) -> Any:
     """`x * sigmoid(x)`."""
     return multiply(x, sigmoid(x))
 
 
 @of_arrays
+@in_wide_types
 def gelu(x: Any, /) -> Any:
     """The Gaussian error linear unit, by its usual approximation with a hyperbolic tangent.
 
@@ -66,21 +69,29 @@ def gelu(x: Any, /) -> Any:
 
 
 @of_arrays
+@in_wide_types
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     """The logarithm of the sum of exponentials along axes, without overflow; -inf of none."""
     if 0 in x.shape:
         nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
-    # The greatest one is taken off, so that no exponential is above 1.
-    most = statistics.max(x, axis=axis, keepdims=True)
-    # Where all are -inf, so is the result: nothing is taken off.
-    most = where(elementwise.isfinite(most), most, 0.0)
-    total = statistics.sum(exp(subtract(x, most)), axis=axis, keepdims=True)
+    _, most, total = _take_off_most(x, axis)
     found = add(log(total), most)
     return found if keepdims else squeeze(found, axis)
 
 
+def _take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
+    """The array less its greatest, the greatest, and the sum of the exponentials of the first."""
+    # No exponential is above 1 then.
+    most = statistics.max(x, axis=axis, keepdims=True)
+    # Where all are -inf, so is the result: nothing is taken off.
+    most = where(elementwise.isfinite(most), most, 0.0)
+    apart = subtract(x, most)
+    return apart, most, statistics.sum(exp(apart), axis=axis, keepdims=True)
+
+
 @of_arrays
+@in_wide_types
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """Exponentials over their sum along axes."""
     if 0 in x.shape:
@@ -92,9 +103,15 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
 
 
 @of_arrays
+@in_wide_types
 def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """The logarithm of `softmax`."""
-    return subtract(x, logsumexp(x, axis=axis, keepdims=True))
+    if 0 in x.shape:
+        axes_of(x.ndim, axis)
+        return log(exp(x))
+    # Of the difference, not of `x`: a logarithm beside a million would be rounded away.
+    apart, _, total = _take_off_most(x, axis)
+    return subtract(apart, log(total))
 
 
 def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
@@ -112,6 +129,7 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
 
 
 @of_arrays
+@in_wide_types
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
 ) -> Any:
@@ -128,6 +146,7 @@ def layer_norm(
 
 
 @of_arrays
+@in_wide_types
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
     """The last `dims` dimensions over the root of their mean square."""
     axes = _last_axes(x, dims, weight)
@@ -137,6 +156,7 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
 
 
 @of_arrays
+@in_wide_types
 def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
     """The loss of each element: `logits` with the classes along an axis, labels without it.
 
@@ -144,11 +164,16 @@ def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
     """
     logits, labels = operands(logits, labels)
     place = axis_of(logits.ndim, axis)
-    chosen = take_along_axis(logits, expand_dims(labels, axis=place), axis=place)
-    return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
+    wanted = expand_dims(labels, axis=place)
+    if 0 in logits.shape:
+        chosen = take_along_axis(logits, wanted, axis=place)
+        return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
+    apart, _, total = _take_off_most(logits, place)
+    return squeeze(subtract(log(total), take_along_axis(apart, wanted, axis=place)), place)
 
 
 @of_arrays
+@in_wide_types
 def attention(
     queries: Any,
     keys: Any,

@@ -39,19 +39,21 @@ def running_totals(name: str, x: Any, axis: int) -> Any:
         x: an array, in its totals' element type.
         axis: counted from the start.
     """
+    # Named: libraries add up whole numbers in their widest type else.
+    dtype = {"dtype": x.dtype}
     parts = _find_parts(x, axis)
     # One operation where nothing is cut, where contributions wait, or where parts are so short that
     # exchanging their totals saves nothing.
     if len(parts) < 2 or x.type.spec.partial_axes or 2 * (len(parts) - 1) >= x.shape[axis]:
-        return call(name, (x,), {"axis": axis})
+        return call(name, (x,), {"axis": axis}, dtype)
     spec = x.type.spec
     # Step 1 of the module: `own` is cut as `x` is.
-    own = call(name, (x,), {"axis": axis, "parts": parts})
+    own = call(name, (x,), {"axis": axis, "parts": parts}, dtype)
     # Step 2: the last place of each part but the last one; each rank adds those it has.
     ends = whole(x, np.cumsum(parts)[:-1] - 1)
     ahead = call("take", (own, ends), {"axis": axis}).reduced()
     # Step 3: exclusive totals of the parts, the first one being 0 (or 1).
-    before = call(name, (ahead,), {"axis": axis, "include_initial": True})
+    before = call(name, (ahead,), {"axis": axis, "include_initial": True}, dtype)
     # Step 4: the part that each place is in, cut as the axis, looks up what comes before it.
     part_of = whole(x, np.repeat(np.arange(len(parts)), parts))
     along = ShardingSpec(spec.mesh, [spec.dim_specs[axis]])

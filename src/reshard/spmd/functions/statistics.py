@@ -16,6 +16,7 @@ from reshard.errors import UsageError
 from reshard.spmd.functions import data_types, elementwise
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.running_totals import running_totals
+from reshard.spmd.functions.wide_types import widen
 from reshard.spmd.operators.result_types import kind_of, promoted
 from reshard.spmd.operators.table import operators
 from reshard.spmd.rules.shapes import axes_of, axis_of
@@ -123,7 +124,7 @@ def _widen(x: Any) -> Any:
     """The same numbers in a type whose sums neither wrap around nor overflow early."""
     if _is_whole(x):
         return data_types.astype(x, data_types.float64)
-    return data_types.astype(x, data_types.float32) if x.dtype.itemsize_bytes < 4 else x
+    return widen(x)
 
 
 def _choose_divisor(count: float) -> float:
@@ -181,5 +182,5 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
     place = axis_of(x.ndim, axis)
     # One element more than the parts have: the operator works on the whole axis.
     if include_initial:
-        return call(name, (x,), {"axis": place, "include_initial": True})
+        return call(name, (x,), {"axis": place, "include_initial": True}, {"dtype": wide})
     return running_totals(name, x, place)

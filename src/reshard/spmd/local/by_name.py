@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.spmd.local.local_work import Function, LocalWork
+
+_FEW_ELEMENTS = 256
 
 
 def find_function(work: LocalWork, place: Any, name: str) -> Function:
@@ -65,5 +68,20 @@ def in_fft(work: LocalWork) -> Function:
 def einsum(work: LocalWork) -> Function:
     """The library's own einsum, which the array API has not."""
     name, text = work.library.name, work.attributes["subscripts"]
-    einsum = np.einsum if name == "numpy" else import_module("torch").einsum
-    return lambda *arrays: einsum(text, *arrays)
+    if name != "numpy":
+        torch = import_module("torch")
+        return lambda *arrays: torch.einsum(text, *arrays)
+
+    @lru_cache(maxsize=8)
+    def find_path(shapes: tuple[tuple[int, ...], ...]) -> Any:
+        # Without a path, NumPy goes through all letters in one loop: no BLAS. Few products are
+        # sooner done than a path is gone.
+        if sum(map(math.prod, shapes)) < _FEW_ELEMENTS:
+            return False
+        arrays = (np.broadcast_to(0.0, shape) for shape in shapes)
+        return np.einsum_path(text, *arrays, optimize="greedy")[0]
+
+    def function(*arrays: Any) -> Any:
+        return np.einsum(text, *arrays, optimize=find_path(tuple([one.shape for one in arrays])))
+
+    return function

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
 from reshard.spmd.local.local_work import Function, LocalWork
 
 
@@ -16,6 +21,18 @@ def cast(work: LocalWork) -> Function:
 def same(work: LocalWork) -> Function:
     """The array itself."""
     return lambda x: x
+
+
+def sigmoid(work: LocalWork) -> Function:
+    """`1 / (1 + exp(-x))`, by exponentials that are not above 1."""
+    if work.library.name == "torch":
+        return import_module("torch").sigmoid  # type: ignore[no-any-return]
+
+    def function(x: Any) -> Any:
+        small = np.exp(-np.abs(x))
+        return np.where(x >= 0, np.ones_like(small), small) / (1 + small)
+
+    return function
 
 
 def imag(work: LocalWork) -> Function:

@@ -33,7 +33,7 @@ def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
 
 def running_totals(work: LocalWork) -> Function:
     """Totals up to each place of an axis; with lengths of parts, anew at the start of each."""
-    options = dict(work.attributes)
+    options = own_attributes(work)
     parts, axis = options.pop("parts", None), options["axis"]
     scan = partial(find_function(work, work.library.namespace, work.name), **options)
     if parts is None or work.is_cut(0, axis):

@@ -155,12 +155,15 @@ def _same_type(**attributes: Any) -> bool:
     return "dtype" not in attributes or bool(attributes.get("widening", False))
 
 
-_LOCAL: dict[str, MakeLocal] = {"imag": elementwise_functions.imag}
+_LOCAL: dict[str, MakeLocal] = {
+    "imag": elementwise_functions.imag,
+    "sigmoid": elementwise_functions.sigmoid,
+}
 _INTEGERS_FAIL = ("floor_divide", "remainder")  # By 0.
 
 OPERATORS: tuple[Operator, ...] = (
     *(_unary(name, doc) for name, doc in _UNARY.items()),
-    *(_unary(name) for name in _OTHER_UNARY.split()),
+    *(_unary(name, local=_LOCAL.get(name, by_name)) for name in _OTHER_UNARY.split()),
     *(
         _unary(name, doc, linear="each", local=_LOCAL.get(name, by_name))
         for name, doc in _LINEAR_UNARY.items()

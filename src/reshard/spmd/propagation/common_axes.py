@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.propagation.axis_parts import (
+    AxisTable,
     Parts,
     are_apart,
     begins_strictly,
@@ -59,7 +60,7 @@ def common_axes(
     arrays = [number for number, mapping in enumerate(rule.tensors) if mapping]
     has_compound = any(len(dim) > 1 for mapping in rule.tensors for dim in mapping)
     if len(arrays) == 2 and not rule.need_replication and not has_compound:
-        return _follow_one(rule, factors, sizes, arrays)
+        return _follow_one(rule, factors, sizes, arrays, AxisTable.of(mesh))
     found = _Vote(rule, factors, sizes, mesh).axes()
     # The vote may have cut these as well; their axes go elsewhere, or are unused.
     for factor in rule.need_replication:
@@ -93,6 +94,7 @@ def _follow_one(
     factors: Sequence[FactorShardings],
     sizes: Sequence[int],
     arrays: Sequence[int],
+    table: AxisTable,
 ) -> Axes:
     """The cuts of the preferred one of two tensors, and of the other what is apart from them."""
 
@@ -115,16 +117,17 @@ def _follow_one(
         used += cut.axes
     for factor, cut in factors[second].items():
         if factor not in factors[first]:
-            found[factor] = _shorten(cut.axes, used)
+            found[factor] = _shorten(cut.axes, used, table)
     return found
 
 
-def _shorten(axes: Parts, used: Parts) -> Parts:
-    """The longest beginning of `axes` that is apart from `used`."""
+def _shorten(axes: Parts, used: Parts, table: AxisTable) -> Parts:
+    """The longest beginning of `axes` that is apart from `used`; of whole levels."""
     for place, part in enumerate(axes):
         found = without(part, used)
         if found != part:
-            return axes[:place] if found is None else (*axes[:place], found)
+            left = axes[:place] if found is None else (*axes[:place], found)
+            return table.whole_levels(left)
     return axes
 
 
@@ -136,9 +139,12 @@ def _is_everywhere(rule: OpShardingRule, factor: int) -> bool:
 def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
     """Cut factors that all tensors have along axes that are free, where they divide them."""
     special = {*rule.reduction, *rule.need_replication, *rule.permutation}
-    waiting = list(axes)
+    # A level with a rule of its own stays where it is, and nothing cuts its parts further here.
+    waiting = [part for part in axes if not part[3]]
     for factor, size in enumerate(rule.sizes):
         if factor in special or not size or not _is_everywhere(rule, factor):
+            continue
+        if any(part[3] for part in found[factor]):
             continue
         shards = size_of(found[factor])
         if size % shards:
@@ -172,6 +178,7 @@ class _Vote:
         order = sorted(range(len(mesh.axis_names)), key=lambda axis: mesh.axis_names[axis])
         self.rank = {axis: place for place, axis in enumerate(order)}
         self.full = mesh.shape
+        self.table = AxisTable.of(mesh)
         # For each factor of a dimension of several, those right before it that are not single
         # indices yet.
         self.needs: dict[int, set[int]] = {}
@@ -185,7 +192,8 @@ class _Vote:
                 # Every beginning of a cut is a candidate, so that what is too long may be taken in
                 # part.
                 for count in range(len(cut.axes), 0, -1):
-                    proposed[factor, cut.axes[:count]] = None
+                    if self.table.whole_levels(cut.axes[:count]) == cut.axes[:count]:
+                        proposed[factor, cut.axes[:count]] = None
         self.candidates = []
         for factor, axes in proposed:
             elements = sum(
@@ -216,7 +224,7 @@ class _Vote:
             # A longer cut of the same factor remains, counted by what it adds.
             one.shards = size_of(one.axes) // size_of(best.axes)
             return one is not best and begins_strictly(best.axes, one.axes)
-        axes = _shorten(one.axes, best.axes)
+        axes = _shorten(one.axes, best.axes, self.table)
         one.shards = size_of(axes)
         if axes != one.axes:
             one.axes = axes

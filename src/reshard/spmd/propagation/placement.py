@@ -352,6 +352,8 @@ def difference(parts: Parts, other: Parts) -> Parts:
             # An axis part covers the strides from `pre` to `pre * size`; what is left of it lies
             # before `low` or behind `high`.
             low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
+            if (axis, pre, size) == taken[:3]:  # Of an axis of size 1 too, which has no strides.
+                continue
             if axis != taken[0] or low >= high:
                 kept.append((axis, pre, size, level))
                 continue

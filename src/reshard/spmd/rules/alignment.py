@@ -102,6 +102,10 @@ def _choose(
         for dim, factors in zip(spec.dim_specs, mapping, strict=True):
             if not dim.levels:
                 continue
+            # Factors that stay whole are not asked: a cut may be bound to the dimension's length,
+            # which is not that of a factor of several tensors' (a concatenation's).
+            if blocked.issuperset(factors):
+                continue
             for factor, cut in _propose(rule, mesh, dim, factors, compound).items():
                 proposals.append((-math.prod(shape), number, factor, cut))
     cuts: Cuts = {}

@@ -26,6 +26,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import Library, library, library_of
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
+from reshard.spmd.shards.element_types import widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
 # Beyond any program's number of different operations; a bound all the same.
@@ -62,6 +63,8 @@ class Runner:
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """The functions that the ranks here compute of an operation."""
+        if self.library.name == "numpy":
+            return widened_functions(operator, work)
         return operator.local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:

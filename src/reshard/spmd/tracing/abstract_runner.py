@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import DType
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
@@ -25,7 +24,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import Library, library
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.result_types import meant, stand_in
+from reshard.spmd.shards.element_types import find_result_types
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
@@ -54,8 +53,9 @@ class AbstractRunner(Runner):
     """All shards of arrays without elements.
 
     >>> from reshard import DeviceMesh, spec
+    >>> from reshard.dtypes import dtype
     >>> from reshard.spmd.arrays.sharded_array import ShardedArray
-    >>> rows = ArrayType((4, 8), as_dtype("float32"), spec(DeviceMesh.of(x=2), "x, -"))
+    >>> rows = ArrayType((4, 8), dtype("float32"), spec(DeviceMesh.of(x=2), "x, -"))
     >>> (AbstractRunner().array(rows, ShardedArray) > 0).type
     ArrayType(bool[4, 8], 'x, -')
     """
@@ -90,7 +90,7 @@ class AbstractRunner(Runner):
         # 1, 1.0 and True are equal as keys, but promote differently.
         @lru_cache(typed=True)
         def make(*numbers: Any) -> Any:
-            dtypes, is_single = _find_result_types(operator, work, numbers, len(result_shapes))
+            dtypes, is_single = find_result_types(operator, work, numbers, len(result_shapes))
             columns = [
                 self._shards(ArrayType(shape, dtype, spec), work.ranks)
                 for shape, dtype, spec in zip(result_shapes, dtypes, specs, strict=True)
@@ -128,53 +128,3 @@ class AbstractRunner(Runner):
 
     def __repr__(self) -> str:
         return "AbstractRunner()"
-
-
-_FEW = 2
-"""Elements along a dimension that tell the type of a result."""
-
-
-def _find_result_types(
-    operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
-) -> tuple[tuple[DType, ...], bool]:
-    """The results' element types, and whether there is one result that stands by itself."""
-    # 1. Types that the operator's row names; the last one stands for all results that follow.
-    given = [one.dtype for one in work.operands if one is not None]
-    if operator.result_types is not None:
-        named = operator.result_types(given, work.attributes, "numpy")
-        return (*named, *named[-1:] * (count - len(named))), count == 1
-    # 2. Else the operator computes a few elements in NumPy, with stand-ins for types NumPy lacks.
-    few = tuple(
-        None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
-        for one in work.operands
-    )
-    here = LocalWork(
-        work.name, _replace_types(work.attributes), few, (), (), (0,), library("numpy")
-    )
-    (function,) = operator.local_functions(here)
-    waiting = list(numbers)
-    arrays = [waiting.pop(0) if one is None else _make_elements(one) for one in few]
-    with np.errstate(all="ignore"):
-        found = function(*arrays)
-    is_single = not isinstance(found, tuple | list)
-    results = (found,) if is_single else tuple(found)
-    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    return tuple(meant(one.dtype, [*asked, *given]) for one in results), is_single
-
-
-def _make_elements(kind: ArrayType) -> Any:
-    """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
-    numpy = stand_in(kind.dtype)
-    if numpy.kind in "iub":
-        return np.zeros(kind.shape, dtype=numpy)
-    if kind.ndim < 2:
-        return np.ones(kind.shape, dtype=numpy)
-    unit = np.eye(*kind.shape[-2:], dtype=numpy)
-    return np.broadcast_to(unit, kind.shape)
-
-
-def _replace_types(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: as_dtype(stand_in(value)) if isinstance(value, DType) else value
-        for name, value in attributes.items()
-    }

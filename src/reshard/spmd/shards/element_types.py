@@ -1,0 +1,144 @@
+"""Element types of results, and arithmetic in NumPy of types that NumPy lacks.
+
+NumPy promotes its own types. Those of `ml_dtypes`, `bfloat16` say, meet a number of Python or one
+another by rules that differ from one function to the next, and `float32` or `float64` comes out
+where every other library keeps the type. So operators that compute get them as `float32`, which
+has all of their numbers; results that should be of the narrow type are rounded to it once, at the
+end. A product of matrices, or a sum, accumulates in `float32` by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import library
+from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.result_types import kind_of, meant, stand_in
+
+_WIDE = as_dtype("float32")
+_COMPUTING = ("elementwise", "products", "reductions", "windows", "networks", "linear algebra")
+"""The families of operators that do arithmetic; others only move elements, or order them."""
+
+
+def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
+    """The functions of an operator, in NumPy, computing in `float32` where a type is narrow.
+
+    >>> import ml_dtypes
+    >>> from reshard.spmd.operators.table import operators
+    >>> numbers = np.array([1, 3], ml_dtypes.bfloat16)
+    >>> kind = ArrayType((2,), as_dtype("bfloat16"))
+    >>> work = LocalWork("multiply", {}, (kind, None), (), (), (0,), library("numpy"))
+    >>> (function,) = widened_functions(operators["multiply"], work)
+    >>> function(numbers, 0.5).dtype
+    dtype(bfloat16)
+    """
+    given = [one.dtype for one in work.operands if one is not None]
+    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
+    is_narrow = any(map(_is_narrow, [*given, *asked]))
+    if not is_narrow or operator.name == "astype" or operator.family not in _COMPUTING:
+        return operator.local_functions(work)
+    wide = replace(
+        work,
+        operands=tuple(
+            one.with_dtype(_WIDE) if one is not None and _is_narrow(one.dtype) else one
+            for one in work.operands
+        ),
+        attributes={
+            name: _WIDE if isinstance(value, DType) and _is_narrow(value) else value
+            for name, value in work.attributes.items()
+        },
+    )
+
+    @lru_cache(typed=True)
+    def find_types(*numbers: Any) -> tuple[DType, ...]:
+        return find_result_types(operator, work, numbers, 1)[0]
+
+    def widen(function: Function) -> Function:
+        def computed(*operands: Any) -> Any:
+            pairs = list(zip(operands, work.operands, strict=True))
+            arrays = [
+                x.astype(np.float32) if one is not None and _is_narrow(one.dtype) else x
+                for x, one in pairs
+            ]
+            types = find_types(*(x for x, one in pairs if one is None))
+            found = function(*arrays)
+            if not isinstance(found, tuple | list):
+                return _round(found, types[0])
+            every = [*types, *types[-1:] * (len(found) - len(types))]
+            return tuple(_round(one, kind) for one, kind in zip(found, every, strict=True))
+
+        return computed
+
+    return [widen(function) for function in operator.local_functions(wide)]
+
+
+def _is_narrow(dtype: DType) -> bool:
+    """Whether it is a floating type that NumPy lacks."""
+    return (
+        dtype.itemsize_bytes < 4 and dtype.name != "float16" and kind_of(dtype) == "real floating"
+    )
+
+
+def _round(found: Any, kind: DType) -> Any:
+    # float32 in, so anything else is what the operator itself makes: truth values, indices.
+    is_rounded = _is_narrow(kind) and found.dtype in (np.float32, np.float64)
+    return found.astype(kind.numpy) if is_rounded else found
+
+
+_FEW = 2
+"""Elements along a dimension that tell the type of a result."""
+
+
+def find_result_types(
+    operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
+) -> tuple[tuple[DType, ...], bool]:
+    """The results' element types, and whether there is one result that stands by itself."""
+    # 1. Types that the operator's row names; the last one stands for all results that follow.
+    given = [one.dtype for one in work.operands if one is not None]
+    if operator.result_types is not None:
+        named = operator.result_types(given, work.attributes, "numpy")
+        return (*named, *named[-1:] * (count - len(named))), count == 1
+    # 2. Else the operator computes a few elements in NumPy, with stand-ins for types NumPy lacks.
+    few = tuple(
+        None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
+        for one in work.operands
+    )
+    here = LocalWork(
+        work.name, _replace_types(work.attributes), few, (), (), (0,), library("numpy")
+    )
+    (function,) = operator.local_functions(here)
+    waiting = list(numbers)
+    arrays = [waiting.pop(0) if one is None else _make_elements(one) for one in few]
+    with np.errstate(all="ignore"):
+        found = function(*arrays)
+    is_single = not isinstance(found, tuple | list)
+    results = (found,) if is_single else tuple(found)
+    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
+    return tuple(meant(one.dtype, [*asked, *given]) for one in results), is_single
+
+
+def _make_elements(kind: ArrayType) -> Any:
+    """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
+    numpy = stand_in(kind.dtype)
+    if numpy.kind in "iub":
+        return np.zeros(kind.shape, dtype=numpy)
+    if kind.ndim < 2:
+        return np.ones(kind.shape, dtype=numpy)
+    unit = np.eye(*kind.shape[-2:], dtype=numpy)
+    return np.broadcast_to(unit, kind.shape)
+
+
+def _replace_types(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: as_dtype(stand_in(value)) if isinstance(value, DType) else value
+        for name, value in attributes.items()
+    }
