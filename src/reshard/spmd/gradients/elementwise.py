@@ -115,6 +115,7 @@ PULLBACKS: dict[str, Pullback] = {
     "sqrt": _of_one(lambda g, x, r: g * 0.5 / r),
     "square": _of_one(lambda g, x, r: g * (2.0 * x)),
     "tan": _of_one(lambda g, x, r: g * (r * r + 1.0)),
+    "sigmoid": _of_one(lambda g, x, r: g * r * (1.0 - r)),
     "tanh": _of_one(lambda g, x, r: g * (1.0 - r * r)),
     "negative": _of_one(lambda g, x, r: -g),
     **{name: _of_one(_pass) for name in ("positive", "real", "conj", "copy", "identity", "astype")},
@@ -157,7 +158,6 @@ CONSTANT = frozenset(_CONSTANT.split())
 REFUSED: dict[str, str] = {
     "nextafter": "the next number is a rounding apart, which has no slope",
     "relu": "sp.relu is sp.maximum(x, 0)",
-    "sigmoid": "sp.sigmoid is made of tanh",
     "silu": "sp.silu is made of sp.sigmoid",
     "gelu": "sp.gelu is made of tanh",
     **dict.fromkeys(_OF_GRAPHS.split(), OF_GRAPHS),
