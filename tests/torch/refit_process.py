@@ -220,7 +220,7 @@ def modules() -> None:
     """A plain module on rank 1 to plain ones on all; buffers, and ties."""
     rank = dist.get_rank()
     source, target = Net(1), Net(20)
-    ties = {"head.weight": "embed.weight"}
+    ties, both = {"head.weight": "embed.weight"}, ("head.weight", "embed.weight")
     version = target.embed.weight._version
     done = refit(source if rank == 1 else None, target, ties=ties)
     expect_same(target.state_dict(), source.state_dict(), "modules")
@@ -233,6 +233,11 @@ def modules() -> None:
     given = {n: v for n, v in source.state_dict().items() if n != "head.weight"}
     refit(given if rank == 1 else None, untied, ties=ties)
     expect_same(untied.state_dict(), source.state_dict(), "a target that is not tied")
+    # One that has the tied weight once takes it by either name; the other one is not left over.
+    for name in ("embed.weight", "head.weight"):
+        once = {n: v for n, v in Net(20).state_dict().items() if n == name or n not in both}
+        refit(source if rank == 1 else None, once)
+        expect_same(once, {n: source.state_dict()[n] for n in once}, f"a target with {name} alone")
     with torch.no_grad():
         source.norm.bias.data = torch.ones(4)
     refused(done.run, RunError, "rank 1: norm.bias is at another address")

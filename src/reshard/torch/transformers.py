@@ -109,22 +109,48 @@ def module_tensors(
         config: a `PretrainedConfig`.
         dtype: of the module; what the config says when None.
         as_saved: whether by the names and shapes of the files that it is saved to; else they are
-            those of `state_dict()`, experts stacked where the module has them so.
+            those of `state_dict()`, experts stacked where the module has them so. Of tensors that
+            are tied there is one in either.
 
     Raises:
         MissingExtraError: transformers is not installed.
         RunError: transformers has no such module, in its own words.
     """
+    engine = _import_module_code()
+    with _explain_errors("build the model"):
+        model = _build_whole(engine, config, dtype)
+        if as_saved:
+            return _list_saved(engine, model)
+        return {name: _as_source(tensor) for name, tensor in _list_untied(model).items()}
+
+
+def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers saves of a module that has these tensors: experts one by one, for example.
+
+    Args:
+        config: a `PretrainedConfig`.
+        tensors: by the names of `module_tensors`, or some of them.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        RunError: transformers has no such module, in its own words.
+    """
+    engine = _import_module_code()
+    with _explain_errors("build the model"):
+        model = _build_whole(engine, config)
+    found: dict[str, torch.Tensor] = engine.core_model_loading.revert_weight_conversion(
+        model, dict(tensors)
+    )
+    return found
+
+
+def _import_module_code() -> Any:
     try:
         import transformers
         import transformers.core_model_loading
     except ImportError as error:
         raise MissingExtraError(f"names of a module need transformers 5: {error}") from error
-    with _explain_errors("build the model"):
-        model = _build_whole(transformers, config, dtype)
-        if as_saved:
-            return _list_saved(transformers, model)
-        return {name: _as_source(tensor) for name, tensor in model.state_dict().items()}
+    return transformers
 
 
 def _import_transformers() -> Any:
@@ -209,13 +235,14 @@ def _build_whole(engine: Any, config: Any, dtype: torch.dtype | None = None) -> 
 
 def _list_saved(engine: Any, model: Any) -> dict[str, SourceTensor]:
     """The tensors that transformers saves of a model: types and shapes by name."""
-    own = model.state_dict()
-    # A tied parameter is saved once.
-    tied = {name for names in model.all_tied_weights_keys.items() for name in names[:1]}
-    saved = engine.core_model_loading.revert_weight_conversion(
-        model, {name: tensor for name, tensor in own.items() if name not in tied}
-    )
+    saved = engine.core_model_loading.revert_weight_conversion(model, _list_untied(model))
     return {name: _as_source(tensor) for name, tensor in saved.items()}
+
+
+def _list_untied(model: Any) -> dict[str, torch.Tensor]:
+    """A module's tensors, of those that are tied one."""
+    tied = set(model.all_tied_weights_keys or {})
+    return {name: one for name, one in model.state_dict().items() if name not in tied}
 
 
 def _as_source(source: Any) -> SourceTensor:

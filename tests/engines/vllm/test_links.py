@@ -15,7 +15,7 @@ if os.environ.get("RESHARD_ENGINE") != "vllm":
     pytest.skip("needs vLLM", allow_module_level=True)
 
 from engines.vllm.generation import engine_variables, generate
-from engines.vllm.link_models import FAMILIES, write_config
+from engines.vllm.link_models import write_config
 from live_processes import free_port, run_rank_programs
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "link_vllm.py"
 STEPS, LIMIT_S = 3, 900
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
 def test_an_engine_generates_what_one_of_the_saved_weights_does(
     family: str, tmp_path: Path
 ) -> None:

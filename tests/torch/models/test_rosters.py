@@ -25,6 +25,7 @@ from reshard.torch.models.rosters import (  # noqa: E402
     ModelTensor,
     Roster,
     assemble,
+    one_tensor_names,
     shift_ranks,
     unite_layouts,
 )
@@ -93,6 +94,29 @@ def test_an_alias_is_filled_by_the_other_name() -> None:
     plain = [Entry("h", "int8", (5, 4), alias_of="e")], [Entry("h", "int8", (5, 4))]
     found, problems = assemble(rosters(*plain), "target")
     assert (found["h"].layout.holders, problems) == ((1,), [])
+
+
+def test_of_sources_that_are_one_tensor_either_may_serve() -> None:
+    tied = Entry("h", "int8", (3, 4), ROWS, alias_of="e")
+    there = [Entry("e", "int8", (3, 4), ROWS), tied]
+    own = [Entry("e", "int8", (2, 4), ROWS), Entry("h", "int8", (2, 4), ROWS)]
+    # Both are sources, whatever the target takes.
+    found, problems = assemble(rosters(there, own), "source")
+    assert (list(found), problems) == (["e", "h"], [])
+    assert one_tensor_names(rosters(there, there)) == {"h": "e"}
+    assert one_tensor_names(rosters(there, own)) == {}
+    source, one = {"e": held(), "h": held()}, {"h": "e"}
+    assert matched(source, {"e": held()}, one_tensor=one)[1] == []
+    assert matched(source, {"h": held()}, one_tensor=one)[1] == []
+    assert matched(source, {"e": held()})[1] == ["h: in the source only"]
+    assert matched(source | {"left": held()}, {"h": held()}, one_tensor=one)[1] == [
+        "left: in the source only"
+    ]
+    others = {"w": held()}
+    assert matched(source | others, others, one_tensor=one)[1] == [
+        "e: in the source only",
+        "h: in the source only",
+    ]
 
 
 def test_a_rank_that_has_none_may_describe_it() -> None:

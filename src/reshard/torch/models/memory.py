@@ -1,8 +1,9 @@
 """Memory of a model's tensors: which of them lie in one place.
 
 A target must not lie where a source is, and no two targets may share memory, but for names of one
-tensor that are declared tied. By their first and last bytes most are apart; where these reach into
-one another, as columns of one matrix do, elements are compared.
+tensor that are declared tied. Sources may; of two that are one tensor it is enough to use one. By
+their first and last bytes most are apart; where these reach into one another, as columns of one
+matrix do, elements are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Span = tuple[str, int, int, str]
 
 
 def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
-    """Note problems of a target's memory, and which of its names are of one tensor.
+    """Note problems of a target's memory, and which names of either are of one tensor.
 
     A target must not lie where a source is. Targets that are one tensor must be declared tied;
     they are filled once. Others must not share memory.
@@ -56,11 +57,31 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     shared = _find_shared(sources, targets)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
+    before.roster = replace(
+        before.roster,
+        entries=before.roster.columns.with_aliases(_find_aliases(before.locals, sources)),
+    )
     after.roster = replace(
         after.roster,
         entries=after.roster.columns.with_aliases(alias_of),
         problems=(*after.roster.problems, *problems),
     )
+
+
+def _find_aliases(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> dict[str, str]:
+    """Names of tensors that are one with an earlier one, and that one's."""
+    found: dict[str, str] = {}
+    at: dict[tuple[str, int], list[str]] = {}
+    for device, begin, _, name in spans:
+        there = at.setdefault((device, begin), [])
+        local = tensors[name]
+        for other in there:
+            if local.dtype == tensors[other].dtype and _lie_alike(local, tensors[other]):
+                found[name] = other
+                break
+        else:
+            there.append(name)
+    return found
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

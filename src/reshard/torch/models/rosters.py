@@ -247,12 +247,13 @@ def _assemble_tensor(
         problems.append(f"{name}: ranks of the {side} name different members of it")
         return None
     (fusion,) = fusions
-    if all(entry.alias_of or entry.shape is None for entry in by_rank.values()) and any(
-        entry.alias_of for entry in by_rank.values()
-    ):
-        # Wherever it is, it is another tensor's memory, which is filled by that one's name.
-        return None
-    by_rank = _without_aliases(by_rank)
+    if side == "target":
+        if all(entry.alias_of or entry.shape is None for entry in by_rank.values()) and any(
+            entry.alias_of for entry in by_rank.values()
+        ):
+            # Wherever it is, it is another tensor's memory, which is filled by that one's name.
+            return None
+        by_rank = _without_aliases(by_rank)
     first = next(iter(by_rank.values()))
     dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
     if len(dtypes) != 1:
@@ -309,7 +310,8 @@ def _assemble_tensor(
 def _find_different_samples(name: str, by_rank: Mapping[int, Entry], side: str) -> str:
     """What is wrong with a plain tensor of different values; empty where nothing is."""
     samples: dict[str, int] = {}
-    for rank, entry in _without_aliases(by_rank).items():
+    filled = _without_aliases(by_rank) if side == "target" else by_rank
+    for rank, entry in filled.items():
         if entry.shape is not None:
             samples.setdefault(entry.sample, rank)
     if len(samples) < 2:
@@ -332,6 +334,37 @@ def _without_aliases(by_rank: Mapping[int, Entry]) -> Mapping[int, Entry]:
         for rank, entry in by_rank.items()
         if not entry.alias_of or entry.layout is not None or entry.parameter is not None
     }
+
+
+def alias_names(rosters: Mapping[int, Roster]) -> set[str]:
+    """Names of what is another tensor's memory on some rank."""
+    return {entry.name for entry in _list_aliases(rosters)}
+
+
+def one_tensor_names(rosters: Mapping[int, Roster]) -> dict[str, str]:
+    """Names of what is another tensor's memory wherever it has elements, and that one's.
+
+    >>> embedding, head = Entry("e", "int8", (4, 2)), Entry("h", "int8", (4, 2), alias_of="e")
+    >>> empty = Entry("e", "int8", (0, 2)), Entry("h", "int8", (0, 2))
+    >>> one_tensor_names({0: Roster((embedding, head)), 1: Roster(empty)})
+    {'h': 'e'}
+    """
+    found: dict[str, str] = {}
+    for entry in _list_aliases(rosters):
+        found.setdefault(entry.name, entry.alias_of)
+    if found:
+        for roster in rosters.values():
+            for entry in roster.entries:
+                has_elements = entry.shape is not None and 0 not in entry.shape
+                if has_elements and entry.alias_of != found.get(entry.name, entry.alias_of):
+                    del found[entry.name]
+    return found
+
+
+def _list_aliases(rosters: Mapping[int, Roster]) -> Iterator[Entry]:
+    for roster in rosters.values():
+        if any(kind.alias_of for kind in roster.columns.kinds):
+            yield from (entry for entry in roster.entries if entry.alias_of)
 
 
 def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -100,6 +101,7 @@ def match_tensors(
     cast: CastOption,
     strict: bool,
     transforms: Mapping[str, Transform],
+    one_tensor: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Match], list[str]]:
     """The tensors to move, in the order of the target, and what does not fit.
 
@@ -110,11 +112,13 @@ def match_tensors(
             by name.
         strict: whether a source that serves no target is a problem.
         transforms: what makes a target of other elements, by its name.
+        one_tensor: names of sources whose memory is that of another source, and that one's name.
+            It is enough that one of them serves.
     """
     found = _Matcher(source, target, ties, cast, transforms)
     found.run()
     if strict:
-        found.problems += [f"{name}: in the source only" for name in found.unused()]
+        found.problems += [f"{name}: in the source only" for name in found.unused(one_tensor)]
     return found.matches, found.problems
 
 
@@ -166,7 +170,7 @@ class _Matcher:
         """What the source has, fused tensors member by member."""
         return members_of(self.source)
 
-    def unused(self) -> Iterator[str]:
+    def unused(self, one_tensor: Mapping[str, str]) -> Iterator[str]:
         """What of the source serves nothing."""
         wanted = {
             one for name, tensor in self.target.items() for one in _list_members(name, tensor)
@@ -174,8 +178,9 @@ class _Matcher:
         used = wanted | self.target.keys()
         if self.ties:
             used = {tied_root(name, self.ties) for name in used}
+        one_used = {one_tensor.get(name, name) for name in used if name in self.source}
         for name, tensor in self.source.items():
-            if tied_root(name, self.ties) in used:
+            if tied_root(name, self.ties) in used or one_tensor.get(name, name) in one_used:
                 continue
             for member in _list_members(name, tensor):
                 if tied_root(member, self.ties) not in used:

@@ -42,7 +42,7 @@ from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.naming import fitting
 from reshard.torch.models.roster_documents import read_rosters, write_rosters
-from reshard.torch.models.rosters import Roster, assemble
+from reshard.torch.models.rosters import Roster, alias_names, assemble, one_tensor_names
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import CastOption, Match, match_tensors
@@ -355,7 +355,8 @@ class RefitPlanner:
         target, more = assemble(after, "target")
         problems += more
         # What a side has, but ranks describe differently, is reported once, and not as missing too.
-        unclear = _names(before) - source.keys(), _names(after) - target.keys() - _aliases(after)
+        aliases = alias_names(after)
+        unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
         source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
         target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
         problems += [
@@ -364,7 +365,10 @@ class RefitPlanner:
             if "*" not in name and name not in _names(after)
         ]
         made_by = self.transforms_of(target)
-        matches, more = match_tensors(source, target, self.ties, self.cast, self.strict, made_by)
+        one = one_tensor_names(before)
+        matches, more = match_tensors(
+            source, target, self.ties, self.cast, self.strict, made_by, one
+        )
         problems += more
         if problems:
             shown = "\n  ".join(problems[:_SHOWN])
@@ -393,17 +397,6 @@ class RefitPlanner:
 def _names(rosters: Mapping[int, Roster]) -> set[str]:
     listed = {id(names): names for names in (r.columns.names for r in rosters.values())}
     return set[str]().union(*listed.values())
-
-
-def _aliases(rosters: Mapping[int, Roster]) -> set[str]:
-    """Names of what is another tensor's memory somewhere."""
-    return {
-        entry.name
-        for roster in rosters.values()
-        if any(kind.alias_of for kind in roster.columns.kinds)
-        for entry in roster.entries
-        if entry.alias_of
-    }
 
 
 def plan_part(

@@ -7,6 +7,7 @@
     layouts           `layouts`: the layouts of all ranks
     plugin            the load format `reshard` in vLLM itself
     staging           what a rank takes of a trainer's tensors, and its parameters made of it
+    reloading         a model that serves, filled again
     linked_rank       a rank as an end of a link
     worker            methods that vLLM's workers learn
     weight_transfer   the backend `reshard` of vLLM's own weight transfer

@@ -36,7 +36,7 @@ class LinkedWorker:
 
         Args:
             url: of the link, see `reshard.torch.connect`.
-            options: `name`, `secret`, `timeout_s` and `sources` of `LinkedRank`.
+            options: `name`, `secret`, `timeout_s`, `sources` and `strict` of `LinkedRank`.
 
         Returns:
             How many bytes this worker receives in a run, and keeps on the host for it.
@@ -55,7 +55,7 @@ class LinkedWorker:
                 ranks=ranks,
                 **options,
             )
-        return self._linked.staged.size_bytes
+        return self._linked.reloaded.staged.size_bytes
 
     def receive_weights(self) -> int:
         """Take part in the trainer's next run; the model then has the weights of its version.
