@@ -110,6 +110,24 @@ def test_every_sharding(case: GradientCase) -> None:
                 assert error <= 1e-9 * largest(right), (case.name, spec, error)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_torch_shards(case: GradientCase) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = case.arrays()
+    expected = [one.to_dense() for one in gradients_of(case, [sp.array(one) for one in arrays])]
+    choose = random.Random(case.name)
+    with sp.running(sp.in_process("torch")):
+        for _ in range(3):
+            given = [
+                sp.array(torch.as_tensor(one), choose.choice(list(specs(MESH, one.ndim))))
+                for one in arrays
+            ]
+            for one, right in zip(gradients_of(case, given), expected, strict=True):
+                assert isinstance(one.to_dense(), torch.Tensor)
+                error = np.abs(one.to_dense().numpy() - right).max(initial=0.0)
+                assert error <= 1e-9 * largest(right), (case.name, error)
+
+
 def test_every_operator_has_a_derivative_or_a_reason() -> None:
     known = [set(pullbacks) & SHIPPED, set(CONSTANT), set(REFUSED)]
     assert set().union(*known) == set(SHIPPED)

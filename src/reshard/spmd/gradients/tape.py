@@ -17,7 +17,7 @@ gathered is reduce-scattered, that of what was reduce-scattered is gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.dtypes import DType
@@ -52,6 +52,8 @@ class TapeStep:
         results: what it made.
         pullback: from the step, the cotangents of its results and an operand's place to the
             cotangent of that operand; None where it has none.
+        combined: of operands whose contributions were combined first: the sharding that the
+            operation ran with; None for others.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TapeStep:
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
     pullback: Pullback
+    combined: tuple[ShardingSpec | None, ...] = ()
 
     @property
     def result(self) -> Any:
@@ -112,7 +115,12 @@ class Tape:
         if pullback is None:
             return
         attributes = {**call.attributes, **call.options}
-        self.add(TapeStep(call.name, attributes, tuple(operands), tuple(results), pullback))
+        combined: tuple[ShardingSpec | None, ...] = ()
+        if call.name not in _READING_NONE:
+            combined = tuple(map(_find_combined, call.operands, call.runs_with))
+        self.add(
+            TapeStep(call.name, attributes, tuple(operands), tuple(results), pullback, combined)
+        )
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Keeps a reshard."""
@@ -149,6 +157,7 @@ class Tape:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
         """
         found = _Cotangents()
+        combined: dict[tuple[int, ShardingSpec], Any] = {}
         for array, cotangent in cotangents:
             found.add(array, cotangent)
         for step in reversed(self.steps):
@@ -165,12 +174,46 @@ class Tape:
                 for one, result in zip(given, step.results, strict=True)
             )
             given_back = filled[0] if len(filled) == 1 else filled
+            as_run = _combine_operands(step, combined)
             for number, operand in enumerate(step.operands):
                 if self.is_active(operand):
-                    one = step.pullback(step, given_back, number)
+                    one = step.pullback(as_run, given_back, number)
                     if one is not None:
                         found.add(operand, _fit(one, operand.type))
         return found
+
+
+# Operators whose pullbacks read no operand: by their result, or by the cotangent alone.
+_READING_NONE_NAMES = """
+exp expm1 reciprocal sqrt tan tanh
+add subtract negative positive astype identity sum cumulative_sum diagonal
+broadcast_to concat expand_dims flip pad permute_dims reshape roll slice squeeze
+"""
+_READING_NONE = frozenset(_READING_NONE_NAMES.split())
+
+
+def _find_combined(kind: ArrayType | None, ran: ShardingSpec | None) -> ShardingSpec | None:
+    """The sharding that an operand's contributions were combined to; None where they were not."""
+    is_pending = kind is not None and kind.spec is not None and bool(kind.spec.partial_axes)
+    return ran if is_pending and ran is not None and not ran.partial_axes else None
+
+
+def _combine_operands(step: TapeStep, known: dict[tuple[int, ShardingSpec], Any]) -> TapeStep:
+    """The step with operands as the operation read them, so that pullbacks read them whole.
+
+    Each is combined once on the way back, whoever needs it.
+    """
+    if not any(step.combined) or not settles():
+        return step
+    operands = []
+    for operand, spec in zip(step.operands, step.combined, strict=True):
+        if spec is not None:
+            key = (id(operand), spec)
+            if key not in known:
+                known[key] = operand.shard(spec)
+            operand = known[key]
+        operands.append(operand)
+    return replace(step, operands=tuple(operands))
 
 
 class _Cotangents:

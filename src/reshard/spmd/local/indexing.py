@@ -122,12 +122,14 @@ def _find_window(
     return tuple(window)
 
 
-def scatter(work: LocalWork) -> Function:
-    """A copy with slices of an axis set, or added to."""
+def scatter(work: LocalWork) -> Function | list[Function]:
+    """A copy with slices of an axis set, or added to; of an axis that is cut the rank's own."""
     library, axis, mode = work.library, work.attributes["axis"], work.attributes["mode"]
     space = library.namespace
 
-    def function(x: Any, indices: Any, updates: Any) -> Any:
+    is_cut = work.is_cut(0, axis)
+
+    def function(x: Any, indices: Any, updates: Any, start: int = 0) -> Any:
         # The axis goes first, and so do the indices' dimensions of the updates.
         made = space.moveaxis(library.copied(x), axis, 0)
         count = len(indices.shape)
@@ -136,6 +138,9 @@ def scatter(work: LocalWork) -> Function:
         values = space.permute_dims(updates, tuple(order))
         flat = indices.reshape(-1)
         values = values.reshape((flat.shape[0], *made.shape[1:]))
+        if is_cut:
+            own = (flat >= start) & (flat < start + made.shape[0])
+            flat, values = flat[own] - start, values[own]
         if mode == "set":
             made[flat] = values
         # `made[flat] += values` would add only one update of equal indices.
@@ -145,4 +150,8 @@ def scatter(work: LocalWork) -> Function:
             made.index_put_((flat,), values, accumulate=True)
         return space.moveaxis(made, 0, axis)
 
-    return function
+    if not is_cut:
+        return function
+    # A function a rank: each begins elsewhere.
+    starts = work.starts_here(0, axis)
+    return [lambda x, i, u, start=start: function(x, i, u, start) for start in starts]

@@ -277,6 +277,7 @@ OPERATORS: tuple[Operator, ...] = (
         linear=(0, 2),
         linear_if=_adds,
         local=indexing.scatter,
+        knows_place=_finds_own_rows,
         result_types=of_first,
         note="a part keeps the updates of its own slices; linear where it adds",
     ),
