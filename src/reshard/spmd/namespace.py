@@ -51,6 +51,8 @@ _NAMES_OF = {
     ),
     "tracing.trace": "Trace trace",
     "gradients.table": "gradient",
+    "gradients.optimizers": "AdamW SGD specs_over",
+    "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
     "functions.windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"

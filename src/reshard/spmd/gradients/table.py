@@ -20,7 +20,7 @@ from reshard.spmd.gradients import (
     reductions,
     windows,
 )
-from reshard.spmd.gradients.tape import Pullback, TapeStep
+from reshard.spmd.gradients.tape import JointPullback, Pullback, TapeStep
 from reshard.spmd.operators import creation
 from reshard.spmd.operators.table import SHIPPED
 from reshard.spmd.shards.operation_call import CompiledCall
@@ -106,7 +106,7 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
         )
 
     def add(function: UserPullback) -> UserPullback:
-        def pullback(step: TapeStep, g: Any, number: int) -> Any:
+        def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
             results = step.results if len(step.results) > 1 else step.result
             found = function(g, *step.operands, results, **step.attributes)
             if not isinstance(found, tuple) or len(found) != len(step.operands):
@@ -114,9 +114,9 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
                     f"the gradient of {name} returned {type(found).__name__}; a tuple of "
                     f"{len(step.operands)} was expected, one for each operand, or None"
                 )
-            return found[number]
+            return found
 
-        _pullbacks[name] = pullback
+        _pullbacks[name] = JointPullback(pull_back)
         return function
 
     return add

@@ -69,7 +69,14 @@ class TapeStep:
         return self.results[0]
 
 
-Pullback = Callable[[TapeStep, Any, int], Any]
+@dataclass(frozen=True, slots=True)
+class JointPullback:
+    """A pullback that gives the cotangents of all operands at once, None for what has none."""
+
+    function: Callable[[TapeStep, Any], Sequence[Any]]
+
+
+Pullback = Callable[[TapeStep, Any, int], Any] | JointPullback
 """The cotangents are one array for an operator of one result, else a tuple of them."""
 
 FindPullback = Callable[[CompiledCall], Pullback | None]
@@ -175,11 +182,11 @@ class Tape:
             )
             given_back = filled[0] if len(filled) == 1 else filled
             as_run = _combine_operands(step, combined)
-            for number, operand in enumerate(step.operands):
-                if self.is_active(operand):
-                    one = step.pullback(as_run, given_back, number)
-                    if one is not None:
-                        found.add(operand, _fit(one, operand.type))
+            wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
+            for number, one in zip(wanted, _pull(as_run, given_back, wanted), strict=True):
+                if one is not None:
+                    operand = step.operands[number]
+                    found.add(operand, _fit(one, operand.type))
         return found
 
 
@@ -214,6 +221,14 @@ def _combine_operands(step: TapeStep, known: dict[tuple[int, ShardingSpec], Any]
             operand = known[key]
         operands.append(operand)
     return replace(step, operands=tuple(operands))
+
+
+def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
+    """The cotangents of some operands, by their places."""
+    if isinstance(step.pullback, JointPullback):
+        every = step.pullback.function(step, cotangents)
+        return [every[number] for number in wanted]
+    return [step.pullback(step, cotangents, number) for number in wanted]
 
 
 class _Cotangents:

@@ -1,0 +1,318 @@
+"""Optimizers: SGD and AdamW, whose states are arrays in shards as parameters are.
+
+Which rank keeps which part of a state is its sharding, and nothing else:
+
+                parameters            gradients             states
+    replicas    -, -                  all-reduced           -, -
+    ZeRO 1      -, -                  all-reduced           dp, -
+    ZeRO 2      -, -                  reduce-scattered      dp, -
+    ZeRO 3      dp, -                 reduce-scattered      dp, -
+
+An update runs where the states lie: gradients are brought there, and the new parameters from there
+to where parameters lie. Under ZeRO 1 and 2 that is an all-gather.
+Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import SpecError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.functions.data_types import astype
+from reshard.spmd.functions.elementwise import sqrt
+from reshard.spmd.functions.filling import zeros_like
+from reshard.spmd.gradients.tape import is_real_floating, placed
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+State = dict[str, Any]
+"""A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`)."""
+
+
+def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
+    """Shardings like the parameters' own, each cut over one more axis of the mesh.
+
+    The axis goes to the first dimension that it divides, behind the cuts that are there. What no
+    dimension takes, or what is cut over the axis already, keeps its sharding.
+
+    Args:
+        parameters: arrays, and lists, tuples and dictionaries of them.
+        mesh: that parameters are sharded over.
+        axis: of the mesh, such as "dp".
+
+    Raises:
+        SpecError: an axis that the mesh has not.
+
+    >>> import reshard.spmd as sp
+    >>> from reshard import spec
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> w = sp.ones((4, 8), spec=spec(mesh, "tp, -"))
+    >>> found = specs_over({"w": w, "b": sp.ones((3,))}, mesh, "dp")
+    >>> str(found["w"]), str(found["b"])
+    ('tp dp, -', '-')
+    """
+    if not isinstance(mesh, DeviceMesh) or axis not in mesh.axis_names:
+        raise SpecError(f"axis {axis!r} of {mesh!r}; give a mesh, and the name of an axis of it")
+    size = mesh.shape[mesh.axis_names.index(axis)]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, ArrayValue):
+            return None
+        own = leaf.type.spec
+        dims = [DimSpec()] * leaf.type.ndim if own is None else list(own.dim_specs)
+        used = {one.name for dim in dims for one in dim.axes}
+        for place, (dim, length) in enumerate(zip(dims, leaf.type.shape, strict=True)):
+            names = [str(one) for one in dim.axes]
+            parts = size
+            for one in dim.axes:
+                parts *= mesh.shape[mesh.axis_names.index(one.name)]
+            is_plain = dim == DimSpec(names)
+            if axis not in used and is_plain and length % parts == 0 and length:
+                dims[place] = DimSpec([*names, axis])
+                break
+        return ShardingSpec(mesh, dims)
+
+    return replaced(parameters, cut)
+
+
+class _Optimizer:
+    """What optimizers have in common: states like parameters, updates where states lie."""
+
+    _slots: tuple[str, ...] = ()
+
+    def init(self, parameters: Any, specs: Any = None) -> State:
+        """The state before the first step.
+
+        Args:
+            parameters: arrays of real floating numbers, and lists, tuples and dictionaries of them.
+            specs: shardings of the state, in the places of the parameters (None for a parameter's
+                own), or None for the parameters' own; see `specs_over`.
+
+        Raises:
+            UsageError: parameters that are no such arrays.
+            SpecError: shardings that are not in the parameters' places.
+        """
+        given = list(_read_leaves("parameters", parameters))
+        wanted = [None] * len(given) if specs is None else [one for _, one in leaves(specs)]
+        if len(wanted) != len(given) or any(
+            one is not None and not isinstance(one, ShardingSpec) for one in wanted
+        ):
+            raise SpecError(
+                f"shardings of {len(wanted)} states for {len(given)} parameters; give one in the "
+                "place of each, or None for the parameter's own: see sp.specs_over"
+            )
+        state: State = {"step": 0}
+        for slot in self._slots:
+            made = [
+                one if one is None or spec is None else placed(one, spec)
+                for one, spec in zip(map(_make_zeros, given), wanted, strict=True)
+            ]
+            state[slot] = _fill(parameters, made)
+        if not self._slots:
+            # Without states an update runs where the shardings say all the same.
+            state["specs"] = None if specs is None else _fill(parameters, wanted)
+        return state
+
+    def update(self, parameters: Any, gradients: Any, state: State) -> tuple[Any, State]:
+        """The parameters and the state after one step. Nothing that is given is changed.
+
+        Raises:
+            UsageError: gradients, or a state, that are not in the places of the parameters, or of
+                other shapes.
+        """
+        given = list(_read_leaves("parameters", parameters))
+        slopes = list(_read_leaves("gradients", gradients))
+        if not isinstance(state, dict) or {"step", *self._slots} - set(state):
+            raise UsageError(
+                f"the state of {type(self).__name__} with "
+                f"{sorted(state) if isinstance(state, dict) else type(state).__name__}; "
+                f"{['step', *self._slots]} were expected: make one by init"
+            )
+        slots = [list(_read_leaves(slot, state[slot])) for slot in self._slots]
+        for name, one in zip(("gradients", *self._slots), (slopes, *slots), strict=True):
+            _check_places(name, given, one)
+        step = state["step"] + 1
+        moved: list[Any] = []
+        kept: list[list[Any]] = [[] for _ in self._slots]
+        where = [None] * len(given)
+        if state.get("specs") is not None:
+            where = [one for _, one in leaves(state["specs"])]
+        for number, (parameter, slope) in enumerate(zip(given, slopes, strict=True)):
+            own = [slot[number] for slot in slots]
+            if parameter is None or slope is None:
+                found, after = parameter, own
+            else:
+                at = own[0].type.spec if own else where[number] or parameter.type.spec
+                wide = own[0].type.dtype if own else parameter.type.dtype
+                here, there = (_bring(one, at, wide) for one in (parameter, slope))
+                found, after = self._move(here, there, own, step)
+                found = astype(found, parameter.type.dtype)
+                if parameter.type.spec is not None:
+                    found = placed(found, parameter.type.spec)
+            moved.append(found)
+            for slot_of_all, one in zip(kept, after, strict=True):
+                slot_of_all.append(one)
+        after_step = {**state, "step": step}
+        for name, ones in zip(self._slots, kept, strict=True):
+            after_step[name] = _fill(parameters, ones)
+        return _fill(parameters, moved), after_step
+
+    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+        raise NotImplementedError
+
+
+def _read_leaves(what: str, tree: Any) -> Iterator[Any]:
+    """The arrays of a tree, in order; None where there is none."""
+    for path, leaf in leaves(tree):
+        is_number = isinstance(leaf, ArrayValue) and is_real_floating(leaf.type.dtype)
+        if leaf is not None and not is_number:
+            said = str(leaf.type) if isinstance(leaf, ArrayValue) else type(leaf).__name__
+            raise UsageError(
+                f"{what}{path} of {said}; arrays in shards of real floating numbers were expected"
+            )
+        yield leaf
+
+
+def _fill(tree: Any, values: Sequence[Any]) -> Any:
+    """A tree with other values in its places, in order."""
+    left = iter(values)
+    return replaced(tree, lambda _: next(left))
+
+
+def _check_places(what: str, given: list[Any], found: list[Any]) -> None:
+    shapes = [None if one is None else one.type.shape for one in given]
+    others = [
+        shape if one is None else one.type.shape for one, shape in zip(found, shapes, strict=False)
+    ]
+    if len(found) != len(given) or others != shapes:
+        raise UsageError(
+            f"{what} of shapes {others} for parameters of {shapes}; give them in the places of the "
+            "parameters, of their shapes"
+        )
+
+
+def _make_zeros(parameter: Any) -> Any:
+    """Zeros for a state: float32 at least, since small steps are lost in narrower numbers."""
+    if parameter is None:
+        return None
+    is_narrow = parameter.type.dtype.itemsize_bytes < 4
+    return zeros_like(parameter, dtype=as_dtype("float32") if is_narrow else None)
+
+
+def _bring(x: Any, spec: ShardingSpec | None, dtype: Any) -> Any:
+    # Moved before it is made wider: the narrower one is fewer bytes.
+    found = x.reduced() if spec is None else placed(x, spec)
+    return astype(found, dtype)
+
+
+def _check_numbers(name: str, **numbers: Any) -> None:
+    for what, value in numbers.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not value >= 0:
+            raise UsageError(f"{name} with {what}={value!r}; a number of 0 or more was expected")
+
+
+@dataclass(frozen=True)
+class SGD(_Optimizer):
+    """Stochastic gradient descent, as PyTorch's `SGD`, with momentum where that is not 0.
+
+    Args:
+        learning_rate: by which a gradient is multiplied.
+        momentum: of earlier gradients, of which the state is `momentum_buffer`.
+        weight_decay: of the parameter that is added to its gradient.
+
+    Raises:
+        UsageError: a number below 0, or none.
+
+    >>> import reshard.spmd as sp
+    >>> sgd, w = SGD(0.5), sp.array([1.0, 2.0])
+    >>> w, state = sgd.update(w, sp.array([1.0, -1.0]), sgd.init(w))
+    >>> w.to_dense().tolist(), state["step"]
+    ([0.5, 2.5], 1)
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(
+            "SGD",
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+
+    @property
+    def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+        if self.weight_decay:
+            slope = slope + x * self.weight_decay
+        if own:
+            slope = own[0] * self.momentum + slope
+        return x - slope * self.learning_rate, [slope] if own else []
+
+
+@dataclass(frozen=True)
+class AdamW(_Optimizer):
+    """Adam with weight decay apart from the gradient, as PyTorch's `AdamW`.
+
+    The state has `exp_avg` and `exp_avg_sq`, running means of the gradient and of its square.
+
+    Args:
+        learning_rate: of a step.
+        betas: how much of both means is kept at each step.
+        epsilon: added to the root of the second.
+        weight_decay: of the parameter, times the learning rate.
+
+    Raises:
+        UsageError: a number below 0, or none; betas that are no pair below 1.
+
+    >>> import reshard.spmd as sp
+    >>> adam, w = AdamW(0.5, weight_decay=0.0), sp.array([1.0, 2.0])
+    >>> w, state = adam.update(w, sp.array([1.0, -1.0]), adam.init(w))
+    >>> [round(one, 6) for one in w.to_dense().tolist()], sorted(state)
+    ([0.5, 2.5], ['exp_avg', 'exp_avg_sq', 'step'])
+    """
+
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        _check_numbers(
+            "AdamW",
+            learning_rate=self.learning_rate,
+            epsilon=self.epsilon,
+            weight_decay=self.weight_decay,
+        )
+        is_pair = isinstance(self.betas, tuple) and len(self.betas) == 2
+        if not is_pair or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas):
+            raise UsageError(
+                f"AdamW with betas={self.betas!r}; a pair of numbers of 0 or more, below 1, was "
+                "expected"
+            )
+
+    @property
+    def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("exp_avg", "exp_avg_sq")
+
+    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+        first, second = self.betas
+        mean, square = own
+        mean = mean * first + slope * (1 - first)
+        square = square * second + (slope * slope) * (1 - second)
+        decayed = x * (1 - self.learning_rate * self.weight_decay) if self.weight_decay else x
+        # Means begin at 0: they are divided by how much of them is gradients.
+        root = sqrt(square) * (1 / (1 - second**step) ** 0.5) + self.epsilon
+        moved = decayed - (mean / root) * (self.learning_rate / (1 - first**step))
+        return moved, [mean, square]

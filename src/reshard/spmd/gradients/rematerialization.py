@@ -1,0 +1,150 @@
+"""Rematerialisation: a function's inner values are computed again on the way back, not kept.
+
+A tape that sees such a function keeps its arguments and results only. On the way back the function
+is carried out once more, differentiated, and what it computed is freed again: memory for time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.spmd.gradients.table import find_pullback
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+Function = Callable[..., Any]
+
+
+def rematerialized(function: Function) -> Function:
+    """A function whose inner values are not kept for its gradient, but computed again.
+
+    For layers, as a decorator: of each only the arguments stay in memory until the way back, and
+    everything within is computed, and moved between ranks, a second time. Without a gradient it is
+    the function itself.
+
+    Args:
+        function: of arrays, and of lists, tuples and dictionaries of them, which returns such. It
+            is to return the same when it is called again.
+
+    Raises:
+        UsageError: what is no function.
+
+    >>> import reshard.spmd as sp
+    >>> @sp.rematerialized
+    ... def layer(x, w):
+    ...     return sp.tanh(x @ w)
+    >>> x, w = sp.ones((2, 3)), sp.zeros((3, 3))
+    >>> sp.grad(lambda w: sp.sum(layer(x, w)))(w).to_dense()[0].tolist()
+    [2.0, 2.0, 2.0]
+    """
+    if not callable(function):
+        raise UsageError(
+            f"sp.rematerialized of {function!r}, a {type(function).__name__}; a function of arrays "
+            "in shards was expected: @sp.rematerialized above its definition"
+        )
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        tapes = [one for one in recorders if isinstance(one, Tape)]
+        if not tapes:
+            return function(*arguments, **options)
+        return _run_hidden(function, arguments, options, tapes)
+
+    return called
+
+
+class _Outsiders:
+    """Finds what a function reads of tapes' arrays, beside its arguments."""
+
+    def __init__(self, tapes: Sequence[Tape]) -> None:
+        self.found: dict[int, Any] = {}
+        self._tapes = tapes
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """Looks at the operands."""
+        for operand in operands:
+            if any(tape.is_active(operand) for tape in self._tapes):
+                self.found[id(operand)] = operand
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Looks at the operand."""
+        if any(tape.is_active(operand) for tape in self._tapes):
+            self.found[id(operand)] = operand
+
+    def record_read(self, array: ArrayValue) -> None:
+        """Refuses elements of arrays that depend on what is differentiated."""
+        for tape in self._tapes:
+            tape.record_read(array)
+
+
+@contextmanager
+def _without(tapes: Sequence[Tape]) -> Iterator[None]:
+    """Tapes see nothing inside."""
+    before = list(recorders)
+    recorders[:] = [one for one in before if not any(one is tape for tape in tapes)]
+    try:
+        yield
+    finally:
+        recorders[:] = before
+
+
+def _run_hidden(
+    function: Function, arguments: Sequence[Any], options: dict[str, Any], tapes: Sequence[Tape]
+) -> Any:
+    """Calls a function, and puts it on the tapes as one step."""
+    everything = [list(arguments), options]
+    given = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
+    # Arguments go in as other arrays, so that those the function has from elsewhere are told apart.
+    outsiders = _Outsiders(tapes)
+    with _without(tapes):
+        entered = replaced(everything, _enter)
+        with recording(outsiders):
+            returned = function(*entered[0], **entered[1])
+    results = [leaf for _, leaf in leaves(returned) if isinstance(leaf, ArrayValue)]
+    # An argument that is returned as it is, or an array from elsewhere, is a result of its own.
+    with _without(tapes):
+        left = [call("identity", (one,)) for one in results]
+    operands = (*given, *outsiders.found.values())
+
+    def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
+        return _pull_back_again(function, everything, operands, cotangents)
+
+    pullback = JointPullback(pull_back)
+    step = TapeStep("rematerialized", {}, operands, tuple(left), pullback)
+    for tape in tapes:
+        if any(map(tape.is_active, operands)):
+            tape.add(step)
+    made = iter(left)
+    return replaced(returned, lambda leaf: next(made) if isinstance(leaf, ArrayValue) else leaf)
+
+
+def _enter(leaf: Any) -> Any:
+    return call("identity", (leaf,)) if isinstance(leaf, ArrayValue) else leaf
+
+
+def _pull_back_again(
+    function: Function, everything: Any, operands: Sequence[Any], cotangents: Any
+) -> list[Any]:
+    """The cotangents of a function's operands, by carrying it out once more."""
+    tape = Tape(find_pullback)
+    entered = replaced(everything, _enter)
+    watched = [leaf for _, leaf in leaves(entered) if isinstance(leaf, ArrayValue)]
+    # What the function has from elsewhere is read as the array that it is.
+    watched += operands[len(watched) :]
+    for one in watched:
+        tape.watch(one)
+    with recording(tape):
+        returned = function(*entered[0], **entered[1])
+    results = [leaf for _, leaf in leaves(returned) if isinstance(leaf, ArrayValue)]
+    given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    pairs = [(one, g) for one, g in zip(results, given, strict=True) if g is not None]
+    found = tape.pulled_back(pairs)
+    return [found.of(one) for one in watched]
