@@ -42,6 +42,10 @@ class JobItem:
                     f"{layout!r}"
                 )
 
+    def named(self, name: str) -> JobItem:
+        """A tensor of another name that moves alike."""
+        return JobItem(name, self.dtype, self.change, self.source, self.target)
+
     @classmethod
     def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
         """A tensor whose slots are the memories of the ranks of the same numbers.

@@ -20,7 +20,6 @@ from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.entries import Entry  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
-from reshard.torch.models.parameters import member_layout, position_of  # noqa: E402
 from reshard.torch.models.rosters import (  # noqa: E402
     ModelTensor,
     Roster,
@@ -29,6 +28,7 @@ from reshard.torch.models.rosters import (  # noqa: E402
     shift_ranks,
     unite_layouts,
 )
+from reshard.torch.models.stacks import member_layout, position_of  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.planning import RefitPlan, staging_bytes  # noqa: E402
 

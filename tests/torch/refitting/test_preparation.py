@@ -64,3 +64,22 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_was_made_counts_as_old_and_is_not_looked_through_again() -> None:
+    with paused_collection():
+        made = [[number] for number in range(10)]
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
+
+
+def test_what_others_keep_from_the_collector_stays_kept() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused_collection():
+            pass
+        # Some of it may have been freed meanwhile.
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()

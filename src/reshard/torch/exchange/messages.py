@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,8 +63,7 @@ class RankTransfers:
         return cls(change, transfers.take(into), transfers.take(~into), source, target, dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """A view of a local tensor. What arrives there is combined by `reduction`, or replaces it.
 
     Its elements travel as `dtype`: they are cast while they are packed and unpacked.
@@ -101,14 +100,18 @@ class RankMessage:
     pieces: tuple[Piece, ...]
 
     @functools.cached_property
+    def _sizes_bytes(self) -> list[int]:
+        return [piece.size_bytes for piece in self.pieces]
+
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes of its pieces' elements."""
-        return sum(piece.size_bytes for piece in self.pieces)
+        return sum(self._sizes_bytes)
 
     @functools.cached_property
     def offsets(self) -> list[int]:
         """Where each piece begins, and last where the message ends, in bytes."""
-        sizes = [piece.size_bytes for piece in self.pieces]
+        sizes = self._sizes_bytes
         begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
         return [*begins, begins[-1] + sizes[-1]]
 
@@ -131,8 +134,7 @@ class RankMessage:
         return first.view.as_strided((first.view.numel(),), (1,)).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalCopy:
+class LocalCopy(NamedTuple):
     """What a rank has already: `source` is copied, or combined by `reduction`, into `target`."""
 
     target: torch.Tensor
@@ -188,6 +190,14 @@ class _Place(NamedTuple):
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.ahead)
 
 
+class _PieceRows(NamedTuple):
+    """The rows of tensors that are cut alike and lie alike, each with what takes its pieces."""
+
+    received: list[tuple[_Place, str | None, Callable[[Piece], None]]]
+    kept: list[tuple[_Place, _Place, str | None, Callable[[LocalCopy], None]]]
+    sent: list[tuple[_Place, Callable[[Piece], None]]]
+
+
 @dataclass(slots=True, eq=False)
 class RankPieces:
     """What a rank sends, receives and has itself: pieces by order of contributions, and by peer."""
@@ -196,41 +206,54 @@ class RankPieces:
     received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     local: dict[int, list[LocalCopy]] = field(default_factory=dict)
     # Tensors that are cut alike, and lie alike in memory, have the same rows.
-    _rows: dict[tuple[Any, ...], tuple[list[_Row], list[_Row]]] = field(default_factory=dict)
+    _rows: dict[tuple[Any, ...], _PieceRows] = field(default_factory=dict)
 
     def add(self, tensor: RankTransfers, rank: int) -> None:
         """List the pieces of one tensor."""
-        change = tensor.change
-        sources = cells_of(change.source, rank, tensor.source)
-        targets = cells_of(change.target, rank, tensor.target)
-        key = tensor.received, tensor.sent, rank, *map(_describe_memory, (sources, targets))
-        if key not in self._rows:
-            self._rows[key] = (
-                list(_list_received(tensor.received, sources, targets)),
-                list(_list_sent(tensor.sent, sources)),
-            )
-        received, sent = self._rows[key]
-        for order, peer, place, kept_from in received:
-            # The first contribution is copied into the target, later ones are combined with it.
-            reduction = (change.source.reduction or "sum") if order else None
+        change, source, target = tensor.change, tensor.source, tensor.target
+        sources = cells_of(change.source, rank, source)
+        targets = cells_of(change.target, rank, target)
+        key = (
+            change,
+            tensor.received,
+            tensor.sent,
+            rank,
+            None if source is None else (source.shape, source.stride()),
+            None if target is None else (target.shape, target.stride()),
+        )
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._list_rows(tensor, sources, targets)
+        dtype = tensor.dtype
+        for place, reduction, take in rows.received:
             view = place.view(targets)
-            if kept_from is not None:
-                copy = LocalCopy(view, kept_from.view(sources), reduction)
-                self.local.setdefault(order, []).append(copy)
-            else:
-                piece = Piece(view, tensor.dtype or view.dtype, reduction)
-                self.received.setdefault((order, peer), []).append(piece)
-        for order, peer, place, _ in sent:
+            take(Piece(view, dtype or view.dtype, reduction))
+        for place, kept_from, reduction, keep in rows.kept:
+            keep(LocalCopy(place.view(targets), kept_from.view(sources), reduction))
+        for place, take in rows.sent:
             view = place.view(sources)
-            piece = Piece(view, tensor.dtype or view.dtype)
-            self.sent.setdefault((order, peer), []).append(piece)
+            take(Piece(view, dtype or view.dtype))
 
-
-def _describe_memory(cells: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
-    if len(cells) == 1:
-        ((cell, one),) = cells.items()
-        return cell, one.shape, one.stride()
-    return tuple((cell, one.shape, one.stride()) for cell, one in cells.items())
+    def _list_rows(
+        self,
+        tensor: RankTransfers,
+        sources: Mapping[int, torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+    ) -> _PieceRows:
+        rows = _PieceRows([], [], [])
+        for row in _list_received(tensor.received, sources, targets):
+            # The first contribution is copied into the target, later ones are combined with it.
+            reduction = (tensor.change.source.reduction or "sum") if row.order else None
+            if row.kept_from is not None:
+                keep = self.local.setdefault(row.order, []).append
+                rows.kept.append((row.place, row.kept_from, reduction, keep))
+            else:
+                take = self.received.setdefault((row.order, row.peer), []).append
+                rows.received.append((row.place, reduction, take))
+        for row in _list_sent(tensor.sent, sources):
+            take = self.sent.setdefault((row.order, row.peer), []).append
+            rows.sent.append((row.place, take))
+        return rows
 
 
 def _list_received(

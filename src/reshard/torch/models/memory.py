@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from reshard.errors import RunError, ShardError
+from reshard.runs import IntArray
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.parameters import LocalTensors
@@ -34,10 +36,19 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     at: dict[tuple[str, int], list[str]] = {}
     sources, targets = _list_spans(before.locals), _list_spans(after.locals)
     for name, local in after.locals.items():
+        if local.is_contiguous():
+            continue
         try:
             check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
+    before.roster = replace(
+        before.roster,
+        entries=before.roster.columns.with_aliases(_find_aliases(before.locals, sources)),
+    )
+    # Mostly each target has memory of its own: then nothing else is to be found.
+    if not problems and _are_apart(sources, targets):
+        return
     for device, begin, _, name in targets:
         # One tensor under two names is written once if these are tied, and refused otherwise.
         there = at.setdefault((device, begin), [])
@@ -57,10 +68,6 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     shared = _find_shared(sources, targets)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
-    before.roster = replace(
-        before.roster,
-        entries=before.roster.columns.with_aliases(_find_aliases(before.locals, sources)),
-    )
     after.roster = replace(
         after.roster,
         entries=after.roster.columns.with_aliases(alias_of),
@@ -71,6 +78,8 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
 def _find_aliases(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> dict[str, str]:
     """Names of tensors that are one with an earlier one, and that one's."""
     found: dict[str, str] = {}
+    if len({span[:2] for span in spans}) == len(spans):
+        return found
     at: dict[tuple[str, int], list[str]] = {}
     for device, begin, _, name in spans:
         there = at.setdefault((device, begin), [])
@@ -82,6 +91,33 @@ def _find_aliases(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -
         else:
             there.append(name)
     return found
+
+
+def _are_apart(sources: Sequence[_Span], targets: Sequence[_Span]) -> bool:
+    """Whether no target reaches into another or a source; only told of tensors on one device.
+
+    >>> near, far = [("cpu", 0, 8, "a")], [("cpu", 8, 12, "b")]
+    >>> _are_apart(near, far), _are_apart(near, [("cpu", 7, 12, "b")])
+    (True, False)
+    """
+    if len({span[0] for span in (*sources, *targets)}) > 1:
+        return False
+    begin, end = _sort_ends(targets)
+    if (end[:-1] > begin[1:]).any():
+        return False
+    # A source is apart from targets that begin before it where the last of them ends before it.
+    low, high = _sort_ends(sources)
+    following = np.searchsorted(begin, low)
+    before = np.concatenate(([np.iinfo(np.int64).min], end))[following]
+    behind = np.concatenate((begin, [np.iinfo(np.int64).max]))[following]
+    return not ((before > low) | (behind < high)).any()
+
+
+def _sort_ends(spans: Sequence[_Span]) -> tuple[IntArray, IntArray]:
+    begin = np.array([span[1] for span in spans], dtype=np.int64)
+    end = np.array([span[2] for span in spans], dtype=np.int64)
+    order = np.argsort(begin, kind="stable")
+    return begin[order], end[order]
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +38,7 @@ from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, S
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
+from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.sides import local_of, place_sharding
 
 
@@ -87,6 +87,11 @@ class LaidModel(dict[str, Any]):
 _EXTRA_STATE = "_extra_state"
 # What torch.compile calls the module inside the one that it gives.
 _COMPILED = "_orig_mod."
+
+# What a tensor with a layout says of its kind: type, local shape, layout, members, sharding.
+_Says: TypeAlias = tuple[
+    torch.dtype | None, torch.Size | None, Layout | None, Fusion | None, ShardingSpec | None
+]
 
 Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
 
@@ -189,12 +194,16 @@ class _Lister:
         self._group = group
         self.first_rank = 0
         self._described: dict[Any, tuple[ShardingSpec, Layout]] = {}
+        # By the identity of what says it, which is kept here so that it stays the only one.
+        self._by_identity: dict[Any, tuple[ShardingSpec, Layout, Any]] = {}
         self._shifted: dict[Layout, Layout] = {}
         self._names: list[str] = []
         self._own_names: list[str] = []
         self._local_names: list[str] = []
         self._samples: list[str] = []
         self._kinds: dict[EntryKind, int] = {}
+        # Tensors with layouts are of few kinds, which are found by what they differ in.
+        self._kind_numbers: dict[_Says, int] = {}
         self._kind_of: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
@@ -222,8 +231,28 @@ class _Lister:
         self._samples.append(sample)
         self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
 
+    def _list_laid(self, name: str, own_name: str, says: _Says, sample: str = "") -> None:
+        number = self._kind_numbers.get(says)
+        if number is None:
+            dtype, shape, layout, fusion, spec = says
+            kind = EntryKind(
+                None if dtype is None else _name_dtype(dtype),
+                None if shape is None else tuple(shape),
+                layout,
+                fusion=fusion,
+                spec=spec,
+            )
+            number = self._kind_numbers[says] = self._kinds.setdefault(kind, len(self._kinds))
+        self._names.append(name)
+        self._own_names.append(own_name)
+        self._local_names.append("")
+        self._samples.append(sample)
+        self._kind_of.append(number)
+
     def add(self, given_name: str, value: Any, model_name: str) -> None:
-        name, fusion = self._find_name(given_name)
+        name, fusion = given_name, None
+        if self._naming is not None:
+            name, fusion = self._find_name(given_name)
         own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
@@ -233,7 +262,7 @@ class _Lister:
             layout = self._shifted[given]
         # This rank has no part of the tensor, and knows its layout.
         if value is None and layout is not None:
-            self._list(name, own_name, EntryKind(None, None, layout, fusion=fusion))
+            self._list_laid(name, own_name, (None, None, layout, fusion, None))
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
@@ -251,26 +280,31 @@ class _Lister:
         local = self._local(name, value)
         if local is None:
             return
-        pattern = member_pattern(name, self._stacks)
+        pattern = member_pattern(name, self._stacks) if self._stacks else None
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
         has_part = layout is None or self._group.rank in layout.local_shapes
         self._register(name, value, local, has_part)
-        shape = tuple(local.shape) if has_part else None
         if layout is None and self._takes_samples:
             sample = sample_of(local)
-        kind = EntryKind(_name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
-        self._list(name, own_name, kind, sample)
+        shape = local.shape if has_part else None
+        self._list_laid(name, own_name, (value.dtype, shape, layout, fusion, spec), sample)
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
         """How a DTensor is cut. Layers are cut alike, so this is worked out once for all."""
-        order = getattr(value._spec, "shard_order", None)
-        key = value.device_mesh, value.placements, value.shape, order
-        if key not in self._described:
-            spec = place_sharding(sharding_of(value), self._group)
-            self._described[key] = spec, spec.layout(tuple(value.shape))
-        return self._described[key]
+        says = value._spec
+        mesh, placements, order = says.mesh, says.placements, getattr(says, "shard_order", None)
+        # Torch's own hashes of meshes and placements take longer than all else of a tensor.
+        identity = id(mesh), *map(id, placements), value.shape, order
+        known = self._by_identity.get(identity)
+        if known is None:
+            key = mesh, placements, value.shape, order
+            if key not in self._described:
+                spec = place_sharding(sharding_of(value), self._group)
+                self._described[key] = spec, spec.layout(tuple(value.shape))
+            known = self._by_identity[identity] = (*self._described[key], key)
+        return known[:2]
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""
@@ -314,7 +348,7 @@ class _Lister:
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
         """A tensor's memory here; None, and a problem, where it has none of its own."""
-        if value.layout != torch.strided or value.device.type == "meta":
+        if value.layout is not torch.strided or value.is_meta:
             self.problems.append(
                 f"{name}: a {value.layout} tensor on {value.device}; give one dense and in memory"
             )
@@ -443,53 +477,3 @@ def _add_attributes(
             f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
         )
     return replace(parameter, **says)
-
-
-# Stacks of all layers are cut alike.
-@lru_cache(maxsize=8192)
-def position_of(layout: Layout, rank: int, number: int) -> int | None:
-    """Where a rank has index `number` of the first dimension; None where it does not have it.
-
-    >>> position_of(Layout.replicated((4, 2)), 0, 3)
-    3
-    """
-    if rank >= layout.slots or not layout.cells_of(rank):
-        return None
-    part = int(layout.cell_part[layout.cells_of(rank).start, 0])
-    return _position_in_part(layout, part, number)
-
-
-def _position_in_part(layout: Layout, part: int, number: int) -> int | None:
-    for start, stop, local_start, _ in layout.tables[0].runs_of(part):
-        if start <= number < stop:
-            return int(local_start + number - start)
-    return None
-
-
-@lru_cache(maxsize=8192)
-def member_layout(layout: Layout, number: int) -> Layout:
-    """The layout of one member of a stacked tensor: those who have it, without the first dimension.
-
-    >>> from reshard.layout import Box
-    >>> boxes = [(0, Box((0, 0), (2, 2))), (1, Box((2, 0), (4, 2)))]
-    >>> halves = Layout.from_boxes((4, 2), boxes)
-    >>> member_layout(halves, 3).holders
-    (1,)
-    """
-    parts = [
-        part
-        for part in range(layout.tables[0].parts)
-        if _position_in_part(layout, part, number) is not None
-    ]
-    # The cells that hold the member, without their part of the stacked dimension.
-    chosen = np.isin(layout.cell_part[:, 0], parts)
-    return Layout(
-        layout.shape[1:],
-        layout.tables[1:],
-        layout.slots,
-        layout.cell_slot[chosen],
-        layout.cell_part[chosen, 1:],
-        layout.cell_contribution[chosen],
-        layout.contributions,
-        layout.reduction,
-    )

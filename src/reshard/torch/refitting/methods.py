@@ -28,6 +28,7 @@ from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
+from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -58,10 +59,16 @@ BY_EXCHANGE = TensorMethod()
 
 def job_of(matches: Iterable[Match]) -> Job:
     """Tensors as one job, so that senders are chosen for all together."""
-    return Job(
-        JobItem.between_ranks(one.name, as_dtype(one.dtype), one.source, one.target)
-        for one in matches
-    )
+    # Layers move alike, so that what is equal of their items is worked out once.
+    known: dict[tuple[str, Layout, Layout], JobItem] = {}
+    items = []
+    for one in matches:
+        key = one.dtype, one.source, one.target
+        like = known.get(key)
+        if like is None:
+            like = known[key] = JobItem.between_ranks(one.name, as_dtype(one.dtype), *key[1:])
+        items.append(like.named(one.name))
+    return Job(items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +138,17 @@ class RefitMethods:
     ) -> tuple[TensorMethod, ...]:
         """The methods, with stages for what has no program: where asked for, or quicker."""
         hosts = self.stage_topology
+        # On one host nothing crosses.
+        if hosts is None or (hosts.hosts == 1 and self.method != "stages"):
+            return chosen
         can_be = [
             one.program is None and can_be_staged(LayoutChange(match.source, match.target))
             for match, one in zip(matches, chosen, strict=True)
         ]
-        if hosts is None or not any(can_be):
+        if not any(can_be):
             return chosen
         why = "asked for"
         if self.method != "stages":
-            # On one host nothing crosses.
-            if hosts.hosts == 1:
-                return chosen
             job = job_of(match for match, can in zip(matches, can_be, strict=True) if can)
             hosts = hosts if self.topology is not None else assume_links(hosts)
             staged_s, direct_s = StagedJob(job, hosts).pipelined_s, job.estimate(hosts).seconds_s

@@ -83,4 +83,9 @@ def paused_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        # What was made is kept: it counts as old at once, and is not looked through when the
+        # collector goes on. Unless others keep objects from it, which would be given back too.
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
