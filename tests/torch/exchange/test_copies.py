@@ -8,19 +8,26 @@ pytest.importorskip("torch")
 
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.utils.dlpack
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.errors import UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.torch.exchange.copies import (
+    _KEPT,
+    DEFAULT_KEPT_BYTES,
+    KeptMemory,
     combine,
     copier,
     empty_bytes,
     empty_result,
     is_added_in_place,
+    keep_memory,
     row_bytes,
 )
 
@@ -148,6 +155,95 @@ def test_a_result_is_an_ordinary_tensor(elements: int) -> None:
     assert found.shape == (elements,) and found.eq(3).all()
     # Such as of `torch.empty`: it can be resized.
     found.resize_(elements + 1)
+
+
+def use_memory(use: str, result: torch.Tensor) -> object:
+    """Something of the user's that has the memory of a result, and is no tensor of it perhaps."""
+    uses: dict[str, Callable[[], object]] = {
+        "tensor": lambda: result,
+        "view": lambda: result[1:],
+        "storage": result.untyped_storage,
+        "array": result.numpy,
+        "buffer": lambda: memoryview(result.numpy())[2:],
+        "capsule": lambda: torch.utils.dlpack.to_dlpack(result),
+        "parameter": lambda: torch.nn.Parameter(result),
+        "clone on write": lambda: torch._lazy_clone(result),
+        "graph": lambda: (result * torch.ones(1, requires_grad=True)).grad_fn,
+    }
+    return uses[use]()
+
+
+USES = ["tensor", "view", "storage", "array", "buffer", "capsule", "parameter", "graph"]
+
+
+@pytest.mark.parametrize("use", [*USES, "clone on write"])
+def test_memory_that_somebody_has_is_not_given_to_another(use: str) -> None:
+    kept = KeptMemory(1 << 20)
+    result = torch.zeros(64)
+    address, size_bytes = result.data_ptr(), result.nbytes
+    kept.keep(result.untyped_storage())
+    mine = use_memory(use, result)
+    del result
+    assert kept.find(size_bytes) is None
+    del mine
+    found = kept.find(size_bytes)
+    # What was cloned on write stays so, and is never used again.
+    assert (found is None) if use == "clone on write" else found.data_ptr() == address
+    # What was found is in use until its holder lets it go.
+    assert found is None or kept.find(size_bytes) is None
+
+
+def test_memory_that_is_shared_or_resized_is_not_given_to_another() -> None:
+    kept = KeptMemory(1 << 20)
+    shared, resized = torch.zeros(64), torch.zeros(32)
+    kept.keep(shared.untyped_storage())
+    kept.keep(resized.untyped_storage())
+    shared.share_memory_()
+    resized.resize_(128)
+    del shared, resized
+    assert kept.find(64 * 4) is None and kept.find(32 * 4) is None
+    assert kept.find(128 * 4) is not None
+
+
+def test_as_much_memory_is_kept_as_is_said_and_the_latest() -> None:
+    kept = KeptMemory(3 * 64)
+    for elements in (16, 17, 18, 100):
+        kept.keep(torch.zeros(elements).untyped_storage())
+    # Of 64, 68 and 72 bytes two fit; 400 alone are too many.
+    assert [kept.find(4 * elements) is not None for elements in (16, 17, 18, 100)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    kept.limit(0)
+    assert kept.find(68) is None and kept.find(72) is None
+    with pytest.raises(UsageError, match="most_bytes=-1; give a whole number"):
+        keep_memory(-1)
+
+
+def test_results_take_the_memory_of_those_that_are_freed() -> None:
+    shape = (1 << 10, (1 << 10) + 24)
+    first = empty_result(shape, torch.float32, CPU)
+    address = first.data_ptr()
+    second = empty_result(shape, torch.float32, CPU)
+    assert second.data_ptr() != address
+    first.fill_(1)
+    del first
+    # Another type and shape of as many bytes.
+    third = empty_result((2, *shape), torch.bfloat16, CPU)
+    assert third.data_ptr() == address and not third._is_view() and third.is_contiguous()
+    third.fill_(3)
+    second.fill_(2)
+    assert third.eq(3).all() and second.eq(2).all()
+    third.resize_(1)
+    keep_memory(0)
+    try:
+        addresses = {empty_result(shape, torch.float32, CPU).data_ptr() for _ in range(2)}
+        assert address not in addresses or len(addresses) == 1
+        assert not _KEPT._storages
+    finally:
+        keep_memory(DEFAULT_KEPT_BYTES)
 
 
 def test_large_memory_asks_for_large_pages() -> None:

@@ -5,7 +5,8 @@
    itself or, where torch cannot compute in it, in float32.
 2. *Staging memory.* Memory that nobody has used comes page by page, as it is first written: of
    64 MiB, 16,384 times 4 KiB. Where the system has larger pages it is asked for them: 32 times
-   2 MiB.
+   2 MiB. Results come by turns: memory of an earlier one that nobody has any more is used again, as
+   its pages are there (`keep_memory`).
 3. *Copying rows.* Where a copy moves rows and changes no element, a long row is one `memcpy`,
    which NumPy calls for each; torch has a loop of its own, which is quicker for short ones.
 4. *Many small copies.* They are one call, which goes from one to the next outside of Python.
@@ -15,14 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from reshard.errors import ShardError
+from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.contributions import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
@@ -158,22 +162,143 @@ _WORDS = {
 }
 
 
+class KeptMemory:
+    """Memory of results, the latest ones, for others of as many bytes once nobody has it.
+
+    What is kept is held as torch's storage, and counts as free where this is all that has it: no
+    tensor, view, array or storage of the user's. So no two tensors in use ever share it.
+
+    >>> kept, result = KeptMemory(most_bytes=64), torch.zeros(4)
+    >>> address = result.data_ptr()
+    >>> kept.keep(result.untyped_storage())
+    >>> kept.find(16) is None
+    True
+    >>> del result
+    >>> kept.find(16).data_ptr() == address
+    True
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        # The oldest first.
+        self._storages: list[torch.UntypedStorage] = []
+        self._bytes = 0
+
+    def limit(self, most_bytes: int) -> None:
+        """Keep no more than so many bytes from here on."""
+        with self._lock:
+            self._most_bytes = most_bytes
+            self._drop()
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Hold a storage for later, and drop the oldest where they are too many bytes."""
+        # Whoever comes while another thread is at it does without.
+        can_tell = _COUNT_USERS is not None and _IS_CLONED_ON_WRITE is not None
+        if (
+            not can_tell
+            or storage.nbytes() > self._most_bytes
+            or not self._lock.acquire(blocking=False)
+        ):
+            return
+        try:
+            self._storages.append(storage)
+            self._bytes += storage.nbytes()
+            self._drop()
+        finally:
+            self._lock.release()
+
+    def find(self, size_bytes: int) -> torch.UntypedStorage | None:
+        """A storage of exactly so many bytes that nobody has; it counts as the latest."""
+        if not self._storages or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            for number in range(len(self._storages)):
+                if self._storages[number].nbytes() == size_bytes and self._is_free(number):
+                    found = self._storages.pop(number)
+                    self._storages.append(found)
+                    return found
+        finally:
+            self._lock.release()
+        return None
+
+    def _is_free(self, number: int) -> bool:
+        # The object is the one that a user has too, so what refers to it counts as well: here the
+        # list, and the argument of the call. Of the memory it is the only holder.
+        if sys.getrefcount(self._storages[number]) > _REFERENCES_OF_ONE:
+            return False
+        storage = self._storages[number]
+        if _COUNT_USERS(storage._cdata) > 1 or storage.is_shared():
+            return False
+        # Two storages may have one memory, until one of them is written.
+        return not _IS_CLONED_ON_WRITE(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+    def _drop(self) -> None:
+        # A storage that somebody has resized has other bytes than when it came.
+        self._bytes = sum(one.nbytes() for one in self._storages)
+        while self._bytes > self._most_bytes:
+            self._bytes -= self._storages.pop(0).nbytes()
+
+
+# Torch's own, which a version of it may lack: then nothing is kept.
+_COUNT_USERS: Any = getattr(torch._C, "_storage_Use_Count", None)
+_IS_CLONED_ON_WRITE: Any = getattr(torch._C, "_is_cow_tensor", None)
+# What `sys.getrefcount` gives of an object that a list has, and nobody else.
+_LISTED = [object()]
+_REFERENCES_OF_ONE = sys.getrefcount(_LISTED[0])
+DEFAULT_KEPT_BYTES = 512 << 20
+_KEPT = KeptMemory(DEFAULT_KEPT_BYTES)
+
+
+def keep_memory(most_bytes: int) -> None:
+    """Set how much memory of results on the CPU is kept for the next ones, and free what is beyond.
+
+    Memory that nobody has used costs more than to copy into it: the system clears each page. So
+    results of 4 MiB or more, of `redistribute` and of partitioned tensors, take the memory of
+    earlier ones of as many bytes that have been freed. It stays with this process meanwhile:
+    512 MiB at most, unless this says otherwise.
+
+    Args:
+        most_bytes: the most bytes; none are kept when 0.
+
+    Raises:
+        UsageError: what is no such number.
+
+    >>> keep_memory(0)
+    >>> keep_memory(DEFAULT_KEPT_BYTES)
+    """
+    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 0:
+        raise UsageError(f"most_bytes={most_bytes!r}; give a whole number of bytes, 0 for none")
+    _KEPT.limit(most_bytes)
+
+
 def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of any values, to be written once; on the CPU of large pages where there are some.
 
     >>> empty_result((2, 3), torch.float32, torch.device("cpu")).shape
     torch.Size([2, 3])
     """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes < _LARGE_BYTES or device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    known = _KEPT.find(size_bytes)
+    if known is not None:
+        # No view, but a tensor as `torch.empty` gives it.
+        found = torch.empty(0, dtype=dtype, device=device)
+        if type(found) is torch.Tensor:
+            strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
+            return found.set_(known, 0, tuple(shape), strides)
     found = torch.empty(tuple(shape), dtype=dtype, device=device)
-    size_bytes = found.numel() * found.element_size()
     # Fake tensors have no memory.
-    is_there = type(found) is torch.Tensor and device.type == "cpu"
-    if size_bytes >= _LARGE_BYTES and is_there and _MADVISE is not None:
+    if type(found) is not torch.Tensor:
+        return found
+    if _MADVISE is not None:
         # Whole pages only: what else lies in the first and last one is not ours.
         begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         # Advice: where it is not taken, pages are as small as ever.
         _MADVISE(begin, end - begin, mmap.MADV_HUGEPAGE)
+    _KEPT.keep(found.untyped_storage())
     return found
 
 
