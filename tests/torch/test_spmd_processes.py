@@ -24,3 +24,7 @@ def test_where_other_systems_are_wrong_over_processes() -> None:
 
 def test_gradients_through_shards_over_processes() -> None:
     expect_all_end_well(run_ranks("spmd_gradient_process.py", 4))
+
+
+def test_differentiating_and_training_over_processes() -> None:
+    expect_all_end_well(run_ranks("spmd_training_process.py", 4))
