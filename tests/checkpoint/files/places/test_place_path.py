@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ import pytest
 from reshard.checkpoint.files.places import place_path
 from reshard.checkpoint.files.places.object_source import FolderListing, ObjectState
 from reshard.checkpoint.files.places.place import KnownPlace
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path, join_path, walk_folder
+from reshard.checkpoint.files.places.place_path import (
+    PlacePath,
+    as_path,
+    join_path,
+    read_each,
+    walk_folder,
+)
 from reshard.errors import UsageError
 
 
@@ -146,3 +153,20 @@ def test_files_that_are_elsewhere() -> None:
     assert join_path(Path("model"), "s3://b/x") == PlacePath("s3://b/x")
     assert join_path(FOLDER, "/data/x") == Path("/data/x")
     assert join_path(FOLDER, "in/b") == FOLDER / "in" / "b"
+
+
+def test_of_places_several_are_read_at_a_time() -> None:
+    barrier = threading.Barrier(4)
+
+    def read(path: Path) -> str:
+        # Nobody passes alone.
+        barrier.wait(timeout=30)
+        return path.name
+
+    names = [f"{number}" for number in range(4)]
+    assert list(read_each(read, (FOLDER / name for name in names))) == names
+    taken: list[str] = []
+    found = read_each(lambda path: taken.append(path.name), map(Path, names))
+    next(found)
+    # Of this machine one after the other, so that not all of what is read is in memory.
+    assert taken == ["0"]

@@ -36,8 +36,8 @@ _PIECE_BYTES = 256 << 10
 _ATTEMPTS = 6
 _FIRST_WAIT_S = 0.2
 _GIVE_UP_S = 60
-# Requests for names, of which none takes long.
-_IN_FLIGHT = 16
+#: Requests for names and headers at a time, of which none takes long.
+IN_FLIGHT = 16
 # A web server lists nothing: these names of a model's files are asked for.
 _USUAL_NAMES = (
     "model.safetensors",
@@ -157,7 +157,7 @@ class BucketSource:
 
     def _ask_for_usual_names(self, key: str) -> FolderListing:
         keys = [f"{key}/{name}" if key else name for name in _USUAL_NAMES]
-        with ThreadPoolExecutor(_IN_FLIGHT) as threads:
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
             states = list(threads.map(self.look_at, keys))
         objects = {name: state for name, state in zip(_USUAL_NAMES, states, strict=True) if state}
         return FolderListing(objects, is_whole=False)

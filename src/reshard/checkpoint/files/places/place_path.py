@@ -18,12 +18,17 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath, PurePath
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from reshard.checkpoint.files.places.object_source import FolderListing, ObjectState
+from reshard.checkpoint.files.places.object_source import (
+    IN_FLIGHT,
+    FolderListing,
+    ObjectState,
+)
 from reshard.checkpoint.files.places.place import (
     ALIASES,
     PARTS,
@@ -36,6 +41,9 @@ from reshard.errors import UsageError
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(@[\w./-]+)?")
+
+
+Found = TypeVar("Found")
 
 
 class PlacePath(PosixPath):
@@ -276,6 +284,22 @@ def join_path(folder: Path, name: str) -> Path:
     if "://" in name and _ADDRESS.fullmatch(name):
         return PlacePath(name)
     return Path(name) if name.startswith("/") else folder / name
+
+
+def read_each(read: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[Found]:
+    """What is read of each path, in their order; of places, of several at a time.
+
+    Of this machine each is read when it is asked for. Raises what `read` does.
+
+    >>> list(read_each(len, map(Path, []))), list(read_each(str, [Path("a"), Path("b")]))
+    ([], ['a', 'b'])
+    """
+    listed = [*paths]
+    if not any(isinstance(path, PlacePath) for path in listed):
+        yield from map(read, listed)
+        return
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        yield from threads.map(read, listed)
 
 
 def walk_folder(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:

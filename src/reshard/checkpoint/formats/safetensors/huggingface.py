@@ -19,6 +19,7 @@ import numpy as np
 
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
@@ -137,7 +138,7 @@ def read_indexed(index: Path) -> Checkpoint:
     weight_map = read_weight_map(index)
     names = sorted(set(weight_map.values()))
     expect_files(index, weight_map)
-    headers = [read_header(index.parent / name) for name in names]
+    headers = [*read_each(read_header, (index.parent / name for name in names))]
     found = {name: header.columns.names for name, header in zip(names, headers, strict=True)}
     check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)

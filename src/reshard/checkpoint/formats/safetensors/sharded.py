@@ -26,6 +26,7 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
@@ -222,8 +223,9 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     metadata: dict[str, str] = {}
     # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
     # shards that the manifest expects. Headers may be long: one at a time is in memory.
-    for file in manifest.files:
-        held, starts, found = _read_shards(folder, file, described)
+    headers = read_each(read_header, (folder / file.name for file in manifest.files))
+    for file, header in zip(manifest.files, headers, strict=True):
+        held, starts, found = _read_shards(folder, file, header, described)
         metadata.update(found)
         shards.append((file.rank, file.name, held, starts))
     # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
@@ -237,11 +239,10 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _read_shards(
-    folder: Path, file: StoredFile, described: ManifestTensors
+    folder: Path, file: StoredFile, header: FileHeader, described: ManifestTensors
 ) -> tuple[IntArray, IntArray, Mapping[str, str]]:
     """The shards of a file: the rows of their tensors, and where each begins; and its metadata."""
     path = folder / file.name
-    header = read_header(path)
     if header.file_size_bytes != file.size_bytes:
         raise CheckpointError(
             f"{path} has {header.file_size_bytes} bytes, the manifest says {file.size_bytes}; it "
@@ -324,8 +325,8 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
     files = []
     metadata: dict[str, str] = {}
-    for number, name in enumerate(names):
-        header = read_header(folder / name)
+    headers = read_each(read_header, (folder / name for name in names))
+    for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         rank = rank_of_file(name)
         # Files of other names are numbered in the order of their names.
         rank = number if rank is None else rank
