@@ -230,3 +230,19 @@ def test_an_operator_of_the_user_s_own() -> None:
         table._pullbacks.pop("plus_three", None)
     with pytest.raises(UsageError, match="operator exp has a derivative of the package's"):
         sp.gradient("exp")
+
+
+def test_values_that_jax_traces_are_refused_by_name() -> None:
+    traced = type("JitTracer", (type("Tracer", (), {"__module__": "jax._src.core"}),), {})()
+    for run in (lambda: sp.array(traced), lambda: X * traced, lambda: sp.exp(traced)):
+        with pytest.raises(UsageError, match=r"jax\.grad and jax\.jit do not go through them"):
+            run()
+
+
+def test_an_array_of_another_library_is_refused_not_forgotten() -> None:
+    torch = pytest.importorskip("torch")
+    other = sp.array(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(UsageError, match="were asked for within"):
+        sp.grad(lambda x: sp.sum(other * x).to_dense())(X)
+    found = sp.grad(lambda x: sp.sum(x * sp.array(np.ones(3))))(other)
+    assert found.to_dense().tolist() == [1.0, 1.0, 1.0]

@@ -28,6 +28,7 @@ from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.refusals import refuse_traced
 from reshard.spmd.shards.runner import Runner, runner_for
 
 Dims = Iterable[DimSpec | Sequence[str]]
@@ -287,6 +288,7 @@ def array(
             cast: ShardedArray = data_types.astype(kept, dtype)
             return cast
         data = data.to_dense()
+    refuse_traced("sp.array", data)
     keeper = runner_for(data) if runner is None else runner
     wanted = None if dtype is None else as_dtype(dtype)
     try:

@@ -54,6 +54,11 @@ def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
     runner = first.runner
     if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
         return one
+    for recorder in recorders:
+        # The copy is another array, which depends on nothing.
+        read = getattr(recorder, "record_read", None)
+        if read is not None:
+            read(one)
     mesh = None if one.type.spec is None else one.type.spec.mesh
     shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
     made = [

@@ -42,7 +42,7 @@ from reshard.spmd.shards.pending_sums import (
     with_pending,
     without_pending,
 )
-from reshard.spmd.shards.refusals import REFUSALS, check_shapes, make_refusal, refuse
+from reshard.spmd.shards.refusals import REFUSALS, check_shapes, make_refusal, refuse, refuse_traced
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement
 
@@ -168,6 +168,8 @@ def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
                     "one runner: sp.array(x.to_dense(), spec)"
                 )
     if runner is None:
+        for operand in operands:
+            refuse_traced(name, operand)
         raise UsageError(f"{name} of {list(operands)}; at least one sp.array(...) was expected")
     return runner
 
@@ -259,6 +261,7 @@ def _compile(
     # 1. Check the operands, and find the mesh and the operator.
     for operand in operands:
         if not isinstance(operand, ArrayValue | int | float | complex):
+            refuse_traced(name, operand)
             raise UsageError(
                 f"{name} of {operand!r}, a {type(operand).__name__}; numbers and arrays were "
                 "expected: make it one with sp.array"

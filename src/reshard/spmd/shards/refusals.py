@@ -15,6 +15,17 @@ REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
 """The errors of libraries for elements, or shapes, that they cannot work on."""
 
 
+def refuse_traced(asked: str, value: object) -> None:
+    """Raises UsageError for a value that JAX traces, in `jax.grad` or `jax.jit`."""
+    for kind in type(value).__mro__:
+        if kind.__name__ == "Tracer" and kind.__module__.partition(".")[0] == "jax":
+            raise UsageError(
+                f"{asked} of a value that JAX traces, a {type(value).__name__}: arrays in shards "
+                "compute at once, and jax.grad and jax.jit do not go through them; differentiate "
+                "with sp.grad, and see what is computed with sp.trace"
+            )
+
+
 def check_shapes(
     operator: Operator,
     operands: Sequence[ArrayType | None],
