@@ -55,9 +55,10 @@ def run_rank_programs(
     environment: Mapping[str, str] | None = None,
     *,
     timeout_s: float = 400,
-) -> None:
-    """Run a command as the ranks of a job, a process each; an error has what those that failed
-    printed.
+) -> list[str]:
+    """What the ranks of a job print, each of which runs a command in a process of its own.
+
+    Raises RuntimeError, with what ranks printed, where one of them fails.
 
     Raises TimeoutError where one of them hangs. None of them is left.
     """
@@ -93,14 +94,13 @@ def run_rank_programs(
             for one in processes:
                 one.kill()
                 one.wait()
-        told = "\n".join(
-            f"--- rank {rank}\n{output.read_text(errors='replace')[-4000:]}"
-            for rank, output in enumerate(outputs)
-        )
+        texts = [output.read_text(errors="replace") for output in outputs]
+        told = "\n".join(f"--- rank {n}\n{text[-4000:]}" for n, text in enumerate(texts))
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}\n{told}")
     if left:
         raise TimeoutError(f"ranks {left} did not end within {timeout_s} s\n{told}")
+    return texts
 
 
 class Jobs:

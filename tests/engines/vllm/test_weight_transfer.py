@@ -21,8 +21,8 @@ PROGRAM = Path(__file__).parent / "transfer_trainer.py"
 
 @pytest.mark.usefixtures("installed")
 def test_an_engine_generates_by_the_weights_of_each_version(tmp_path: Path) -> None:
-    folder, saved, result = tmp_path / "llama", tmp_path / "saved", tmp_path / "found.json"
-    write_config("llama", folder)
+    folder, saved, result = tmp_path / "served", tmp_path / "saved", tmp_path / "found.json"
+    write_config("qwen3_moe", folder)
     command = [sys.executable, PROGRAM, folder, saved, result]
     # The program is a trainer of one rank; the workers are vLLM's to start.
     run_rank_programs(command, 1, engine_variables(2), timeout_s=900)

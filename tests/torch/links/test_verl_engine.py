@@ -6,7 +6,7 @@ import abc
 import asyncio
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -30,9 +30,9 @@ class CheckpointEngine(abc.ABC):
     @abc.abstractmethod
     def finalize(self) -> None: ...
     @abc.abstractmethod
-    async def send_weights(self, weights: Any) -> None: ...
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None: ...
     @abc.abstractmethod
-    async def receive_weights(self) -> Any: ...
+    async def receive_weights(self, global_steps: int | None = None) -> Any: ...
 
 
 class Registry:
@@ -74,7 +74,13 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 async def collect(end: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor async for name, tensor in end.receive_weights()}
+    return {name: tensor async for name, tensor in end.receive_weights(global_steps=1)}
+
+
+async def stream(step: int) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """As some of verl's trainers have them."""
+    for pair in weights(step).items():
+        yield pair
 
 
 def test_every_worker_gets_the_stream(make_end: Any) -> None:
@@ -100,8 +106,8 @@ def test_every_worker_gets_the_stream(make_end: Any) -> None:
             for one in begun:
                 one.result(60)
             sent = [
-                threads.submit(asyncio.run, end.send_weights(iter(weights(step).items())))
-                for end in ends[:trainers]
+                threads.submit(asyncio.run, end.send_weights(given, global_steps=step))
+                for end, given in zip(ends, (weights(step).items(), stream(step)), strict=False)
             ]
             found = [threads.submit(asyncio.run, collect(end)) for end in ends[trainers:]]
             for one in sent:

@@ -14,7 +14,9 @@ verl gives every rank of a trainer a stream of whole tensors, and wants it on ev
 
 A bucket is a table in JSON, with its length before it, and then the bytes of tensors.
 
-Source: `verl.checkpoint_engine.base` of verl 0.7.
+verl makes it where this module is its `custom_backend_module`, which every process of verl imports.
+
+Source: `verl.checkpoint_engine.base` of verl 0.7 and 0.9.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import json
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterable
+import sys
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 import torch
@@ -152,8 +155,16 @@ class StreamEnd:
         if link is not None:
             link.close()
 
-    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    async def send_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+    ) -> None:
         """Send all of a stream, which is the same on every rank of the trainer.
+
+        Args:
+            weights: names and whole tensors.
+            global_steps: verl's step; workers are told by verl itself.
 
         Raises:
             UsageError: before `init_process_group`.
@@ -162,7 +173,7 @@ class StreamEnd:
         table: list[Any] = []
         parts: list[torch.Tensor] = []
         used = _LENGTH_BYTES + _ENTRY_BYTES
-        for name, tensor in weights:
+        async for name, tensor in _iterate(weights):
             shape, kind = list(tensor.shape), as_dtype(tensor.dtype).name
             whole = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             entry = _ENTRY_BYTES + 4 * len(name) + 24 * len(shape)
@@ -199,8 +210,13 @@ class StreamEnd:
         if lost:
             raise RunError(f"weights did not reach all workers: {lost}")
 
-    async def receive_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The tensors of a stream, whole and on the host, each when all of it is here.
+
+        Args:
+            global_steps: verl's step.
 
         Raises:
             LinkError: the trainer is lost, or what it sends is no stream.
@@ -250,3 +266,17 @@ class StreamEnd:
         if self._sync is None:
             raise UsageError("weights without a link; call init_process_group first")
         return self._sync
+
+
+async def _iterate(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, AsyncIterable):
+        async for pair in weights:
+            yield pair
+    else:
+        for pair in weights:
+            yield pair
+
+
+# verl imports its backends' modules when its registry is there, and makes them by name afterwards.
+if "verl.checkpoint_engine" in sys.modules:
+    register()

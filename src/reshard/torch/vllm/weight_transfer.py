@@ -79,6 +79,7 @@ def make_engine_class() -> Any:
         secret: str | None = None
         timeout_s: float = 1800.0
         sources: Any = "module"
+        strict: bool = True
 
     @dataclass
     class LinkUpdate(base.WeightTransferUpdateInfo):  # type: ignore[misc]
@@ -107,6 +108,7 @@ def make_engine_class() -> Any:
                     secret=init_info.secret,
                     timeout_s=init_info.timeout_s,
                     sources=init_info.sources,
+                    strict=init_info.strict,
                 )
 
         def start_weight_update(self) -> None:
@@ -146,13 +148,17 @@ def make_init_class() -> Any:
     """The class of what a trainer is made of, whose base is vLLM's."""
     from vllm.distributed.weight_transfer import base
 
+    # vLLM loads plug-ins in its engines, and a trainer is none.
+    register_backend()
+
     @dataclass
     class ReshardTrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
         """A rank of a trainer, its model, and the link.
 
         `url`, `name`, `secret` and `timeout_s` are those of `reshard.torch.connect`; `options` of
-        `prepare`, such as `cast` and `names`; `sources` is what the engine takes the trainer's
-        tensors to be, see `LinkedRank`. A secret is not sent: workers have it in the environment.
+        `prepare`, such as `cast` and `names`; `sources`, what the engine takes the trainer's
+        tensors to be, and `strict` are those of `LinkedRank`. A secret is not sent: workers have
+        it in the environment.
         """
 
         backend: ClassVar[str] = BACKEND
@@ -163,6 +169,7 @@ def make_init_class() -> Any:
         secret: str | None = None
         timeout_s: float = 1800.0
         sources: Any = "module"
+        strict: bool = True
         options: dict[str, Any] = field(default_factory=dict)
 
     return ReshardTrainerInit
@@ -199,6 +206,7 @@ def make_trainer_class() -> Any:
                 "name": init_info.name,
                 "timeout_s": init_info.timeout_s,
                 "sources": init_info.sources,
+                "strict": init_info.strict,
             }
 
             def meet() -> Any:
