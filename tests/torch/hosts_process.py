@@ -1,7 +1,7 @@
 """One rank of a job over hosts that are network namespaces: what crosses their links is counted.
 
 The arguments say, as JSON, which host each rank is on, the processes that keep the hosts and the
-racks, the address of the first host, and the rack of each.
+racks, the address of the first host, the rack of each, and the rate of their links.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch.distributed as dist
 import reshard
 from host_network import enter_host
 from rank_cases import run_cases
-from refit_models import expect, expect_same, part, whole
+from refit_models import expect, expect_same, part, refused, whole
 from reshard.dtypes import dtype
+from reshard.errors import UsageError
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
-from reshard.torch import Refit, redistribute
+from reshard.torch import Refit, measure_links, redistribute
 
 ORDER: dict[str, Any] = {}
 # Above what planning, agreement and the headers of packets take; a second copy is far above it.
@@ -167,8 +168,32 @@ def given_hosts() -> None:
     expect_same({name: out}, {name: filled[name][0]}, "a redistribution")
 
 
+def measured_hosts() -> None:
+    """Links are told apart, and are not quicker than they are held to; all ranks find the same."""
+    names = {f"host{host}": f"rack{rack}" for host, rack in enumerate(ORDER["racks"])}
+    found = measure_links(racks=names)
+    expect(found.rank_host.tolist() == ORDER["hosts"], f"hosts {found.rank_host}")
+    expect(found.host_rack.tolist() == ORDER["racks"], f"racks {found.host_rack}")
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (found.between_hosts, found.between_racks, found.overhead))
+    expect(len(set(told)) == 1, f"ranks found {told}")
+    shared = found.overhead
+    links = [found.between_hosts, shared.shared_network]
+    if found.racks > 1:
+        expect(shared.shared_uplink is not None, "no uplink was measured")
+        links += [found.between_racks, shared.shared_uplink]
+    # A busy machine makes them slower, and nothing makes them much quicker.
+    most = 2.5 * ORDER["rate"] / 8
+    quick = [link for link in links if link and link.bandwidth_bytes_per_s > most]
+    expect(found.between_hosts is not None and not quick, f"{quick} above {most}")
+    source, target, filled = models()
+    Refit.prepare(source, target, topology=found).run()
+    expect_same(target, filled, "a refit on measured links")
+    refused(lambda: measure_links(racks={"host0": "a"}), UsageError, "do not have the hosts host1")
+
+
 if __name__ == "__main__":
     ORDER |= json.loads(sys.argv[1])
     enter_host(ORDER["keepers"][ORDER["hosts"][int(os.environ["RANK"])]])
     os.environ |= {"MASTER_ADDR": ORDER["address"], "GLOO_SOCKET_IFNAME": "eth0"}
-    run_cases([found_hosts, given_hosts])
+    run_cases([found_hosts, given_hosts, measured_hosts])

@@ -11,6 +11,8 @@ from live_processes import expect_all_end_well, run_ranks
 
 pytest.importorskip("torch")
 
+RATE = 250_000_000
+
 
 def test_stages_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("stages_process.py", 4))
@@ -25,7 +27,7 @@ def test_every_byte_enters_a_host_once(hosts: list[int], racks: list[int]) -> No
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    with HostNetwork(len(racks), 250_000_000, racks, 200_000_000) as network:
-        order = {"hosts": hosts, "racks": racks, "rack_keepers": network.rack_pids}
+    with HostNetwork(len(racks), RATE, racks, RATE) as network:
+        order = {"hosts": hosts, "racks": racks, "rack_keepers": network.rack_pids, "rate": RATE}
         order |= {"keepers": network.host_pids, "address": network.address(0)}
         expect_all_end_well(run_ranks("hosts_process.py", len(hosts), json.dumps(order)))

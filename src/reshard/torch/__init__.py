@@ -4,6 +4,7 @@ torch is imported here, so this package is only for programs that have it.
 """
 
 from reshard.notation.objects import sharding_of
+from reshard.torch.calibration.host_links import measure_links
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.exchange.copies import keep_memory
 from reshard.torch.exchange.usability import is_usable
@@ -44,6 +45,7 @@ __all__ = [
     "keep_memory",
     "layout_of",
     "load",
+    "measure_links",
     "module_layouts",
     "rank_of",
     "redistribute",

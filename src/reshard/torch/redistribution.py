@@ -36,7 +36,7 @@ from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
-from reshard.torch.exchange.stages import MessageRun, prepare_stages, stages_of
+from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
@@ -86,8 +86,8 @@ class Redistribution:
         self._group = group
         # Before all that may fail here only: ranks count alike.
         tag = next_tag(group) if in_background else 0
-        run: MessageRun | BackgroundExchange | ProgramRun = prepared.run(group)
-        if in_background and isinstance(run, MessageRun) and run.can_leave_its_thread:
+        run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
+        if in_background and isinstance(run, MessageExchange) and run.can_leave_its_thread:
             run = BackgroundExchange(run, tag)
         self._run = run
         self._is_done = False
@@ -319,7 +319,7 @@ class _PreparedRedistribution:
     staged: StagedJob | None
     has_gradient: bool = False
 
-    def run(self, group: RankGroup) -> MessageRun | ProgramRun:
+    def run(self, group: RankGroup) -> MessageExchange | ProgramRun:
         """This rank's part, to start and finish."""
         if self.program is not None:
             return ProgramRun(

@@ -14,6 +14,7 @@ from plans.staged_jobs import FEWER, staged_jobs
 from reshard.cost.estimate import Estimate, Part
 from reshard.dtypes import dtype
 from reshard.plans.hosts.pipeline import (
+    STEPS_BEHIND,
     PipelineSpan,
     count_parts,
     cut_parts,
@@ -75,7 +76,8 @@ def test_nothing_is_handed_on_early(
     steps = sorted(
         list_steps(staged.transfers(0), shape, PipelineSpan(0, parts)), key=lambda s: (s[0], -s[1])
     )
-    assert max(step for step, _, _ in steps) <= parts + len(staged.stage_names) - 2
+    last = parts - 1 + STEPS_BEHIND * (len(staged.stage_names) - 1)
+    assert max(step for step, _, _ in steps) <= last
     for _, stage, rows in steps:
         for row in range(len(rows)):
             source = (filled if stage else shards)[int(rows.source_slot[row])]

@@ -79,7 +79,8 @@ def test_both_ends_of_every_message_agree(
             (sent if message.is_sent else received)[message.key] = message
     assert sent.keys() == received.keys()
     for key, message in sent.items():
-        order, turn, shift, number, sender = key
+        step, stage, order, turn, shift, number, sender = key
+        assert (step, stage) == (0, 0)
         assert turn == number // in_a_turn
         assert received[key].peer == sender
         assert message.peer == (sender + shift) % RANKS

@@ -10,9 +10,9 @@ handed on, also on one of other copies::
                     |  rank 4  |  rank 5 | rank 6|
     fragments of w2 |------|---|..|     one of each for a fragment
 
-1. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
-   stretch in the proportions of the shares. So all senders are busy in every part of a job,
-   and yet no small tensor is cut into tiny pieces.
+1. A line is cut in *stretches*, whole tensors' flows of at least one of `_MOST_STRETCHES` parts of
+   it, and each stretch in the proportions of the shares. So all senders are busy in every part of
+   a job, and yet no small tensor is cut into tiny pieces.
 2. Cuts are moved back to the boundary of an element. Between two neighbouring cuts of a flow,
    on whichever line, lies a fragment.
 """
@@ -37,7 +37,9 @@ from reshard.plans.job_item import JobItem
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
-_STRETCH_BYTES = 1 << 26
+# As many as a pipeline has parts (`pipeline`), so that each part is divided among all senders; of
+# at least so many bytes for each of these, and at most so many in all.
+_MOST_STRETCHES, _LEAST_SHARE_BYTES, _STRETCH_BYTES = 16, 1 << 17, 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +95,9 @@ def divide_flows(
     sizes = ClassSizes(row_first, row_others, row_elements * itemsize, itemsize)
     copying = assign_copies(classes, sizes, topology.ranks)
     is_relayed = copying.is_relayed[row_first]
-    sending = _cut_classes(np.arange(len(item)), row_first, start, itemsize, copying.first)
+    sending = _cut_classes(np.arange(len(item)), row_first, item, start, itemsize, copying.first)
     forwarding = _cut_classes(
-        np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others
+        np.flatnonzero(is_relayed), row_others, item, start, itemsize, copying.others
     )
 
     # Between two neighbouring cuts of either line, one rank sends and one hands on: a fragment.
@@ -146,16 +148,29 @@ class _ClassCuts:
 
 
 def _cut_classes(
-    rows: IntArray, row_class: IntArray, start: IntArray, itemsize: IntArray, shares: ClassShares
+    rows: IntArray,
+    row_class: IntArray,
+    item: IntArray,
+    start: IntArray,
+    itemsize: IntArray,
+    shares: ClassShares,
 ) -> _ClassCuts:
     """The line of the given rows; row `r` has the bytes `start[r]:start[r + 1]` of the job."""
     rows = rows[np.argsort(row_class[rows], kind="stable")]
     size = np.diff(start)[rows]
     row_class = row_class[rows]
     before = np.cumsum(size) - size
-    # A stretch begins with each class, and with the first row behind each `_STRETCH_BYTES` of it.
+    total = np.zeros(len(shares.counts), dtype=np.int64)
+    np.add.at(total, row_class, size)
+    least = np.minimum(shares.counts * _LEAST_SHARE_BYTES, _STRETCH_BYTES)
+    length = np.clip(total // _MOST_STRETCHES, np.maximum(least, 1), _STRETCH_BYTES)
+    # A stretch begins with each class, and with the first tensor behind each such length of it.
+    # What a tensor has stays together: a pipeline cuts the tensor itself into its parts.
     new = np.diff(row_class, prepend=-1) != 0
     inside = before - before[np.flatnonzero(new)[np.cumsum(new) - 1]]
+    begins = new | (np.diff(item[rows], prepend=-1) != 0)
+    of_tensor = inside[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
+    new |= np.diff(of_tensor // length[row_class], prepend=-1) != 0
     new |= np.diff(inside // _STRETCH_BYTES, prepend=-1) != 0
     first = np.flatnonzero(new)
     stretch_bytes = np.add.reduceat(size, first) if len(first) else size

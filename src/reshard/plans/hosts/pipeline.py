@@ -25,6 +25,9 @@ from reshard.runs import IntArray
 # What a rank receives in a step, at least, so that the wait at its end is worth it; and the most
 # parts, beyond which hardly anything is left to hide.
 _LEAST_STEP_BYTES, _MOST_PARTS = 1 << 20, 16
+# How many steps a part is in a stage behind the one before. No rank waits at the end of a step, so
+# these only say what goes first; a part that is late does not hold up the next few.
+STEPS_BEHIND = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def list_steps(
     for stage, transfers in enumerate(stages):
         for part, rows in enumerate(cut_parts(transfers, shape, span.parts)):
             if len(rows):
-                yield span.first + part + stage, stage, rows
+                yield span.first + part + STEPS_BEHIND * stage, stage, rows
 
 
 def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[Transfers, ...]:

@@ -323,11 +323,6 @@ class StagedJob:
         """Into how many parts the tensors are cut, so that all stages run at once."""
         return count_parts(self.received_bytes.max())
 
-    @property
-    def steps(self) -> int:
-        """How many steps its pipeline has: of the parts, each a step behind the one before."""
-        return self.parts + len(self._stages) - 1
-
     @cached_property
     def pipelined_s(self) -> float:
         """The seconds of all stages where they run at once. Raises as `estimate` does."""

@@ -24,7 +24,6 @@ from reshard.errors import RunError
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import rank_group
-from reshard.torch.exchange.stages import StepExchanges
 
 # Tags begin where those that people choose rarely are, and come again only after as many.
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
@@ -43,7 +42,7 @@ class BackgroundExchange:
         tag: of `next_tag`.
     """
 
-    def __init__(self, exchange: MessageExchange | StepExchanges, tag: int) -> None:
+    def __init__(self, exchange: MessageExchange, tag: int) -> None:
         exchange.tag = tag
         self._exchange = exchange
         self._error: BaseException | None = None

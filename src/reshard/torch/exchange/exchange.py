@@ -18,7 +18,9 @@ Ranks that share memory (`shared_memory`) have slots for sends only, which recei
 3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
    that is not posted yet says whose slot to wait for: what it follows comes before it, so some
    rank can always go on.
-4. A message that has arrived is unpacked, or combined once all that comes before it is: then all
+4. What a later stage of a pipeline sends (`stages`) follows what earlier ones bring of the same
+   part, too. So it goes on as soon as that has arrived, beside the parts behind it.
+5. A message that has arrived is unpacked, or combined once all that comes before it is: then all
    contributions of lower order are. At the end means are scaled. What lies in another rank's slot
    keeps that until it is unpacked: where there is any, all that arrives is unpacked in the order
    of all, before anything behind it is waited for.
@@ -37,6 +39,7 @@ from typing import Any
 import torch
 
 from reshard.errors import RunError
+from reshard.plans.hosts.pipeline import STEPS_BEHIND
 from reshard.plans.schedule.messages import (
     ALIGNMENT_BYTES,
     NEAR_MESSAGE_BYTES,
@@ -46,6 +49,8 @@ from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.copies import combine, copiers, empty_bytes, finish_contributions
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.messages import (
+    FIRST_PLACE,
+    Place,
     RankMessage,
     RankMessages,
     RankTransfers,
@@ -60,6 +65,8 @@ DEFAULT_EXTRA_BYTES = 64 << 20
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
 _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
+# In a pipeline some wait for others to arrive, and those behind them have to be on their way.
+_PIPELINE_AHEAD = 16
 # As many go to one rank before others do: threads that wait for messages wake up less often. They
 # are still packed when the next rank's turn comes, which may be sent the same.
 _IN_A_TURN = _PACKED_AHEAD
@@ -126,6 +133,7 @@ class MessageExchange:
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
         self._steps = self._list_steps(found)
+        self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._slots = [
@@ -137,6 +145,8 @@ class MessageExchange:
                     self._slots[message.message.is_sent].give(message, step)
                 elif not self._is_near(message.message):
                     message.buffer = message.message.direct
+        if self._is_pipeline:
+            _follow_arrivals(self._steps)
         self.extra_bytes = sum(one.size_bytes for one in self._slots)
         # What is grouped is posted in one order on all ranks; else sends and receives go apart.
         self._lanes: tuple[list[ExchangeStep], list[ExchangeStep]] = ([], [])
@@ -172,6 +182,8 @@ class MessageExchange:
         are_shared = is_sent and not self._is_grouped
         is_lent = is_sent and any(map(self._is_near, messages))
         ahead = _PACKED_AHEAD if are_shared and not is_lent else _MESSAGES_AHEAD
+        if self._is_pipeline:
+            ahead = _PIPELINE_AHEAD
         half = None if memory is None else memory[is_sent * most_bytes :]
         if (
             is_lent
@@ -193,7 +205,7 @@ class MessageExchange:
         # What a rank has itself is combined in its turn, as if it arrived.
         steps = [ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
-        digits = 2 if self._is_grouped else None
+        digits = 4 if self._is_grouped else None
         for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
             prepared = [StagedMessage(message, nothing, []) for message in group]
             steps.append(ExchangeStep(key, prepared[0].message.order, prepared))
@@ -350,6 +362,19 @@ class MessageExchange:
             near.give_back()
         except RuntimeError as error:
             raise _LostMessageError(str(error)) from error
+
+
+def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
+    """Let what is handed on follow what earlier stages bring of the same part of a pipeline."""
+    arriving: dict[Place, list[ExchangeStep]] = {}
+    for one in steps:
+        if not one.only_sends:
+            arriving.setdefault(one.place, []).append(one)
+    for one in steps:
+        step, stage = one.place
+        if any(message.message.is_sent for message in one.messages):
+            for earlier in range(stage):
+                one.follows += arriving.get((step - STEPS_BEHIND * (stage - earlier), earlier), ())
 
 
 class _LostMessageError(Exception):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from reshard.plans.plan import Plan
 from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
 
 _Lists = list[list[int]]
+# A step of a pipeline, and a stage in it.
+Place = tuple[int, int]
+FIRST_PLACE: Place = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +42,8 @@ class RankTransfers:
 
     `received` are the transfers into this rank, those that stay included, `sent` those to
     others. `source` and `target` are the local tensors, None where the rank holds nothing.
-    `dtype` is that of the elements that travel, None for the local tensors' own.
+    `dtype` is that of the elements that travel, None for the local tensors' own. `place` is the
+    step and the stage that they have in a pipeline; what a later stage sends has to have arrived.
     """
 
     change: LayoutChange
@@ -47,6 +52,7 @@ class RankTransfers:
     source: torch.Tensor | None
     target: torch.Tensor | None
     dtype: torch.dtype | None = None
+    place: Place = FIRST_PLACE
 
     @classmethod
     def of(
@@ -57,10 +63,12 @@ class RankTransfers:
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype | None = None,
+        place: Place = FIRST_PLACE,
     ) -> RankTransfers:
         """All transfers of a rank, as `job.for_rank(rank)` gives them, in both directions."""
         into = transfers.target_slot == rank
-        return cls(change, transfers.take(into), transfers.take(~into), source, target, dtype)
+        ends = transfers.take(into), transfers.take(~into), source, target
+        return cls(change, *ends, dtype, place)
 
 
 class Piece(NamedTuple):
@@ -88,9 +96,10 @@ class Piece(NamedTuple):
 class RankMessage:
     """Pieces that travel together, all of contributions of one `order` of combination.
 
-    `key` is its place in the order of all messages. Contributions one after another: their order,
-    the turn among its pair's messages, how far its receiver is behind its sender, the number among
-    its pair's, and its sender. Region by region: the number, the order, the distance, the sender.
+    `key` is its place in the order of all messages: first that in a pipeline, then, contributions
+    one after another, their order, the turn among its pair's messages, how far its receiver is
+    behind its sender, the number among its pair's, and its sender. Region by region: the number,
+    the order, the distance, the sender.
     """
 
     key: tuple[int, ...]
@@ -294,29 +303,35 @@ def list_messages(
         by_region: whether all contributions to a region travel before the next region does. One
             tensor only, whose contributions are cut alike.
     """
-    pieces = RankPieces()
+    by_place: defaultdict[Place, RankPieces] = defaultdict(RankPieces)
     for tensor in tensors:
-        pieces.add(tensor, rank)
-    messages = []
-    for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
-        for (order, peer), of_pair in by_peer.items():
-            sender, receiver = (rank, peer) if is_sent else (peer, rank)
-            for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
-                # Both ends find the same key, so their messages are in one order.
-                key = order_message(order, number, sender, receiver, ranks, in_a_turn, by_region)
-                messages.append(RankMessage(key, order, peer, is_sent, tuple(pieces_of)))
+        by_place[tensor.place].add(tensor, rank)
+    messages: list[RankMessage] = []
+    copies: list[LocalCopy] = []
+    combinations: list[LocalCombination] = []
+    for place, pieces in by_place.items():
+        for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
+            for (order, peer), of_pair in by_peer.items():
+                sender, receiver = (rank, peer) if is_sent else (peer, rank)
+                for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
+                    # Both ends find the same key, so their messages are in one order.
+                    key = order_message(
+                        order, number, sender, receiver, ranks, in_a_turn, by_region
+                    )
+                    message = RankMessage((*place, *key), order, peer, is_sent, tuple(pieces_of))
+                    messages.append(message)
+        # Copies wait for nothing; what is combined has its place among the messages.
+        copies += pieces.local.pop(0, ())
+        for order, of_order in sorted(pieces.local.items()):
+            if by_region:
+                for number, of_region in enumerate(_cut_like_messages(of_order, message_bytes)):
+                    key = (*place, number, order, -1)
+                    combinations.append(LocalCombination(key, order, of_region))
+            else:
+                parts = tuple(part for one in of_order for part in _cut_copy(one, message_bytes))
+                combinations.append(LocalCombination((*place, order, -1), order, parts))
     messages.sort(key=lambda message: message.key)
-    # Copies wait for nothing; what is combined has its place among the messages.
-    copies = tuple(pieces.local.pop(0, ()))
-    combinations = []
-    for order, of_order in sorted(pieces.local.items()):
-        if by_region:
-            for number, of_region in enumerate(_cut_like_messages(of_order, message_bytes)):
-                combinations.append(LocalCombination((number, order, -1), order, of_region))
-        else:
-            parts = tuple(part for one in of_order for part in _cut_copy(one, message_bytes))
-            combinations.append(LocalCombination((order, -1), order, parts))
-    return RankMessages(tuple(messages), copies, tuple(combinations))
+    return RankMessages(tuple(messages), tuple(copies), tuple(combinations))
 
 
 def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:

@@ -20,7 +20,7 @@ import torch
 
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.copies import combine, copiers
-from reshard.torch.exchange.messages import LocalCopy, RankMessage
+from reshard.torch.exchange.messages import LocalCopy, Place, RankMessage
 from reshard.torch.exchange.shared_memory import NearMessage
 from reshard.torch.exchange.timeline import Details, current_timeline
 
@@ -57,7 +57,7 @@ class ExchangeStep:
     """What is posted at once, and what is combined once it is done.
 
     `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
-    the steps whose slots it takes over.
+    the steps whose slots it takes over, or that bring what it sends.
     """
 
     key: tuple[int, ...]
@@ -68,6 +68,12 @@ class ExchangeStep:
     works: list[Any] = field(default_factory=list)
     is_done: bool = False
     traced: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def place(self) -> Place:
+        """Its step and its stage in a pipeline."""
+        step, stage, *_ = self.key
+        return step, stage
 
     @property
     def only_sends(self) -> bool:
@@ -100,7 +106,7 @@ class ExchangeStep:
 
     @property
     def waits(self) -> bool:
-        """Whether a slot of it is not free yet."""
+        """Whether a slot of it is not free yet, or what it sends not there."""
         return not all(before.is_done for before in self.follows)
 
 

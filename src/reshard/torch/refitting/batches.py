@@ -15,7 +15,7 @@ programs travel with what is exchanged, in one exchange of messages; then the se
     stage 0   exchanged tensors, first steps     source -> target, source -> next shard
     stage 1   second steps                       shard  -> shard or target
 
-What moves in stages between hosts has the steps of its pipeline among them (`exchange.stages`).
+What moves in stages between hosts has the steps of its pipeline in the first (`exchange.stages`).
 
 Shards between steps lie in the source, in the target (`programs.phases`), or in the batch's memory.
 """
@@ -167,9 +167,7 @@ class RefitBatches:
             found.stages[0].append(RankTransfers(item.change, known.received, known.sent, *ends))
             return
         stages = [rows for _, rows in item.stages]
-        for step, transfers in stage_transfers(item.change, stages, item.span, rank, *ends):
-            found.stages += [[] for _ in range(step + 1 - len(found.stages))]
-            found.stages[step].append(transfers)
+        found.stages[0] += stage_transfers(item.change, stages, item.span, rank, *ends)
 
     def _list_program(
         self,

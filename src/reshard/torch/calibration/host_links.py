@@ -1,0 +1,193 @@
+"""Links between hosts as a job finds them: measured in seconds, before something is prepared.
+
+Hosts are told apart by the names that their ranks gave when they met. What is measured is the
+exchange itself, of bytes that lie dense on both sides, each time at once on all hosts::
+
+    nothing moves            what any movement takes
+    rank 0 -> rank 1         within each host
+    rank 0 ----------> host 1 -> host 2 ...     one rank of each host to the next host
+    all ranks -------> host 1 -> host 2 ...     all of them, which may share a network card
+    all hosts of a rack -----> the next rack    where racks are given: their uplinks
+
+Sizes grow until they take long enough to tell. The slowest rank counts; of several times the
+median, or the least where next to nothing moves. So all ranks find the same. `calibration` takes a
+minute, and knows copies and collectives as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import UsageError
+from reshard.layout import Box, Layout
+from reshard.topology import Link, Overhead, Topology
+from reshard.torch.exchange.agreement import device_of
+from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.hosts import find_hosts
+from reshard.torch.redistribution import redistribute
+
+_SMALLEST_BYTES, _LARGEST_BYTES, _LONG_ENOUGH_S = 1 << 18, 1 << 26, 0.1
+_TINY_BYTES, _TIMES, _TINY_TIMES = 8, 3, 7
+# Ranks of a host share a card where all of them together send hardly more than one.
+_SHARES = 0.75
+
+_Pairs = list[tuple[int, int]]
+
+
+def measure_links(
+    group: dist.ProcessGroup | None = None, *, racks: Mapping[str, str] | None = None
+) -> Topology:
+    """The hosts of a group's ranks, and how fast they are linked. All ranks of the group call this.
+
+    Give what it returns as `topology=` to `redistribute` or `Refit.prepare`, whose `method="auto"`
+    then chooses by it.
+
+    Args:
+        group: all ranks when None.
+        racks: the rack of each host, by the names that hosts have; the same on every rank.
+
+    Returns:
+        The same on every rank: links within a host and between hosts and racks, where there are
+        two ends to measure; as `overhead`, what any movement takes, and what all ranks of a host,
+        or all hosts of a rack, share.
+
+    Raises:
+        UsageError: on every rank, a host that `racks` has not; a rank outside the group.
+        RunError: a rank that does not answer within the group's timeout.
+    """
+    among = rank_group(group)
+    hosts = _find_racks(find_hosts(among), among, racks)
+    # Those of the group only: a topology counts others, too.
+    members = set(among.ranks)
+    ranks = [
+        [rank for rank in hosts.ranks_of(host) if rank in members] for host in range(hosts.hosts)
+    ]
+    measuring = _PairTimes(among, group)
+    call_s = measuring.tiny([])
+    within = [(a[0], a[1]) for a in ranks if len(a) > 1]
+    alone = _pair_boxes([of_host[:1] for of_host in ranks])
+    together = _pair_boxes(ranks)
+    within_host = measuring.link(within, call_s, 1)
+    between_hosts = measuring.link(alone, call_s, 1)
+    network = None
+    most = max(map(len, ranks))
+    if between_hosts is not None and most > 1:
+        both = measuring.link(together, call_s, most)
+        if (
+            both is not None
+            and both.bandwidth_bytes_per_s
+            < (1 + _SHARES * (most - 1)) * between_hosts.bandwidth_bytes_per_s
+        ):
+            network = Link(both.bandwidth_bytes_per_s, 0.0)
+    between_racks = uplink = None
+    if hosts.racks > 1:
+        of_rack: list[list[int]] = [[] for _ in range(hosts.racks)]
+        for host, found in enumerate(ranks):
+            of_rack[int(hosts.host_rack[host])] += found
+        between_racks = measuring.link(_pair_boxes([one[:1] for one in of_rack]), call_s, 1)
+        all_of_rack = measuring.link(_pair_boxes(of_rack), call_s, max(map(len, of_rack)))
+        uplink = all_of_rack and Link(all_of_rack.bandwidth_bytes_per_s, 0.0)
+    overhead = Overhead(call_s=call_s, shared_network=network, shared_uplink=uplink)
+    links = within_host, between_hosts, between_racks
+    return Topology(hosts.rank_host, hosts.host_rack, *links, overhead)
+
+
+def _find_racks(hosts: Topology, group: RankGroup, racks: Mapping[str, str] | None) -> Topology:
+    if racks is None:
+        return hosts
+    missing = sorted({name for name in group.hosts if name not in racks})
+    if missing:
+        raise UsageError(
+            f"racks={dict(racks)!r} do not have the hosts {', '.join(missing)}; give the rack of "
+            "every host of the group by its name"
+        )
+    # The rack of each host number, numbered as they first appear.
+    name_of = {
+        int(hosts.rank_host[rank]): name
+        for rank, name in zip(group.ranks, group.hosts, strict=True)
+    }
+    number: dict[str, int] = {}
+    of_host = [number.setdefault(racks[name_of[host]], len(number)) for host in range(hosts.hosts)]
+    return Topology(hosts.rank_host, of_host)
+
+
+def _pair_boxes(boxes: Sequence[Sequence[int]]) -> _Pairs:
+    """Every rank of a box with one of the next box."""
+    if len(boxes) < 2:
+        return []
+    following = [*boxes[1:], boxes[0]]
+    return [
+        (rank, other[place % len(other)])
+        for one, other in zip(boxes, following, strict=True)
+        for place, rank in enumerate(one)
+    ]
+
+
+class _PairTimes:
+    """Times of pairs of ranks that send at once."""
+
+    def __init__(self, group: RankGroup, given: dist.ProcessGroup | None) -> None:
+        self._group, self._given = group, given
+        self._device = device_of(given)
+
+    def tiny(self, pairs: _Pairs) -> float:
+        """The seconds of next to nothing between each pair."""
+        return min(self._times(pairs, _TINY_BYTES, _TINY_TIMES))
+
+    def link(self, pairs: _Pairs, call_s: float, senders: int) -> Link | None:
+        """The link that `senders` of the pairs share; None where there is no pair."""
+        if not pairs:
+            return None
+        latency_s = max(self.tiny(pairs) - call_s, 0.0)
+        size_bytes = _SMALLEST_BYTES
+        while True:
+            taken_s = median(self._times(pairs, size_bytes, _TIMES))
+            if taken_s >= _LONG_ENOUGH_S or size_bytes >= _LARGEST_BYTES:
+                break
+            size_bytes *= 4
+        # What is sent takes its time, however long everything else took at another moment.
+        moving_s = max(taken_s - call_s - latency_s, taken_s / 2)
+        return Link(senders * size_bytes / moving_s, latency_s)
+
+    def _times(self, pairs: _Pairs, size_bytes: int, times: int) -> list[float]:
+        """Seconds of the slowest rank, without the first time, which finds new memory."""
+        count = max(len(pairs), 1)
+        shape = (count * size_bytes,)
+        slots = max(self._group.ranks) + 1
+        boxes = [Box((n * size_bytes,), ((n + 1) * size_bytes,)) for n in range(count)]
+        ends = list(zip(*pairs, strict=True)) or [(self._group.ranks[0],)] * 2
+        before, after = (
+            Layout.from_boxes(shape, list(zip(end, boxes, strict=True)), slots) for end in ends
+        )
+        rank = self._group.rank
+        own, out = (self._allocate(layout, rank) for layout in (before, after))
+        found = []
+        for _ in range(times + 1):
+            self._group.all_gather(torch.zeros(1))
+            begun_s = time.perf_counter()
+            redistribute(
+                own,
+                after,
+                source=before,
+                dtype=torch.uint8,
+                out=out,
+                group=self._given,
+                method="exchange",
+            )
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            mine = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)
+            found.append(max(float(one) for one in self._group.all_gather(mine)))
+        return found[1:]
+
+    def _allocate(self, layout: Layout, rank: int) -> Any:
+        shape = layout.local_shapes.get(rank)
+        if shape is None:
+            return None
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
