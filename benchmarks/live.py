@@ -9,6 +9,10 @@ and all begin and end at a barrier; medians of seven:
     raw       `all_to_all_single` of the same bytes between the same ranks, what stays on a rank
               included, dense on both sides: nothing is packed or unpacked
     dtensor   `DTensor.redistribute`
+    reduce    of contributions, torch's own: `all_reduce`, or `reduce_scatter_tensor` of dense parts
+
+Two more cases are of `PartitionedTensor`, 8 partitions a rank of sizes that ranks know alone: new
+results of `to_aligned` and `to_unaligned`, the exchange of splits included, and raw as above.
 
 Extra memory is how far resident memory of a rank rises above what it was before, less the result.
 Processor time is that of all ranks and their threads, user's and system's: other work on the
@@ -31,6 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -70,16 +75,20 @@ CASES = {
     "P-S0": (Side(ALL, "P"), Side(ALL, "S0")),
     "PS0-S1S0": (Side(SQUARE, "P S0"), Side(SQUARE, "S1 S0")),
 }
-WAYS = ("new", "out", "program", "raw", "dtensor")
+PARTITIONED = {"to-aligned": True, "to-unaligned": False}
+EVERY = [*CASES, *PARTITIONED]
+WAYS = ("new", "out", "program", "raw", "dtensor", "reduce")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The slowest rank's time, the most extra memory of any rank, all ranks' processor time."""
+    """The slowest rank's time, the most extra memory of any rank; all ranks' processor time, and
+    how many pages the system gave them meanwhile."""
 
     seconds_s: float
     extra_bytes: int
     processor_s: float
+    page_faults: int
 
 
 def status_bytes(name: str) -> int:
@@ -99,16 +108,22 @@ def measured(action: Callable[[], Any], result_bytes: int) -> Measured:
     # Peak resident memory counts from here.
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = status_bytes("VmRSS")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     start_s, processor_start_s = time.perf_counter(), time.process_time()
     kept = action()
     seconds_s = time.perf_counter() - start_s
-    processor_s = torch.tensor(time.process_time() - processor_start_s, dtype=torch.float64)
+    spent = [
+        time.process_time() - processor_start_s,
+        resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+    ]
+    together = torch.tensor(spent, dtype=torch.float64)
     extra_bytes = status_bytes("VmHWM") - before_bytes - result_bytes
     most = torch.tensor([seconds_s, max(extra_bytes, 0)], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(processor_s)
+    dist.all_reduce(together)
     del kept
-    return Measured(most[0].item(), int(most[1].item()), processor_s.item())
+    processor_s, page_faults = together.tolist()
+    return Measured(most[0].item(), int(most[1].item()), processor_s, int(page_faults))
 
 
 def shape_of(size_mib: int) -> tuple[int, int]:
@@ -185,9 +200,55 @@ def ways_of(
     }
     if CASES[case][0].ranks != CASES[case][1].ranks:
         del ways["dtensor"]
+    if case == "P-R":
+        summed = torch.zeros(shape)
+        ways["reduce"] = (lambda: dist.all_reduce(summed), 0)
+    if case == "P-S0":
+        scattered = torch.zeros(shape[0] // RANKS, shape[1])
+        ways["reduce"] = (lambda: dist.reduce_scatter_tensor(scattered, own), 0)
     steps = find_program(before, after, shape).steps
     if any(isinstance(step, Exchange) for step in steps):
         del ways["program"]
+    return {way: ways[way] for way in chosen if way in ways}
+
+
+def ways_of_partitions(
+    is_aligning: bool, size_mib: int, chosen: Sequence[str]
+) -> dict[str, tuple[Callable[[], Any], int]]:
+    """What is measured of partitions, with the size of its result here."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from reshard.torch import PartitionedTensor
+
+    rank, partitions = dist.get_rank(), 8
+    mesh = init_device_mesh("cpu", (RANKS,))
+    rows, columns = size_mib * MIB // RANKS // 4096, 1024
+    # Sizes that differ by rank and by partition, of the same number of rows on every rank.
+    shares = [1 + (n + rank) % partitions for n in range(partitions)]
+    splits = [rows * one // sum(shares) for one in shares]
+    splits[-1] += rows - sum(splits)
+    unaligned = PartitionedTensor.of_splits(torch.rand(rows, columns), splits, mesh)
+    tensor = unaligned if is_aligning else unaligned.to_aligned()
+    result = tensor.to_aligned() if is_aligning else tensor.to_unaligned()
+    most = partitions // RANKS
+    to_each = torch.tensor(splits).view(RANKS, most).sum(dim=1) * columns
+    from_each = torch.zeros_like(to_each)
+    dist.all_to_all_single(from_each, to_each)
+    sends, receives = (to_each, from_each) if is_aligning else (from_each, to_each)
+    packed, unpacked = torch.rand(int(sends.sum())), torch.zeros(int(receives.sum()))
+    counts = receives.tolist(), sends.tolist()
+    result_bytes = result.local.nbytes
+    # Every conversion exchanges the splits, which a result of another would know.
+    again = PartitionedTensor.of_splits(
+        tensor.local, tensor.splits, mesh, aligned=not is_aligning, num_partitions=partitions
+    )
+    convert = again.to_aligned if is_aligning else again.to_unaligned
+    ways: dict[str, tuple[Callable[[], Any], int]] = {
+        "new": (convert, result_bytes),
+        "raw": (lambda: dist.all_to_all_single(unpacked, packed, *counts), 0),
+    }
     return {way: ways[way] for way in chosen if way in ways}
 
 
@@ -201,6 +262,9 @@ def run_as_rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from reshard.torch import keep_memory
+    from reshard.torch.exchange.copies import DEFAULT_KEPT_BYTES
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch._logging.set_logs(all=40)
@@ -208,11 +272,19 @@ def run_as_rank(options: argparse.Namespace) -> None:
     if is_first:
         print(
             f"{'case':14} {'way':8} {'median':>8}  {'min-max':>13}  {'to raw':>6}  "
-            f"{'processor':>9}  {'to raw':>6}  {'extra':>8}"
+            f"{'processor':>9}  {'to raw':>6}  {'extra':>8}  {'faults':>7}"
         )
     told: dict[str, dict[str, float]] = {}
+    ways: dict[str, tuple[Callable[[], Any], int]] = {}
     for case in options.cases:
-        ways = ways_of(case, options.size_mib, options.extra_mib * MIB, options.ways)
+        # What the case before had is given back, before as much is taken again.
+        ways.clear()
+        keep_memory(0)
+        keep_memory(DEFAULT_KEPT_BYTES)
+        if case in PARTITIONED:
+            ways = ways_of_partitions(PARTITIONED[case], options.size_mib, options.ways)
+        else:
+            ways = ways_of(case, options.size_mib, options.extra_mib * MIB, options.ways)
         taken: dict[str, list[Measured]] = {way: [] for way in ways}
         for turn in range(options.repeat + 1):
             for way, (action, result_bytes) in ways.items():
@@ -229,7 +301,8 @@ def run_as_rank(options: argparse.Namespace) -> None:
                 print(
                     f"{case:14} {way:8} {medians[way]:6.3f} s  "
                     f"{min(seconds_s):6.3f}-{max(seconds_s):6.3f}  {to_raw(medians, way)}  "
-                    f"{processor[way]:7.3f} s  {to_raw(processor, way)}  {extra_mib:4.0f} MiB",
+                    f"{processor[way]:7.3f} s  {to_raw(processor, way)}  {extra_mib:4.0f} MiB  "
+                    f"{statistics.median(one.page_faults for one in of_way):7.0f}",
                     flush=True,
                 )
         told[case] = medians
@@ -247,7 +320,7 @@ def main() -> None:
     parser.add_argument("--size-mib", type=int, default=256, help="of the whole tensor")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each way")
     parser.add_argument("--extra-mib", type=int, default=64, help="limit of extra memory")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=EVERY, default=EVERY)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", help="a file for the medians, by case and way")
     options = parser.parse_args()

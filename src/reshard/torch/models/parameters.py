@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
@@ -296,7 +296,7 @@ class _Lister:
         says = value._spec
         mesh, placements, order = says.mesh, says.placements, getattr(says, "shard_order", None)
         # Torch's own hashes of meshes and placements take longer than all else of a tensor.
-        identity = id(mesh), *map(id, placements), value.shape, order
+        identity = id(mesh), *map(_identify_placement, placements), value.shape, order
         known = self._by_identity.get(identity)
         if known is None:
             key = mesh, placements, value.shape, order
@@ -421,6 +421,12 @@ class _Lister:
 def _find_address(tensor: torch.Tensor) -> int:
     # What a DTensor has is asked anew, since it may have been given another.
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+
+
+def _identify_placement(placement: Placement) -> object:
+    if type(placement) is Shard:
+        return placement.dim
+    return None if type(placement) is Replicate else placement
 
 
 @lru_cache(maxsize=64)
