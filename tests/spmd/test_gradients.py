@@ -74,3 +74,12 @@ def test_a_weight_that_is_copied_gets_what_all_copies_do() -> None:
     pending = sp.sum(x * sp.array(weight)).shard(spec(DeviceMesh.of(x=4), "| mean(x)"))
     pending.to_dense().backward()
     assert weight.grad is not None and weight.grad.item() == 4.0
+
+
+def test_pytorchs_gradients_stop_where_they_are_told_to() -> None:
+    plain = torch.arange(8.0).reshape(4, 2).requires_grad_()
+    x = sp.array(plain, spec(MESH, "x, -"))
+    sp.sum(x * sp.stop_gradient(x)).to_dense().backward()
+    assert plain.grad is not None
+    # Half of that of a square.
+    assert torch.equal(plain.grad, plain.detach())

@@ -19,7 +19,9 @@ def cast(work: LocalWork) -> Function:
 
 
 def same(work: LocalWork) -> Function:
-    """The array itself."""
+    """The array itself; without PyTorch's record of it where gradients are to stop."""
+    if work.name == "stop_gradient" and work.library.name == "torch":
+        return lambda x: x.detach()
     return lambda x: x
 
 
