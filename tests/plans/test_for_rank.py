@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import reshard
 from reshard.errors import LayoutError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
+from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.plan import Plan
 from reshard.runs import RunTable
 from reshard.testing.strategies import LayoutAndContents, movements
@@ -101,6 +103,17 @@ def test_a_rank_beyond_both_layouts_has_no_part() -> None:
         reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x")
     )
     assert len(reshard.plan(rows_layout, columns_layout).for_rank(5)) == 0
+
+
+def test_a_group_may_have_nothing_to_move() -> None:
+    on = [Layout.from_boxes((4,), [(rank, Box((0,), (4,)))]) for rank in range(2)]
+    job = reshard.Job([reshard.JobItem.between_ranks("a", "int8", on[0], on[1])])
+    (group,) = job.for_rank(0).groups
+    empty = replace(
+        group, transfers=group.transfers.take(slice(0, 0)), begin=np.zeros_like(group.begin)
+    )
+    found = JobTransfers(("a",), [empty])
+    assert found.shared() == {} == dict(found)
 
 
 def test_a_source_that_leaves_elements_out_is_refused() -> None:

@@ -173,6 +173,31 @@ def to_plain_and_back() -> None:
         expect_same(back.chunks.state_dict(), expected.chunks.state_dict(), f"back, {what}")
 
 
+def one_key_and_value_head() -> None:
+    """Ranks have stretches of queries, keys and values that follow one another once."""
+    rank, ranks = dist.get_rank(), MegatronRanks(tp=4)
+    names = load_recipe("qwen3").naming("megatron", CONFIG | {"num_key_value_heads": 1})
+    rows = {"q": HEADS * HEAD, "k": HEAD, "v": HEAD}
+    right = {
+        f"model.layers.0.self_attn.{x}_proj.weight": whole(number, rows[x], HIDDEN)
+        for number, x in enumerate("qkv")
+    }
+    part = torch.cat([*right.values()]).chunk(ranks.tp)[rank]
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    layers = PipelineLayers.even(1, pp=1)
+    for is_back in (False, True):
+        own = module_of([(name, torch.zeros_like(part) if is_back else part.clone(), CUT)])
+        model = MegatronModel(own, MegatronNames(ranks, layers))
+        plain_side = right if is_back else zeros(right)
+        if is_back:
+            refit(plain_side if rank == 0 else None, model, target_names=names)
+            expect_same(own.state_dict(), {name: part}, "one head, back")
+        else:
+            refit(model, plain_side if rank == 0 else None, source_names=names)
+            if rank == 0:
+                expect_same(plain_side, right, "one head")
+
+
 def counted_from_zero() -> None:
     """Stages and expert ranks that count what they have from 0."""
     rank = dist.get_rank()
@@ -333,6 +358,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     for case in (
         to_plain_and_back,
+        one_key_and_value_head,
         counted_from_zero,
         engines_that_fuse,
         on_later_ranks,

@@ -45,6 +45,9 @@ class JobTransfers(Mapping[str, Transfers]):
         """The transfers of every tensor; where those of two are equal, they are one object."""
         found: dict[str, Transfers] = {}
         for group in self.groups:
+            # A rank may have no part in what moves of a group.
+            if not len(group.transfers):
+                continue
             columns = [column.reshape(len(column), -1) for column in group.transfers.columns]
             rows = np.ascontiguousarray(np.concatenate(columns, axis=1, dtype=np.int64))
             known: dict[bytes, Transfers] = {}

@@ -463,11 +463,13 @@ def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str
 def _fuse(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
     """A parameter whose members are each cut over all ranks, also where it does not say so.
 
-    Not every version of Megatron marks gate and up by their `partition_stride`.
+    Not every version of Megatron marks gate and up by their `partition_stride`. Query, key and
+    value have one group, too, where there is one key/value head, and ranks have stretches of it.
     """
     is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
     says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
-    if fusion.groups != 1 or not is_cut or says != (None, None, None):
+    is_gated = fusion.groups == 1 and len(set(fusion.shares)) == 1
+    if not is_gated or not is_cut or says != (None, None, None):
         return parameter
     sizes = fusion.sizes(parameter.shape[fusion.dimension])
     return replace(parameter, partition_stride=1, partition_sizes=sizes)
