@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -89,15 +88,6 @@ def test_reads_that_give_less_than_was_asked_for(
 ) -> None:
     torch = source.with_name("torch")
     convert(source, torch, to="tp=2", rules=["w=tp, -"], format="torch-dcp")
-
-    class ShortFile(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            return super().read(-1 if size is None or size < 0 else (size + 2) // 3) or b""
-
-    real = Path.open
-
-    def open_short(path: Path, mode: str = "r", buffering: int = -1, **rest: Any) -> Any:
-        return ShortFile(path) if buffering == 0 else real(path, mode, buffering, **rest)
-
-    monkeypatch.setattr(Path, "open", open_short)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: real(file, (size + 2) // 3, at))
     assert compare(source, torch).is_same

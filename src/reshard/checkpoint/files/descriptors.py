@@ -33,13 +33,18 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
-    """Bytes of an open file that this thread alone reads; fewer only where it ends.
+    """Bytes of an open file; fewer only where it ends.
 
-    The system may give less than was asked for.
+    The system may give less than was asked for. Of a file without a descriptor, such as an object
+    of a store, only one thread reads.
     """
-    file.seek(start_bytes)
-    content = file.read(size_bytes)
-    while len(content) < size_bytes and (more := file.read(size_bytes - len(content))):
+    try:
+        descriptor = file.fileno()
+    except OSError:
+        file.seek(start_bytes)
+        return file.read(size_bytes)
+    content = b""
+    while more := os.pread(descriptor, size_bytes - len(content), start_bytes + len(content)):
         content += more
     return content
 

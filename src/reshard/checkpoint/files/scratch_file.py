@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
-from reshard.checkpoint.files.descriptors import reason
+from reshard.checkpoint.files.descriptors import read_range, reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.errors import DigestError, FormatError, RunError
 
@@ -114,12 +114,7 @@ class ScratchFile(SourceFile):
 
     def read_back(self, start_bytes: int, size_bytes: int) -> bytes:
         """Bytes that were written."""
-        content = b""
-        while more := os.pread(
-            self._scratch.fileno(), size_bytes - len(content), start_bytes + len(content)
-        ):
-            content += more
-        return content
+        return read_range(self._scratch, start_bytes, size_bytes)
 
     def read_packed(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Bytes of the file that parts are made of."""
