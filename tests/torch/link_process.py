@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from link_ends import (
     NAME,
@@ -32,6 +33,7 @@ from link_ends import (
 from refit_models import CUTS, expect, expect_same, refused, values, zeros
 from reshard.checkpoint.files.progress import Progress
 from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError, UsageError
+from reshard.torch.exchange.changes import ChangeExchange
 from reshard.torch.links.sync import WeightSync
 
 
@@ -338,6 +340,128 @@ def secrets() -> None:
         sync.run()
         if NAME == "a":
             expect_values(model, 0)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Those of a version: in each tensor few elements are others than in the one before."""
+    found = values()
+    for tensor in found.values():
+        flat = tensor.view(-1)
+        for step in range(1, version + 1):
+            flat[7 * step % len(flat)] = step
+    return found
+
+
+def set_weights(model: object, version: int) -> None:
+    """The trainer's after a step."""
+    for name, tensor in cut(weights(version)).items():
+        model[name].to_local().copy_(tensor.to_local())  # type: ignore[index]
+
+
+def expect_weights(model: object, version: int) -> None:
+    """An engine's are those of a version, bit for bit."""
+    expected = weights(version)
+    expect_same(model, expected if NAME == "b" else cut(expected), f"{NAME}, version {version}")
+
+
+def engine_runs(runs: int, in_between: object = None) -> list[int]:
+    """Come, run a few times, and leave; how many bytes came in each run."""
+    told = []
+    with link(engines=1) as end:
+        model = own_model()
+        sync = end.prepare(model)
+        for number in range(runs):
+            report = sync.run()
+            expect_weights(model, report.version)
+            told.append(report.received_bytes)
+            if number == 1 and callable(in_between):
+                in_between(model)
+    return told
+
+
+def open_board() -> dist.Store:
+    """Where processes leave word for each other: the store of the trainer's own job."""
+    return dist.TCPStore("127.0.0.1", PORTS["trainer"], None, False, wait_for_workers=False)
+
+
+def changes() -> None:
+    """Engine a is there always, b comes late, leaves, misses runs, and comes again."""
+    if NAME == "b":
+        for turn in range(2):
+            if turn:
+                open_board().wait(["b missed some"])
+            first, second, third, fourth = engine_runs(4, lambda model: model["norm"].add_(1))
+            # By its own writing the third is whole again, the others have what changed.
+            expect(first == third and max(second, fourth) < first / 2, f"{first} {second} {third}")
+            open_board().set(f"b left {turn}", "")
+        return
+    with link(engines=1) as end:
+        model = own_model()
+        if SIDE == "trainer":
+            sync = end.prepare(model, changed_only="elements", method="exchange")
+            board, version, missed = open_board(), 0, 0
+            # An engine that leaves after a run may be lost to one rank in that run, and to the
+            # other after it: what b says is read by the first rank, for both.
+            while not shared_by_first(board.check(["b left 1"])):
+                set_weights(model, version)
+                has_left = shared_by_first(board.check(["b left 0"]))
+                report = sync.run(version)
+                expect("a" in report.engines and report.sent_bytes > 0, f"{report}")
+                version += 1
+                if has_left and missed < 3:
+                    expect("b" not in report.engines, f"{report}")
+                    missed += 1
+                    if missed == 3:
+                        board.set("b missed some", "")
+                time.sleep(0.02)
+            return
+        sync = end.prepare(model)
+        sizes = []
+        while True:
+            try:
+                report = sync.run()
+            except LinkError as error:
+                expect("still has version" in str(error), str(error))
+                break
+            expect_weights(model, report.version)
+            sizes.append(report.received_bytes)
+        expect(max(sizes[1:]) < sizes[0] / 2, f"{sizes}")
+
+
+def shared_by_first(told: bool) -> bool:
+    """What the first rank of this job says, on both."""
+    said = torch.tensor([int(told)])
+    dist.broadcast(said, 0)
+    return bool(said.item())
+
+
+def dies_among_changes() -> None:
+    """A rank of a is killed once it has half of what changed; b goes on with what changes."""
+    with link() as end:
+        model = own_model()
+        if SIDE == "engine":
+            sync = end.prepare(model)
+        else:
+            sync = end.prepare(model, changed_only=True, method="exchange")
+        for version in range(4):
+            if SIDE == "trainer":
+                set_weights(model, version)
+            if NAME == "a" and version == 2:
+                if RANK == 1:
+                    ChangeExchange._complete_arrival = lambda self: os._exit(9)  # type: ignore
+                told = refused(sync.run, LinkError, "")
+                # Old weights, or neither: it says so, and does not run again.
+                has = "still has version 1" if sync.is_usable else "parts of version 2"
+                expect(has in told and sync.version == (1 if sync.is_usable else None), told)
+                refused(sync.run, (LinkError, RunError), "")
+                return
+            report = sync.run()
+            if SIDE == "engine":
+                expect_weights(model, version)
+            else:
+                names = ["a", "b"] if version < 2 else ["b"]
+                expect(sorted(report.engines) == names, f"{report}")
+        sync.verify()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from live_processes import TESTS, expect_all_end_well, free_port, run_ranks
 
 pytest.importorskip("torch")
 
-KILLED = {"engine_dies": {3}, "trainer_dies": {0, 1}}
+KILLED = {"engine_dies": {3}, "dies_among_changes": {3}, "trainer_dies": {0, 1}}
 CASES = (
     "steps",
     "beside",
@@ -25,6 +25,8 @@ CASES = (
     "engine_dies",
     "trainer_dies",
     "secrets",
+    "changes",
+    "dies_among_changes",
 )
 
 

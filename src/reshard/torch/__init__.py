@@ -17,7 +17,8 @@ from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
-from reshard.torch.refitting.refit import Refit, RefitOptions, refit
+from reshard.torch.refitting.options import RefitOptions
+from reshard.torch.refitting.refit import Refit, refit
 from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.storage.loading import LoadReport, load
 from reshard.torch.storage.reader import StorageReader

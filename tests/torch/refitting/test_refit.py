@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from reshard.torch.redistribution import RedistributionOptions, redistribute
-from reshard.torch.refitting.refit import Refit, RefitOptions
+from reshard.torch.refitting.options import RefitOptions
+from reshard.torch.refitting.refit import Refit
 
 
 def test_the_options_of_a_refit_are_those_of_its_preparation() -> None:

@@ -78,24 +78,33 @@ def encode_block(
     if before is None:
         return _pack(Coding.WHOLE, b"", new, None, compressed)
     old = np.frombuffer(before, dtype=f"<u{size}")
-    changed = new != old
+    return encode_words(new != old, new, old if compressed else None, compressed=compressed)
+
+
+def encode_words(
+    changed: NDArray[np.bool_], new: NDArray[Any], old: NDArray[Any] | None, *, compressed: bool
+) -> EncodedBlock | None:
+    """The words of a block that `changed` names; None where it names none.
+
+    `old` are the words before, so that differences can be compressed; None where none are known.
+    """
     words = int(np.count_nonzero(changed))
     if not words:
         return None
     # Gaps take at least a byte a word: with more of them, a mask is shorter.
     is_sparse = words <= len(changed) // 8
     places = np.flatnonzero(changed) if is_sparse else None
-    coding, head = _choose(changed, places, words, size)
+    coding, head = _choose(changed, places, words, new.itemsize)
     if coding is Coding.WHOLE:
         return _pack(coding, b"", new, old, compressed)
 
     def take(block: NDArray[Any]) -> NDArray[Any]:
         return block[places] if places is not None else _take(block, changed, words)
 
-    return _pack(coding, head, take(new), take(old) if compressed else None, compressed)
+    return _pack(coding, head, take(new), None if old is None else take(old), compressed)
 
 
-def _list_places(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
+def list_places(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
     """The places of chosen words, of a stretch of the block at a time.
 
     NumPy takes and puts by places several times as quickly as by a mask; places of a whole block
@@ -110,7 +119,7 @@ def _take(words: NDArray[Any], chosen: NDArray[np.bool_], count: int) -> NDArray
     """The chosen words."""
     found = np.empty(count, dtype=words.dtype)
     at = 0
-    for part, places in _list_places(chosen):
+    for part, places in list_places(chosen):
         found[at : at + len(places)] = words[part][places]
         at += len(places)
     return found
@@ -200,28 +209,50 @@ def decode_block(
         payload = decompress(payload, plain_bytes, label)
     if len(payload) != plain_bytes:
         raise damaged(f"a payload of {len(payload)} bytes, expected {plain_bytes}")
-    content = np.frombuffer(payload, dtype=np.uint8)
-    chosen, head_bytes = _find_changed(content, coding, len(block), damaged)
-    if len(content) - head_bytes != words * block.itemsize:
-        raise damaged(f"{len(content) - head_bytes} bytes of values for {words} words")
-    values = content[head_bytes:]
+    chosen, values = read_changes(payload, coding, words, len(block), block.itemsize, label)
     if flags & PLANES:
         values = np.ascontiguousarray(values.reshape(block.itemsize, words).T).reshape(-1)
     numbers = np.frombuffer(values.tobytes(), dtype=block.dtype)
-    found = len(block) if chosen is None else _count(chosen)
-    if found != words:
-        raise damaged(f"{found} words are named, expected {words}")
     if chosen is None:
         block[:] = numbers ^ block if flags & DIFFERENCES else numbers
     else:
         _put(block, chosen, numbers, differences=bool(flags & DIFFERENCES))
 
 
+def read_changes(
+    payload: Any, coding: int, words: int, total: int, size_bytes: int, label: str
+) -> tuple[NDArray[Any] | None, NDArray[np.uint8]]:
+    """Which words of a block changed, and their bytes in a payload that is not compressed.
+
+    Args:
+        payload: of a block of `total` words of `size_bytes`, of which `words` changed.
+        label: names it in errors.
+
+    Returns:
+        The words, as places or a mask (None: all), and the bytes.
+
+    Raises:
+        FormatError: a payload that is not one of such a block.
+    """
+
+    def damaged(what: str) -> FormatError:
+        return FormatError(f"{label}: {what}; the delta is damaged, fetch it again")
+
+    content = np.frombuffer(payload, dtype=np.uint8)
+    chosen, head_bytes = _find_changed(content, coding, total, damaged)
+    if len(content) - head_bytes != words * size_bytes:
+        raise damaged(f"{len(content) - head_bytes} bytes of values for {words} words")
+    found = total if chosen is None else _count(chosen)
+    if found != words:
+        raise damaged(f"{found} words are named, expected {words}")
+    return chosen, content[head_bytes:]
+
+
 def _put(
     block: NDArray[Any], chosen: NDArray[Any], numbers: NDArray[Any], *, differences: bool
 ) -> None:
     """Change the chosen words, by places or a mask."""
-    parts = _list_places(chosen) if chosen.dtype == bool else [(slice(None), chosen)]
+    parts = list_places(chosen) if chosen.dtype == bool else [(slice(None), chosen)]
     at = 0
     for part, places in parts:
         new = numbers[at : at + len(places)]

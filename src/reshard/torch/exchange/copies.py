@@ -151,9 +151,9 @@ _MADVISE = _find_madvise()
 _ROW_BYTES = 1 << 10
 # What is smaller is copied with others.
 _SMALL_BYTES = 1 << 14
-# An element that is copied as it is, by its bytes. NumPy knows all of these, as it does not all
-# that they stand for.
-_WORDS = {
+#: By itemsize, what an element is copied as, by its bytes. NumPy knows all of these, as it does not
+#: all that they stand for.
+WORDS = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
@@ -330,7 +330,7 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     # Torch computes these bits only as it copies.
     is_pending = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     is_same = target.dtype is source.dtype and not is_pending
-    word = _WORDS.get(source.dtype.itemsize)
+    word = WORDS.get(source.dtype.itemsize)
     if not (on_host and is_same and word and min(map(row_bytes, (target, source))) >= _ROW_BYTES):
         return functools.partial(target.copy_, source)
     into, what = (one.detach().view(word).numpy() for one in (target, source))

@@ -47,7 +47,7 @@ from reshard.plans.schedule.messages import (
 )
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.copies import combine, copiers, empty_bytes, finish_contributions
-from reshard.torch.exchange.groups import rank_group
+from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.messages import (
     FIRST_PLACE,
     Place,
@@ -239,7 +239,7 @@ class MessageExchange:
             step.is_done = False
         self._is_running = True
         self._group.running.add(self)
-        with _Failure(self, "a message could not be sent"):
+        with ExchangeFailure(self, self._group, "a message could not be sent"):
             self._post_what_can_be()
             # Copies run while the first messages travel.
             with span("copy what stays"):
@@ -254,7 +254,7 @@ class MessageExchange:
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
-        with _Failure(self, "a message did not arrive"):
+        with ExchangeFailure(self, self._group, "a message did not arrive"):
             # Some messages wait for memory: complete the steps that have it, the earliest first.
             while waiting := self._post_what_can_be():
                 for before in min(waiting, key=lambda step: step.key).follows:
@@ -307,7 +307,7 @@ class MessageExchange:
             for one in step.messages:
                 step.works.append(self._begin(one))
         except RuntimeError as error:
-            raise _LostMessageError(str(error)) from error
+            raise LostMessageError(str(error)) from error
 
     def _begin(self, one: StagedMessage) -> Any:
         message, shared = one.message, self._shared
@@ -344,7 +344,7 @@ class MessageExchange:
                     step.works[0].wait()
                     step.works.pop(0)
         except RuntimeError as error:
-            raise _LostMessageError(str(error)) from error
+            raise LostMessageError(str(error)) from error
         step.end_tracing()
         with span("unpack", step.describe):
             for one in step.messages:
@@ -361,7 +361,7 @@ class MessageExchange:
         try:
             near.give_back()
         except RuntimeError as error:
-            raise _LostMessageError(str(error)) from error
+            raise LostMessageError(str(error)) from error
 
 
 def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
@@ -377,15 +377,15 @@ def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
                 one.follows += arriving.get((step - STEPS_BEHIND * (stage - earlier), earlier), ())
 
 
-class _LostMessageError(Exception):
+class LostMessageError(Exception):
     """A message that cannot be sent, or does not come."""
 
 
-class _Failure:
+class ExchangeFailure:
     """Whatever interrupts an exchange leaves it failed; what torch raises becomes a RunError."""
 
-    def __init__(self, exchange: MessageExchange, what: str) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Any, group: RankGroup, what: str) -> None:
+        self._exchange, self._group = exchange, group
         self._what = what
 
     def __enter__(self) -> None:
@@ -395,8 +395,8 @@ class _Failure:
         if error is None:
             return
         self._exchange.fail()
-        group = self._exchange._group
-        if isinstance(error, _LostMessageError):
+        group = self._group
+        if isinstance(error, LostMessageError):
             group.lose(self._what, error)
         group.break_off(error)
         if isinstance(error, RuntimeError):

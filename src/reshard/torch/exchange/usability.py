@@ -7,7 +7,7 @@ into them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ class _Mark(NamedTuple):
 
 # Weak, so that a mark keeps no tensor in memory.
 _MARKED = WeakTensorKeyDictionary()
+# Runs that wrote into inference tensors, by their addresses: other tensors count writes themselves.
+_RUNS_INTO: dict[int, int] = {}
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
@@ -53,12 +55,40 @@ def mark_unusable(*tensors: torch.Tensor) -> None:
     """A run into `tensors` has failed."""
     for local in map(_local, tensors):
         _MARKED[local] = _make_mark(local)
+    _count_runs(tensors)
 
 
 def mark_usable(*tensors: torch.Tensor) -> None:
     """All of `tensors` has been written."""
     for local in map(_local, tensors) if _MARKED else ():
         _MARKED.pop(local, None)
+    _count_runs(tensors)
+
+
+def written_states(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
+    """What differs once somebody wrote into one of the tensors, as far as that is counted.
+
+    Torch counts no writes into inference tensors, where only those of runs are known, nor any by
+    other views of their memory such as NumPy's.
+
+    >>> tensor = torch.zeros(2)
+    >>> before = written_states([tensor])
+    >>> _ = tensor.add_(1)
+    >>> before == written_states([tensor])
+    False
+    """
+    return tuple((_count_writes(tensor), _count_writes(_local(tensor))) for tensor in tensors)
+
+
+def _count_writes(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_inference():
+        return tensor.data_ptr(), _RUNS_INTO.get(tensor.data_ptr(), 0)
+    return 0, tensor._version
+
+
+def _count_runs(tensors: Iterable[torch.Tensor]) -> None:
+    for local in [_local(tensor) for tensor in tensors if tensor.is_inference()]:
+        _RUNS_INTO[local.data_ptr()] = _RUNS_INTO.get(local.data_ptr(), 0) + 1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

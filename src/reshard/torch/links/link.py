@@ -120,7 +120,8 @@ class WeightLink:
             relays: on the trainer, whether engines on hosts of their own hand on weights to each
                 other, so that they leave the trainer's host once.
             options: of the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
-                `extra_bytes` and `buckets` of `reshard.torch.refit`. An engine learns them.
+                `extra_bytes`, `buckets`, `changed_only` of `reshard.torch.refit`. An engine learns
+                them.
 
         Raises:
             ShardError: on every process, all that does not fit.
@@ -341,9 +342,10 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
     "method": (str,),
     "extra_bytes": (int,),
     "buckets": (int, str),
+    "changed_only": (bool, str),
 }
 # Those of them that a hand-on takes too. Its two engines have equal types.
-_RELAYED = ("ties", "stacks", "num_experts", "extra_bytes")
+_RELAYED = ("ties", "stacks", "num_experts", "extra_bytes", "changed_only")
 
 
 def _write_options(options: Mapping[str, Any]) -> bytes:

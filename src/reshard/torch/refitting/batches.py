@@ -23,7 +23,7 @@ Shards between steps lie in the source, in the target (`programs.phases`), or in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -35,6 +35,12 @@ from reshard.collectives.program import Program
 from reshard.geometry.transfers import Transfers
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
+from reshard.torch.exchange.changes import (
+    ChangedOnly,
+    ChangeExchange,
+    ChangeUnit,
+    can_be_compared,
+)
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
@@ -61,7 +67,7 @@ class BatchObserver(Protocol):
 class RefitBatch:
     """Exchanges, one after another, and what transforms do before and after them."""
 
-    exchanges: list[MessageExchange]
+    exchanges: list[MessageExchange | ChangeExchange]
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
@@ -91,8 +97,9 @@ class RefitBatches:
         source, target: its local tensors by name.
         transforms: by the names of the targets they make.
         device: of the tensors.
-        extra_bytes: the most memory to take.
+        extra_bytes: the most memory to take, beside `kept_bytes`.
         group: of all ranks.
+        changed_only: by what changes are found, where only these are sent.
     """
 
     def __init__(
@@ -104,7 +111,11 @@ class RefitBatches:
         device: torch.device,
         extra_bytes: int,
         group: RankGroup,
+        changed_only: ChangedOnly = False,
     ) -> None:
+        self._changed_only = changed_only
+        # Whether targets have what the sources had in a run that all ranks confirmed.
+        self.is_complete = False
         self._source, self._target, self._transforms = source, target, transforms
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
@@ -126,22 +137,43 @@ class RefitBatches:
         self._known.clear()
         shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
-        if sum(len(found.stages) for found in listed) > 1:
+        if sum(len(found.stages) + bool(changed_only) for found in listed) > 1:
             shared = group.staging_memory(extra_bytes, device)
         self.batches = []
+        unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
         for found in listed:
-            exchanges = [
+            exchanges: list[MessageExchange | ChangeExchange] = [
                 MessageExchange(tensors, group.rank, group, device, extra_bytes, memory=shared)
                 for tensors in found.stages
             ]
+            if changed_only:
+                one = ChangeExchange(found.compared, group, device, unit, extra_bytes, shared)
+                exchanges.insert(0, one)
             self.batches.append(RefitBatch(exchanges, found.before, found.after))
-        every = [exchange for batch in self.batches for exchange in batch.exchanges]
-        self.sent_bytes = sum(exchange.sent_bytes for exchange in every)
-        self.received_bytes = sum(exchange.received_bytes for exchange in every)
-        own_bytes = sum(exchange.extra_bytes for exchange in every)
+        own_bytes = sum(exchange.extra_bytes for exchange in self._exchanges)
         self.extra_bytes = self._arena.memory.numel() + (
             own_bytes if shared is None else shared.numel()
         )
+
+    @property
+    def _exchanges(self) -> Iterator[MessageExchange | ChangeExchange]:
+        return (exchange for batch in self.batches for exchange in batch.exchanges)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends in a run; where only changes are sent, what it sent in the last."""
+        return sum(exchange.sent_bytes for exchange in self._exchanges)
+
+    @property
+    def received_bytes(self) -> int:
+        """What this rank receives, likewise."""
+        return sum(exchange.received_bytes for exchange in self._exchanges)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What this rank remembers of what it sent."""
+        changes = (one for one in self._exchanges if isinstance(one, ChangeExchange))
+        return sum(exchange.kept_bytes for exchange in changes)
 
     def _list(self, item: PartItem, found: _BatchContents) -> None:
         """What is done for one tensor or piece, and where."""
@@ -159,15 +191,19 @@ class RefitBatches:
         if match.target_range is not None:
             target = match.target_range.of(target, rank)
         ends = (source, target, dtype)
-        if not item.handed_on:
-            known = self._known.get(item.transfers)
-            if known is None:
-                known = RankTransfers.of(item.change, item.transfers, rank, *ends)
-                self._known[item.transfers] = known
-            found.stages[0].append(RankTransfers(item.change, known.received, known.sent, *ends))
+        if item.handed_on:
+            stages = [rows for _, rows in item.stages]
+            found.stages[0] += stage_transfers(item.change, stages, item.span, rank, *ends)
             return
-        stages = [rows for _, rows in item.stages]
-        found.stages[0] += stage_transfers(item.change, stages, item.span, rank, *ends)
+        known = self._known.get(item.transfers)
+        if known is None:
+            known = RankTransfers.of(item.change, item.transfers, rank, *ends)
+            self._known[item.transfers] = known
+        moved = RankTransfers(item.change, known.received, known.sent, *ends)
+        # What arrives to be transformed is overwritten by other tensors before the next run.
+        stays = bool(self._changed_only) and match.made_at != "target"
+        is_compared = stays and can_be_compared(moved, dtype)
+        (found.compared if is_compared else found.stages[0]).append(moved)
 
     def _list_program(
         self,
@@ -219,8 +255,10 @@ class RefitBatches:
             found.after.append(partial(transform.finish_receive, name, received, outputs))
         return sent, found.received.get(name)
 
-    def run(self, observer: BatchObserver | None = None) -> None:
+    def run(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
         """Run all batches; all ranks confirm the end.
+
+        Where only changes are sent, everything is where `is_whole`, which all ranks say alike.
 
         Raises RunError where a message does not come, and on every rank where a transform of one
         fails: before each batch that transforms have a part in, ranks tell each other.
@@ -236,12 +274,17 @@ class RefitBatches:
             name = "bucket" if number < self._buckets else "batch"
             with span(name, partial(dict, number=number)):
                 for exchange in batch.exchanges:
-                    exchange.run()
+                    if isinstance(exchange, ChangeExchange):
+                        with span("send changes"):
+                            exchange.run(is_whole)
+                    else:
+                        exchange.run()
                 error = _run_calls(batch.after)
             if observer is not None and error is None:
                 observer.end(number)
         with span("confirm the end"):
             confirm(self._group, error)
+        self.is_complete = True
 
 
 def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
@@ -256,9 +299,13 @@ def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
 
 @dataclass(slots=True, eq=False)
 class _BatchContents:
-    """A batch while it is listed: transfers by stage, what transforms do, their memory by name."""
+    """A batch while it is listed: transfers by stage, what transforms do, their memory by name.
+
+    `compared` are transfers of which only changes are sent.
+    """
 
     stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])
+    compared: list[RankTransfers] = field(default_factory=list)
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     made: dict[tuple[str, IndexRange | None], dict[str, torch.Tensor]] = field(default_factory=dict)

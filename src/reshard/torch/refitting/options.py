@@ -1,4 +1,4 @@
-"""Options of a refit: what is wrong with them, said before ranks wait for one another.
+"""Options of a refit: their types, and what is wrong with them, said before ranks wait.
 
 A rank that raised by itself would leave others waiting, so a problem is brought to their agreement.
 """
@@ -6,11 +6,41 @@ A rank that raised by itself would leave others waiting, so a problem is brought
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
+
+import torch.distributed as dist
 
 from reshard.errors import UsageError
-from reshard.torch.models.naming import tied_root
+from reshard.topology import Topology
+from reshard.torch.exchange.changes import UNITS, ChangedOnly
+from reshard.torch.models.naming import Naming, tied_root
+from reshard.torch.refitting.matching import CastOption
+from reshard.torch.refitting.methods import RefitMethod
+from reshard.torch.refitting.planning import Buckets, Planning
 from reshard.torch.refitting.transforms import Transform
+
+
+class RefitOptions(TypedDict, total=False):
+    """The keywords of `refit`, which are those of `Refit.prepare`; see there."""
+
+    source_names: Naming | None
+    target_names: Naming | None
+    ties: Mapping[str, str] | None
+    stacks: Mapping[str, str] | None
+    num_experts: int | None
+    cast: CastOption
+    strict: bool
+    source_offset: int | None
+    target_offset: int | None
+    transforms: Mapping[str, Transform] | None
+    planning: Planning
+    method: RefitMethod
+    topology: Topology | None
+    extra_bytes: int
+    check_replicas: bool
+    buckets: Buckets
+    changed_only: ChangedOnly
+    group: dist.ProcessGroup | None
 
 
 def find_problem(
@@ -47,6 +77,13 @@ def find_problem_of_buckets(buckets: object) -> str | None:
     return (
         f"buckets={buckets!r}; give a number of bytes above 0, 'auto', a table of numbers, or None"
     )
+
+
+def find_problem_of_changes(changed_only: object) -> str | None:
+    """Why changes cannot be found like this; None where they can."""
+    if isinstance(changed_only, bool) or changed_only in UNITS:
+        return None
+    return f"changed_only={changed_only!r}; it is True, False, 'elements' or 'blocks'"
 
 
 def find_problem_of_names(stacks: object, *offsets: object) -> str | None:

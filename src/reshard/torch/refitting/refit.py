@@ -16,95 +16,87 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, RunError, ShardError
+from reshard.errors import ReshardError, RunError
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import Intent, agree, device_of
+from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.hosts import find_hosts
 from reshard.torch.exchange.timeline import span
-from reshard.torch.exchange.usability import find_unusable, mark_unusable, mark_usable
+from reshard.torch.exchange.usability import (
+    find_unusable,
+    mark_unusable,
+    mark_usable,
+    written_states,
+)
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.naming import Naming
-from reshard.torch.models.parameters import LocalTensors, Model, list_tensors
+from reshard.torch.models.parameters import Model, list_tensors
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
-from reshard.torch.refitting.matching import CastOption, Match
+from reshard.torch.refitting.matching import CastOption
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.options import (
+    RefitOptions,
     find_problem,
     find_problem_of_buckets,
+    find_problem_of_changes,
     find_problem_of_names,
     sort_table,
 )
 from reshard.torch.refitting.planning import (
     Buckets,
     Planning,
-    RefitPart,
-    RefitPlan,
     RefitPlanner,
     list_complete_names,
     plan_part,
 )
 from reshard.torch.refitting.preparation import paused_collection
+from reshard.torch.refitting.prepared import PreparedRefit
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
-from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 
 _SHOWN = 8
 
 
-class RefitOptions(TypedDict, total=False):
-    """The keywords of `refit`, which are those of `Refit.prepare`; see there."""
-
-    source_names: Naming | None
-    target_names: Naming | None
-    ties: Mapping[str, str] | None
-    stacks: Mapping[str, str] | None
-    num_experts: int | None
-    cast: CastOption
-    strict: bool
-    source_offset: int | None
-    target_offset: int | None
-    transforms: Mapping[str, Transform] | None
-    planning: Planning
-    method: RefitMethod
-    topology: Topology | None
-    extra_bytes: int
-    check_replicas: bool
-    buckets: Buckets
-    group: dist.ProcessGroup | None
-
-
 class Refit:
     """A refit that is prepared, and runs as often as wanted. Make it with `Refit.prepare`.
 
-    `tensors`, `sent_bytes`, `received_bytes` and `extra_bytes` (memory beyond both models) are
-    this rank's; `report` is of the preparation. `is_usable` says whether the target has the values
-    of one run, and none of another.
+    `tensors`, `sent_bytes`, `received_bytes`, `extra_bytes` (memory beyond both models) and
+    `kept_bytes` (what `changed_only` remembers) are this rank's; `report` is of the preparation.
+    `is_usable` says whether the target has the values of one run, and none of another.
     """
 
-    def __init__(self, prepared: _PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
+    def __init__(self, prepared: PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
         self._prepared = prepared
         self._group = group
         self._batches = batches
         self.report = prepared.report
         self.is_usable = True
         self.tensors = len({item.match.target_name for item in prepared.part.items})
-        self.sent_bytes = batches.sent_bytes
-        self.received_bytes = batches.received_bytes
-        self.extra_bytes = batches.extra_bytes
+        self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
+        self._left: tuple[object, ...] = ()
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends in a run; with `changed_only` what it sent in the last one."""
+        return self._batches.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """What this rank receives, likewise."""
+        return self._batches.received_bytes
 
     @classmethod
     def prepare(
@@ -128,6 +120,7 @@ class Refit:
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         check_replicas: bool = True,
         buckets: Buckets = None,
+        changed_only: ChangedOnly = False,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
         """Compare both models, plan, and prepare what every run needs. Nothing is written yet.
@@ -168,6 +161,9 @@ class Refit:
             buckets: the most bytes of tensors that travel together, those before these; "auto" for
                 16 of at least 1 MiB and at most `extra_bytes`; all together when None. There are at
                 most 256. A table says the bucket of each of the source's tensors, from 0.
+            changed_only: whether a run sends only what changed since the one before: "elements"
+                (or True) keep a copy of what is sent, "blocks" a digest of each 4 KiB. See
+                `reshard.torch.exchange.changes`.
             group: of all ranks that have a part of either; all ranks when None. It may be a group
                 of several jobs: its ranks are then called by their places in it.
 
@@ -200,6 +196,7 @@ class Refit:
                 extra_bytes=extra_bytes,
                 check_replicas=check_replicas,
                 buckets=buckets,
+                changed_only=changed_only,
             )
 
     @classmethod
@@ -225,6 +222,7 @@ class Refit:
         extra_bytes: int,
         check_replicas: bool,
         buckets: Buckets,
+        changed_only: ChangedOnly,
     ) -> Refit:
         options = {
             "planning": planning,
@@ -238,6 +236,7 @@ class Refit:
             "strict": strict,
             "check_replicas": check_replicas,
             "buckets": sort_table(buckets),
+            "changed_only": changed_only,
             "transforms": transforms,
         }
         # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
@@ -248,6 +247,7 @@ class Refit:
         if method not in METHODS:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
         problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
+        problem = problem or find_problem_of_changes(changed_only)
         given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
@@ -273,7 +273,9 @@ class Refit:
         )
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report, digest, whole)
+        prepared = PreparedRefit(
+            part, before, after, made_by, extra_bytes, changed_only, report, digest, whole
+        )
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": digest}, problem), group)
         if batches is None:
@@ -298,16 +300,20 @@ class Refit:
     def _run(self, observer: BatchObserver | None, checks_source: bool) -> None:
         # Before each run, since a rank may have failed, or its tensors may have moved.
         problem = self._problem(checks_source)
+        targets = self._prepared.after.tensors.values()
+        # Where any rank has other than what the last run left, all of it is sent.
+        is_new = not self._batches.is_complete or self._left != self._see_written()
+        parts = {"refit": self._prepared.digest}
         with span("agree"):
-            agree(Intent({"refit": self._prepared.digest}, problem), self._group)
+            (is_whole,) = agree(Intent(parts, problem, notes=(int(is_new),)), self._group)
         self.is_usable = False
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.
             with torch.inference_mode():
-                self._batches.run(observer)
+                self._batches.run(observer, is_whole=bool(is_whole))
         except BaseException as error:
-            torch.autograd.graph.increment_version(self._prepared.after.tensors.values())
-            mark_unusable(*self._prepared.after.tensors.values())
+            torch.autograd.graph.increment_version(targets)
+            mark_unusable(*targets)
             self._group.break_off(error)
             if isinstance(error, ReshardError):
                 raise RunError(
@@ -315,9 +321,15 @@ class Refit:
                 ) from error
             raise
         # Messages are written behind autograd's back.
-        torch.autograd.graph.increment_version(self._prepared.after.tensors.values())
-        mark_usable(*self._prepared.after.tensors.values())
+        torch.autograd.graph.increment_version(targets)
+        mark_usable(*targets)
+        self._left = self._see_written()
         self.is_usable = True
+
+    def _see_written(self) -> tuple[object, ...]:
+        """What differs once somebody writes into the target, where that matters."""
+        prepared = self._prepared
+        return written_states(prepared.after.tensors.values()) if prepared.changed_only else ()
 
     def verify(self) -> Verification:
         """Compare the target with what the source has now, by digests. All ranks call this.
@@ -392,9 +404,8 @@ class Refit:
     @cached_property
     def target_digest(self) -> str:
         """A digest that ranks share whose part of the target has the same tensors, cut alike."""
-        return hashlib.blake2b(
-            write_roster(self._prepared.after.roster).encode(), digest_size=16
-        ).hexdigest()
+        roster = write_roster(self._prepared.after.roster)
+        return hashlib.blake2b(roster.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def plan(self) -> RefitMoves:
@@ -450,51 +461,3 @@ def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refi
     prepared = Refit.prepare(source, target, **options)
     prepared.run()
     return prepared
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedRefit:
-    """What one rank has and does, kept for every run."""
-
-    part: RefitPart
-    before: LocalTensors
-    after: LocalTensors
-    transforms: Mapping[str, Transform]
-    extra_bytes: int
-    report: PlanningReport
-    digest: bytes
-    whole: RefitPlan | None
-
-    def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
-        """Memory and messages for every run; or None and why there are none."""
-        try:
-            devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
-            if len(devices) > 1:
-                raise ShardError(
-                    f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
-                )
-            for item in self.part.items:
-                if item.match.made_at == "target" and item.match.made_of in self.after.locals:
-                    self._check_transform(item.match, group.rank)
-            batches = RefitBatches(
-                self.part,
-                self.before.locals,
-                self.after.locals,
-                self.transforms,
-                devices.pop() if devices else device_of(group),
-                self.extra_bytes,
-                group,
-            )
-        except ReshardError as error:
-            return None, str(error)
-        except Exception as error:
-            # Memory that is not there, a transform of the user's: the other ranks wait for this.
-            return None, f"{type(error).__name__}: {error}"
-        return batches, None
-
-    def _check_transform(self, match: Match, rank: int) -> None:
-        name, tensors = match.made_of, self.after.locals
-        transform = self.transforms[name]
-        made = {one: tensors[one] for one in transform.outputs(name) if one in tensors}
-        whole = match.target if match.target_range is None else match.target_range.whole
-        transform.check(name, whole, rank, made)

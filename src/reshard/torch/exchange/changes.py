@@ -1,0 +1,403 @@
+"""Exchanges that send what changed since the run before, and no more.
+
+A trainer changes few of the elements that its engines have: of weights in bfloat16, a step of
+reinforcement learning changes one in a hundred. So a sender keeps what it sent, compares, and sends
+what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas.encoding`)::
+
+    sender      pack -> compare with what was sent    --- how much comes: 24 bytes ---->
+                          which elements, their values --- payload, often none -------->   write
+
+1. *What is kept.* By elements: a copy of all that was sent; an element of two bytes that changed
+   costs three. By blocks: a digest of 16 bytes for each block of 4 KiB, 0.4 % of the memory. Whole
+   blocks are sent, which pays where changes lie together, as in the experts that were used, and not
+   where one element in a hundred changes: nearly every block has one.
+2. *Which elements.* Gaps between changed ones, a bit for each, runs, or the whole message, whatever
+   is shortest: a message that changed all over costs 24 bytes more than in any other exchange.
+3. *Whole runs.* The first run sends everything, and so does one in which any rank has other than
+   what the last run left: the caller says so, of all ranks alike.
+
+Messages have the order of `messages`, and both ends treat theirs in it, so no two ranks wait for
+each other. What several ranks are sent alike is kept, packed and compared once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
+from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_places, read_changes
+from reshard.errors import FormatError, RunError, UsageError
+from reshard.plans.schedule.messages import align, limit_message_bytes
+from reshard.torch.exchange.copies import WORDS, copier, empty_bytes
+from reshard.torch.exchange.exchange import ExchangeFailure, LostMessageError
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.messages import RankMessage, RankTransfers, list_messages
+
+ChangeUnit: TypeAlias = Literal["elements", "blocks"]
+ChangedOnly: TypeAlias = bool | ChangeUnit
+#: What `changed_only=` may be, beside False: True means the first.
+UNITS: tuple[ChangeUnit, ...] = get_args(ChangeUnit)
+BLOCK_BYTES = 4096
+
+_HEAD_TAG, _PAYLOAD_TAG = 1, 0
+_HEAD_WORDS = 3
+_NOTHING = -1
+# Sent and received messages that are under way, each in a slot of its own.
+_SLOTS = 2
+# Messages of half the usual part of the limit: what a comparison takes has the other half.
+_SHARE = 2
+_HEADS_AHEAD = 16
+
+
+def can_be_compared(tensor: RankTransfers, dtype: torch.dtype) -> bool:
+    """Whether the elements of a tensor that travel as `dtype` can be kept, and changed one by one.
+
+    Both ends find the same. Contributions that are combined leave nothing to compare with.
+    """
+    is_whole = max(tensor.change.source.contributions, tensor.change.target.contributions) == 1
+    return is_whole and not dtype.is_complex and dtype.itemsize in WORDS
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """What one rank sends to one or several others, and what it keeps of it.
+
+    `copies` pack it into its slot; there are none where it lies dense in its tensor. `users` are
+    how many messages carry it, `left` how many of them are still to be sent in a run that found
+    `coding`, `words` and `payload`.
+    """
+
+    data: NDArray[Any]
+    copies: list[Any]
+    slot: int | None
+    kept: NDArray[Any]
+    users: int = 0
+    left: int = 0
+    coding: int = _NOTHING
+    words: int = 0
+    payload: NDArray[np.uint8] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Received:
+    """What arrives from another rank: its pieces as words, and the word at which each begins."""
+
+    message: RankMessage
+    label: str
+    itemsize: int
+    begins: NDArray[np.int64]
+    words: list[NDArray[Any]]
+    direct: torch.Tensor | None
+    buffer: torch.Tensor | None = None
+    head: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_HEAD_WORDS, np.int64))
+
+    @property
+    def total(self) -> int:
+        """How many words it has."""
+        return int(self.begins[-1])
+
+
+class ChangeExchange:
+    """The messages of one rank, of which each run sends what changed.
+
+    `sent_bytes` and `received_bytes` are of the last run, and before any of a whole one;
+    `kept_bytes` is what a sender remembers.
+
+    Args:
+        tensors: this rank's transfers of each with the type of what travels, in the same order on
+            every rank, all of which `can_be_compared`.
+        group: of all ranks that have a part.
+        device: where the tensors are; only the CPU is possible.
+        unit: by what changes are found.
+        extra_bytes: the most memory beside what is kept; the same on every rank.
+        memory: to stage in; its own when None.
+
+    Raises:
+        UsageError: another device, or a limit too small for any message.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[RankTransfers],
+        group: RankGroup,
+        device: torch.device,
+        unit: ChangeUnit,
+        extra_bytes: int,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        if device.type != "cpu":
+            raise UsageError(
+                f"changed_only={unit!r} with tensors on {device.type}; only those on the CPU are "
+                "compared, send others whole"
+            )
+        self._group, self._unit = group, unit
+        message_bytes = limit_message_bytes(extra_bytes // _SHARE)
+        of_size: dict[int, list[RankTransfers]] = {}
+        for tensor in tensors:
+            if tensor.dtype is not None:
+                of_size.setdefault(tensor.dtype.itemsize, []).append(tensor)
+        self._copies = []
+        listed: list[tuple[int, RankMessage]] = []
+        # Words of a message are all of one size.
+        for itemsize in sorted(of_size):
+            found = list_messages(of_size[itemsize], group.rank, group.slots, message_bytes)
+            self._copies += [copier(one.target, one.source) for one in found.copies]
+            listed += [(itemsize, message) for message in found.messages]
+        largest = max((align(message.size_bytes) for _, message in listed), default=0)
+        self.extra_bytes = 2 * _SLOTS * largest
+        if memory is None:
+            memory = empty_bytes(self.extra_bytes, device)
+        self._slots = [memory[i * largest : (i + 1) * largest] for i in range(2 * _SLOTS)]
+        self._messages: list[tuple[int, _Sent | _Received]] = []
+        known: dict[Any, _Sent] = {}
+        for itemsize, message in listed:
+            one: _Sent | _Received
+            if message.is_sent:
+                key = tuple(message.contents)
+                if key not in known:
+                    known[key] = self._prepare_sent(itemsize, message, len(known) % _SLOTS)
+                one = known[key]
+                one.users += 1
+            else:
+                one = _prepare_received(itemsize, message)
+            self._messages.append((message.peer, one))
+        self._sent_once = list(known.values())
+        self.kept_bytes = sum(one.kept.nbytes for one in known.values())
+        heads = 8 * _HEAD_WORDS
+        self.sent_bytes = sum(m.size_bytes + heads for _, m in listed if m.is_sent)
+        self.received_bytes = sum(m.size_bytes + heads for _, m in listed if not m.is_sent)
+        # Works in the order in which they were begun, with the slot that each reads.
+        self._sends: deque[tuple[Any, int | None, Any]] = deque()
+        self._heads: deque[Any] = deque()
+        self._arriving: deque[tuple[Any, _Received]] = deque()
+        self._arrivals = 0
+        self.has_failed = False
+
+    def _prepare_sent(self, itemsize: int, message: RankMessage, slot: int) -> _Sent:
+        direct, copies = message.direct, []
+        data = self._slots[slot][: message.size_bytes] if direct is None else direct
+        if direct is None:
+            for piece, part in zip(message.pieces, _cut_packed(message, data), strict=True):
+                copies.append(copier(part, piece.view))
+        words = data.numpy().view(f"u{itemsize}")
+        if self._unit == "elements":
+            kept: NDArray[Any] = np.empty_like(words)
+        else:
+            kept = np.empty(-(-words.nbytes // BLOCK_BYTES), dtype=f"V{DIGEST_BYTES}")
+        return _Sent(words, copies, None if direct is not None else slot, kept)
+
+    def run(self, is_whole: bool) -> None:
+        """Send what changed, or all where `is_whole`, which all ranks say alike.
+
+        Raises RunError where a message does not come, or is none; the targets are not usable then.
+        """
+        if self.has_failed:
+            raise RunError("this exchange failed before; prepare another")
+        self._group.running.add(self)
+        self.sent_bytes = self.received_bytes = 0
+        with ExchangeFailure(self, self._group, "a message did not arrive"):
+            try:
+                self._move(is_whole)
+            except RuntimeError as error:
+                raise LostMessageError(str(error)) from error
+
+    def fail(self) -> None:
+        """Give up all messages: while they are under way they keep their connections."""
+        self.has_failed = True
+        for works in (self._sends, self._heads, self._arriving):
+            works.clear()
+
+    def _move(self, is_whole: bool) -> None:
+        for copy in self._copies:
+            copy()
+        for sent in self._sent_once:
+            sent.left = sent.users
+            sent.payload = None
+        incoming = [(peer, one) for peer, one in self._messages if isinstance(one, _Received)]
+        asked = turn = 0
+        for peer, one in self._messages:
+            if isinstance(one, _Sent):
+                self._send(peer, one, is_whole)
+                continue
+            # Heads are small: some are waited for ahead, in the order of the messages.
+            while asked < min(len(incoming), turn + _HEADS_AHEAD):
+                sender, ahead = incoming[asked]
+                head = torch.from_numpy(ahead.head)
+                self._heads.append(self._group.receive(head, sender, _HEAD_TAG))
+                asked += 1
+            self._heads[0].wait()
+            self._heads.popleft()
+            self._receive(peer, one)
+            turn += 1
+        while self._arriving:
+            self._complete_arrival()
+        while self._sends:
+            self._complete_send()
+
+    def _send(self, peer: int, one: _Sent, is_whole: bool) -> None:
+        if one.left == one.users:
+            self._find_changes(one, is_whole)
+        elif one.coding == Coding.WHOLE and self._unit == "blocks":
+            # Others may have had the slot since.
+            self._pack(one)
+        one.left -= 1
+        data, slot = one.data.view(np.uint8), one.slot
+        if one.payload is not None:
+            data, slot = one.payload, None
+        elif self._unit == "elements":
+            # What is kept is what is sent: the slot is free again.
+            data, slot = one.kept.view(np.uint8), None
+        size_bytes = 0 if one.coding == _NOTHING else len(data)
+        head = np.array([one.coding, one.words, size_bytes], np.int64)
+        # Only the queue has works: what an error has seen would keep their connections open.
+        for part, tag in ((head, _HEAD_TAG), (data, _PAYLOAD_TAG)):
+            if part is head or size_bytes:
+                sending = self._group.send(torch.from_numpy(part.view(np.uint8)), peer, tag)
+                self._sends.append((sending, slot, part))
+                del sending
+        self.sent_bytes += head.nbytes + size_bytes
+        if not one.left:
+            one.payload = None
+        while len(self._sends) > 2 * _SLOTS:
+            self._complete_send()
+
+    def _pack(self, one: _Sent) -> None:
+        """Pack into its slot, once what was sent from there has gone."""
+        if one.slot is None:
+            return
+        while any(slot == one.slot for _, slot, _ in self._sends):
+            self._complete_send()
+        for copy in one.copies:
+            copy()
+
+    def _find_changes(self, one: _Sent, is_whole: bool) -> None:
+        self._pack(one)
+        one.coding, one.words, one.payload = Coding.WHOLE, len(one.data), None
+        if self._unit == "elements":
+            changed = None if is_whole else one.data != one.kept
+            one.kept[:] = one.data
+        else:
+            changed = _compare_blocks(one.data, one.kept, is_whole)
+        if changed is None:
+            return
+        encoded = encode_words(changed, one.data, None, compressed=False)
+        if encoded is None:
+            one.coding, one.words = _NOTHING, 0
+        elif encoded.coding is not Coding.WHOLE:
+            one.coding, one.words = encoded.coding, encoded.words
+            # Torch wants memory that may be written.
+            one.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
+
+    def _receive(self, peer: int, one: _Received) -> None:
+        """Begin to receive a message whose head is there."""
+        coding, _, size_bytes = one.head.tolist()
+        whole_bytes = one.message.size_bytes
+        is_whole = coding == Coding.WHOLE
+        is_right = {_NOTHING: size_bytes == 0, Coding.WHOLE: size_bytes == whole_bytes}
+        if not is_right.get(coding, coding in [*Coding] and 0 < size_bytes <= whole_bytes):
+            raise RunError(
+                f"{one.label}: {size_bytes} bytes of coding {coding} for a message of {whole_bytes}"
+                "; both ends need the same release of reshard"
+            )
+        self.received_bytes += one.head.nbytes + size_bytes
+        if coding == _NOTHING:
+            return
+        while len(self._arriving) >= _SLOTS:
+            self._complete_arrival()
+        into = one.direct if is_whole else None
+        if into is None:
+            # Of those that arrive, each has the slot that the last but one had.
+            into = self._slots[_SLOTS + self._arrivals % _SLOTS][:size_bytes]
+        self._arrivals += 1
+        one.buffer = into
+        self._arriving.append((self._group.receive(into, peer, _PAYLOAD_TAG), one))
+
+    def _complete_send(self) -> None:
+        self._sends[0][0].wait()
+        self._sends.popleft()
+
+    def _complete_arrival(self) -> None:
+        self._arriving[0][0].wait()
+        one = self._arriving.popleft()[1]
+        coding, words, _ = one.head.tolist()
+        buffer, one.buffer = one.buffer, None
+        if buffer is None or buffer is one.direct:
+            return
+        if coding == Coding.WHOLE:
+            for piece, part in zip(
+                one.message.pieces, _cut_packed(one.message, buffer), strict=True
+            ):
+                copier(piece.view, part)()
+            return
+        try:
+            chosen, values = read_changes(
+                buffer.numpy(), coding, words, one.total, one.itemsize, one.label
+            )
+        except FormatError as error:
+            raise RunError(str(error)) from error
+        if chosen is not None:
+            _write_words(one, chosen, np.frombuffer(values.tobytes(), f"u{one.itemsize}"))
+
+
+def _compare_blocks(
+    words: NDArray[Any], kept: NDArray[Any], is_whole: bool
+) -> NDArray[np.bool_] | None:
+    """Which words are in blocks with other digests than those kept, which are replaced; None: all.
+
+    Shape `(words,)`.
+    """
+    data = words.view(np.uint8).data
+    parts = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+    found = np.frombuffer(b"".join(map(block_digest, parts)), dtype=kept.dtype)
+    changed = None if is_whole else found != kept
+    kept[:] = found
+    if changed is None:
+        return None
+    return np.repeat(changed, BLOCK_BYTES // words.itemsize)[: len(words)]
+
+
+def _cut_packed(message: RankMessage, packed: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The part of each piece in all that is packed, one behind the other."""
+    begin = 0
+    for piece in message.pieces:
+        part = packed[begin : begin + piece.size_bytes]
+        yield part.view(piece.dtype).view(piece.view.shape)
+        begin += piece.size_bytes
+
+
+def _prepare_received(itemsize: int, message: RankMessage) -> _Received:
+    views = [piece.view.detach() for piece in message.pieces]
+    begins = np.cumsum([0, *(view.numel() for view in views)], dtype=np.int64)
+    words = [view.view(WORDS[view.element_size()]).numpy() for view in views]
+    label = f"a message of rank {message.peer}"
+    return _Received(message, label, itemsize, begins, words, message.direct)
+
+
+def _write_words(one: _Received, chosen: NDArray[Any], values: NDArray[Any]) -> None:
+    """Write the values of words, named by places or a mask, into the pieces that have them."""
+    parts = list_places(chosen) if chosen.dtype == bool else [(slice(0, None), chosen)]
+    at = 0
+    for part, places in parts:
+        here = places + part.start
+        edges = np.searchsorted(here, one.begins)
+        for number in np.flatnonzero(np.diff(edges)).tolist():
+            low, high = edges[number], edges[number + 1]
+            piece, words = one.message.pieces[number], one.words[number]
+            new = values[at + low : at + high]
+            if piece.view.dtype is not piece.dtype:
+                travelled = torch.from_numpy(new.view(f"i{one.itemsize}").copy())
+                cast = travelled.view(piece.dtype).to(piece.view.dtype)
+                new = cast.view(WORDS[cast.element_size()]).numpy()
+            within = here[low:high] - one.begins[number]
+            if words.flags.c_contiguous:
+                words.reshape(-1)[within] = new
+            else:
+                words[np.unravel_index(within, words.shape)] = new
+        at += len(here)

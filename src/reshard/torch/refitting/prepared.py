@@ -1,0 +1,70 @@
+"""A refit as one rank has it prepared: its part, its tensors, and the batches made of them.
+
+Batches are made when the refit is prepared, and anew over another group after a run that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.errors import ReshardError, ShardError
+from reshard.torch.exchange.agreement import device_of
+from reshard.torch.exchange.changes import ChangedOnly
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.parameters import LocalTensors
+from reshard.torch.refitting.batches import RefitBatches
+from reshard.torch.refitting.matching import Match
+from reshard.torch.refitting.planning import RefitPart, RefitPlan
+from reshard.torch.refitting.report import PlanningReport
+from reshard.torch.refitting.transforms import Transform
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRefit:
+    """What one rank has and does, kept for every run."""
+
+    part: RefitPart
+    before: LocalTensors
+    after: LocalTensors
+    transforms: Mapping[str, Transform]
+    extra_bytes: int
+    changed_only: ChangedOnly
+    report: PlanningReport
+    digest: bytes
+    whole: RefitPlan | None
+
+    def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
+        """Memory and messages for every run; or None and why there are none."""
+        try:
+            devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+            if len(devices) > 1:
+                raise ShardError(
+                    f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+                )
+            for item in self.part.items:
+                if item.match.made_at == "target" and item.match.made_of in self.after.locals:
+                    self._check_transform(item.match, group.rank)
+            batches = RefitBatches(
+                self.part,
+                self.before.locals,
+                self.after.locals,
+                self.transforms,
+                devices.pop() if devices else device_of(group),
+                self.extra_bytes,
+                group,
+                self.changed_only,
+            )
+        except ReshardError as error:
+            return None, str(error)
+        except Exception as error:
+            # Memory that is not there, a transform of the user's: the other ranks wait for this.
+            return None, f"{type(error).__name__}: {error}"
+        return batches, None
+
+    def _check_transform(self, match: Match, rank: int) -> None:
+        name, tensors = match.made_of, self.after.locals
+        transform = self.transforms[name]
+        made = {one: tensors[one] for one in transform.outputs(name) if one in tensors}
+        whole = match.target if match.target_range is None else match.target_range.whole
+        transform.check(name, whole, rank, made)

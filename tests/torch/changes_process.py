@@ -1,0 +1,305 @@
+"""One rank of a job of four: refits that send only what changed, compared with whole ones.
+
+After each run the target has to be, bit for bit, what a refit that sends everything makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reshard
+from rank_cases import run_cases
+from refit_models import expect, refused
+from reshard.errors import PlanError, RunError
+from reshard.torch import BlockQuantized, Refit, Transform
+from reshard.torch.exchange import changes
+
+SHAPES = {"embed": (300, 64), "up": (96, 128), "down": (128, 96), "norm": (129,), "number": ()}
+ROWS = {"embed": "tp, -", "up": "tp, -", "down": "tp, -", "norm": "-", "number": ""}
+COLUMNS = {"embed": "-, tp", "up": "-, tp", "down": "-, tp", "norm": "-", "number": ""}
+HEAD_BYTES = 24
+UNITS: tuple[Any, ...] = ("elements", "blocks")
+
+Values = dict[str, torch.Tensor]
+
+
+def bits(seed: int, dtype: torch.dtype = torch.float32, shapes: Any = None) -> Values:
+    """Any bits at all, NaNs with payloads among them."""
+    choose = np.random.default_rng(seed)
+    found = {}
+    for name, shape in (shapes or SHAPES).items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        content = torch.from_numpy(choose.integers(0, 256, size, np.uint8))
+        found[name] = content.view(dtype).view(shape)
+    return found
+
+
+def numbers(seed: int, dtype: torch.dtype, shapes: Any = None) -> Values:
+    """Numbers that fit in every type."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-8, 9, shape, generator=generator).to(dtype)
+        for name, shape in (shapes or SHAPES).items()
+    }
+
+
+def cut(given: Values, cuts: Any, axes: Any) -> dict[str, Any]:
+    """What this rank has of it, with the layouts."""
+    mesh = reshard.DeviceMesh.of(**axes)
+    found = {}
+    for name, value in given.items():
+        layout = reshard.spec(mesh, cuts[name]).layout(value.shape)
+        local = None
+        if dist.get_rank() < layout.slots and layout.local_shape(dist.get_rank()) is not None:
+            (box,) = layout.boxes(dist.get_rank())
+            local = value[tuple(map(slice, box.start, box.stop))].clone()
+        found[name] = (local, layout)
+    return found
+
+
+def set_to(model: dict[str, Any], given: Values) -> None:
+    """The values of a model are others."""
+    for name, (local, layout) in model.items():
+        if local is not None:
+            (box,) = layout.boxes(dist.get_rank())
+            local.copy_(given[name][tuple(map(slice, box.start, box.stop))])
+
+
+def expect_equal(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+    """Bit for bit."""
+    for name, (local, _) in expected.items():
+        if local is not None:
+            same = found[name][0].contiguous().view(-1).view(torch.uint8)
+            expect(
+                torch.equal(same, local.contiguous().view(-1).view(torch.uint8)), f"{what}: {name}"
+            )
+
+
+def change(given: Values, share: float, seed: int) -> None:
+    """Other bits in a share of the elements, scattered."""
+    generator = torch.Generator().manual_seed(seed)
+    for value in given.values():
+        flat = value.view(-1).view(torch.uint8).view(value.numel(), -1)
+        picked = torch.rand(len(flat), generator=generator) < share
+        flat[picked] = flat.flip(0)[picked]
+
+
+def change_rows(given: Values, share: float, seed: int) -> None:
+    """The same of rows that lie together."""
+    for value in given.values():
+        flat = value.view(-1).view(torch.uint8).view(value.numel(), -1)
+        count = int(share * len(flat))
+        flat[seed : seed + count] = flat.flip(0)[seed : seed + count].clone()
+
+
+def compare_steps(
+    given: Values,
+    target_dtype: torch.dtype,
+    unit: Any,
+    changed: Callable[[Values, float, int], None],
+    **options: Any,
+) -> list[tuple[float, int, int]]:
+    """Runs of both kinds over steps; how many bytes all ranks sent of how many, by what changed."""
+    source = cut(given, ROWS, {"tp": 4})
+    blank = {name: torch.zeros(value.shape, dtype=target_dtype) for name, value in given.items()}
+    target, expected = (cut(blank, COLUMNS, {"tp": 2}) for _ in range(2))
+    whole = Refit.prepare(source, expected, cast=True, **options)
+    delta = Refit.prepare(source, target, cast=True, changed_only=unit, **options)
+    told = []
+    for step, share in enumerate((1.0, 0.0, 0.01, 0.2, 0.9, 0.001)):
+        if step:
+            changed(given, share, step)
+            set_to(source, given)
+        whole.run()
+        delta.run()
+        expect_equal(target, expected, f"{unit}, step {step} of {options}")
+        sent = torch.tensor([delta.sent_bytes, whole.sent_bytes, delta.received_bytes])
+        dist.all_reduce(sent)
+        expect(sent[0] == sent[2], "what is sent is received")
+        told.append((share, int(sent[0]), int(sent[1])))
+    if given["up"].dtype == target_dtype:
+        # A NaN of any bits that was cast is not the source's when it is cast back.
+        delta.verify()
+    return told
+
+
+def scattered_changes() -> None:
+    """Bytes follow what changed; whatever the bits, the types and the limits are."""
+    for unit in UNITS:
+        told = compare_steps(bits(1), torch.float32, unit, change)
+        messages = told[1][1] // HEAD_BYTES
+        expect(told[1][1] == HEAD_BYTES * messages and messages < 20, f"nothing changed: {told}")
+        expect(told[0][1] == told[0][2] + told[1][1], f"a first run is whole: {told}")
+        expect(all(sent <= total + told[1][1] for _, sent, total in told), f"never more: {told}")
+        if unit == "elements":
+            # Five bytes for each of four that changed.
+            expect(told[2][1] < 0.02 * told[2][2] + told[1][1], f"one of a hundred: {told}")
+            expect(told[3][1] < 0.3 * told[3][2], f"one of five: {told}")
+        told = compare_steps(bits(1), torch.float32, unit, change_rows)
+        expect(told[3][1] < 0.5 * told[3][2], f"{unit}, a fifth lies together: {told}")
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        told = compare_steps(bits(2, dtype), wide, "elements", change)
+        expect(told[2][1] < 0.03 * told[2][2] + told[1][1], f"{dtype} to {wide}: {told}")
+    for dtype in (torch.float8_e4m3fn, torch.int64, torch.complex64, torch.bool):
+        given = numbers(3, dtype)
+        for unit in UNITS:
+            compare_steps(given, dtype, unit, change)
+    for options in ({"extra_bytes": 4096}, {"buckets": 1 << 14}, {"planning": "centralized"}):
+        for unit in UNITS:
+            compare_steps(bits(4, torch.int16), torch.int16, unit, change, **options)
+
+
+class Doubled(Transform):
+    """What arrives is doubled."""
+
+    def finish_receive(self, name: str, received: torch.Tensor, target: Any) -> None:
+        target[name].copy_(2 * received)
+
+
+def quantised_and_transformed() -> None:
+    """What the source makes is compared; what is made of what arrives travels whole."""
+    shapes = {"w": (256, 256), "other": (64, 32)}
+    given = numbers(5, torch.bfloat16, shapes)
+    source = cut(given, {"w": "tp, -", "other": "tp, -"}, {"tp": 2})
+    blank = {
+        "w": torch.zeros(256, 256, dtype=torch.float8_e4m3fn),
+        "w_scale_inv": torch.zeros(2, 2),
+        "other": torch.zeros(64, 32, dtype=torch.bfloat16),
+    }
+    transforms = {"w": BlockQuantized(), "other": Doubled()}
+    targets = [cut(blank, dict.fromkeys(blank, "-, tp"), {"tp": 2}) for _ in range(2)]
+    runs = [
+        Refit.prepare(source, target, transforms=transforms, changed_only=only)
+        for target, only in zip(targets, (False, True), strict=True)
+    ]
+    expect(runs[0].report.made_at_source == ("w",) or dist.get_rank() > 1, "at the source")
+    for step in range(3):
+        for one in runs:
+            one.run()
+        expect_equal(targets[1], targets[0], f"quantised, step {step}")
+        sent_bytes = [one.sent_bytes for one in runs]
+        if step and dist.get_rank() < 2:
+            expect(sent_bytes[1] < sent_bytes[0] // 2, f"{sent_bytes}")
+        given["w"][7, 5] = step + 0.5
+        given["other"][3, 2] = -step
+        set_to(source, given)
+
+
+def whoever_wrote_there() -> None:
+    """Writes that torch counts make the next run whole; others are found by `verify`."""
+    rank = dist.get_rank()
+    given = bits(6, torch.int32)
+    source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
+    expected = cut(given, COLUMNS, {"tp": 2})
+    done = Refit.prepare(source, target, changed_only=True)
+    first = None
+    for step in range(4):
+        if step == 2 and rank == 1:
+            target["up"][0].add_(1)
+        done.run()
+        expect_equal(target, expected, f"step {step}")
+        first = first or done.sent_bytes
+        expect((done.sent_bytes == first) == (step in (0, 2)), f"step {step}: {done.sent_bytes}")
+    if rank == 1:
+        target["up"][0].numpy()[3] += 1
+    done.run()
+    refused(done.verify, RunError, "rank 1: not the source's: up (from rank")
+    # Another refit into the same tensors is one of those who write.
+    others = bits(7, torch.int32)
+    Refit.prepare(cut(others, ROWS, {"tp": 4}), target).run()
+    done.run()
+    expect_equal(target, expected, "after another refit")
+    done.verify()
+    # Likewise into inference tensors, which count no writes.
+    with torch.inference_mode():
+        target = cut(given, COLUMNS, {"tp": 2})
+    pair = [
+        Refit.prepare(cut(one, ROWS, {"tp": 4}), target, changed_only=True)
+        for one in (given, others)
+    ]
+    for step in range(4):
+        pair[step % 2].run()
+        expect_equal(target, cut((given, others)[step % 2], COLUMNS, {"tp": 2}), f"by {step % 2}")
+        expect(pair[step % 2].sent_bytes == first, "whole")
+    pair[1].run()
+    expect(pair[1].sent_bytes < first / 2, "nothing changed")
+
+
+def after_a_failure() -> None:
+    """A run that fails in the middle leaves nothing to compare with: the next one sends all."""
+    given = bits(8, torch.int32)
+    source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
+    for unit in UNITS:
+        group = dist.new_group()
+        done = Refit.prepare(source, target, changed_only=unit, group=group)
+        done.run()
+        whole_bytes = done.sent_bytes
+        given["up"][5, 7] += 1
+        set_to(source, given)
+        real = changes.encode_words
+
+        def fail(*arguments: Any, **keywords: Any) -> Any:
+            raise MemoryError("no more")
+
+        if dist.get_rank() == 3:
+            changes.encode_words = fail
+        told = refused(done.run, (RunError, MemoryError), "")
+        changes.encode_words = real
+        expect("no more" in told and not done.is_usable, told)
+        done.renew(group)
+        done.run()
+        expect(done.sent_bytes == whole_bytes, "all is sent again")
+        expect_equal(target, cut(given, COLUMNS, {"tp": 2}), "renewed")
+        given["up"][5, 8] += 1
+        set_to(source, given)
+        done.run()
+        expect(not whole_bytes or done.sent_bytes < whole_bytes, "and then what changes")
+        done.verify()
+
+
+def programs_and_replicas() -> None:
+    """Replicas are sent from one copy; what moves by collectives moves as ever."""
+    given = bits(9, torch.int16, {"w": (512, 96)})
+    source = cut(given, {"w": "-, -"}, {"tp": 1})
+    target = cut(given, {"w": "-, -"}, {"dp": 4})
+    done = Refit.prepare(source, target, changed_only=True)
+    for _ in range(2):
+        done.run()
+        given["w"][9, 9] += 1
+        set_to(source, given)
+    if dist.get_rank() == 0:
+        expect(done.kept_bytes == 2 * 512 * 96, f"kept {done.kept_bytes}")
+        expect(done.sent_bytes < 3 * 64, f"sent {done.sent_bytes}")
+    expect(dist.get_rank() == 0 or done.kept_bytes == 0, f"kept {done.kept_bytes}")
+    done.run()
+    expect_equal(target, cut(given, {"w": "-, -"}, {"dp": 4}), "replicas")
+
+
+def refusals() -> None:
+    """What it cannot be, and ranks that say different things."""
+    given = bits(1)
+    source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
+    prepare = partial(Refit.prepare, source, target)
+    for wrong in ("all", 1, None):
+        refused(partial(prepare, changed_only=wrong), RunError, "'elements' or 'blocks'")
+    apart = dist.get_rank() == 1
+    refused(partial(prepare, changed_only=apart), PlanError, "'changed_only'")
+
+
+if __name__ == "__main__":
+    run_cases(
+        [
+            scattered_changes,
+            quantised_and_transformed,
+            whoever_wrote_there,
+            after_a_failure,
+            programs_and_replicas,
+            refusals,
+        ]
+    )
