@@ -230,10 +230,7 @@ class SourceFile(Closing):
         except OSError as error:
             raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
         if now != self.identity:
-            raise SourceChangedError(
-                f"{self.path}: changed since it was opened: expected {_describe(self.identity)}, "
-                f"found {_describe(now)}; wait until nobody writes it and start over"
-            )
+            raise self._describe_change(now)
 
     def find_damage(self, offset_bytes: int) -> Damage | None:
         """The damage, if any, in the bytes from which the byte at `offset_bytes` is derived.
@@ -249,6 +246,12 @@ class SourceFile(Closing):
 
     def __repr__(self) -> str:
         return f"SourceFile({str(self.path)!r}, {self.size_bytes} bytes)"
+
+    def _describe_change(self, now: FileIdentity) -> SourceChangedError:
+        return SourceChangedError(
+            f"{self.path}: changed since it was opened: expected {_describe(self.identity)}, "
+            f"found {_describe(now)}; wait until nobody writes it and start over"
+        )
 
     def _look_at_identity(self) -> FileIdentity:
         state = os.fstat(self._descriptor)

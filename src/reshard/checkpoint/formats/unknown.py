@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.checkpoint.files.places.place import PARTS
-from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.places.place_path import HUB_NAME, PlacePath
 
 _HEAD_BYTES = 600
 _MOST_FILES = 4096
@@ -185,7 +185,6 @@ _OTHER_STORES = {
     "oss": "ossutil cp -r",
     "ftp": "wget",
 }
-_HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
 def describe_missing(given: str | os.PathLike[str]) -> str:
@@ -217,7 +216,7 @@ s3://bucket/model'
             return f"no checkpoint at {given}: a link to {os.readlink(path)}, which is not there"
         parent = path.parent
         if not parent.is_dir():
-            if _HUB_NAME.fullmatch(given):
+            if HUB_NAME.fullmatch(given):
                 return f"{text}; to read a model of the Hub, pip install 'reshard[hf]'"
             while not parent.is_dir() and parent != parent.parent:
                 parent = parent.parent

@@ -95,7 +95,9 @@ def with_gradient(
         if before is None:
             # Every process has the same whole array.
             whole = replicated(spec.mesh, source.ndim)
-            return (_enter(runner, source, spec, whole, tensor, lambda x: move((x,))[0]),)
+            return (
+                _cross(runner, source, spec, whole, tensor, lambda x: move((x,))[0], enters=True),
+            )
         if before.reduction in ("max", "min"):
             combined = _combine_extremes(runner, source, before, tensor)
             return runner.movement(source.with_spec(without_pending(before)), spec)((combined,))
@@ -109,7 +111,8 @@ def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
     if not records_gradient(tensor) or kind.spec is None:
         return tensor
     _check(kind, kind.spec)
-    return _enter(runner, kind, kind.spec, without_pending(kind.spec), tensor, lambda x: x)
+    outside = without_pending(kind.spec)
+    return _cross(runner, kind, kind.spec, outside, tensor, lambda x: x, enters=True)
 
 
 def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = None) -> Tensor:
@@ -126,47 +129,37 @@ def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = 
         return tensor if gather is None else gather(tensor)
     if gather is None:
         _check(kind, spec)
-        return _leave(runner, kind, spec, without_pending(spec), tensor, lambda x: x)
+        outside = without_pending(spec)
+        return _cross(runner, kind, spec, outside, tensor, lambda x: x, enters=False)
     whole = replicated(spec.mesh, kind.ndim)
     if spec.partial_axes:
         # Combined first: the whole has no contributions.
         combined = runner.movement(kind, whole)((tensor,))[0]
         return taken(runner, kind.with_spec(whole), combined, lambda x: x)
     _check(kind, spec)
-    return _leave(runner, kind, spec, whole, tensor, gather)
+    return _cross(runner, kind, spec, whole, tensor, gather, enters=False)
 
 
-def _enter(
+def _cross(
     runner: Runner,
     kind: ArrayType,
-    spec: ShardingSpec,
+    inside: ShardingSpec,
     outside: ShardingSpec,
     tensor: Tensor,
     forth: Way | None = None,
+    *,
+    enters: bool,
 ) -> Tensor:
-    """What programs have alike, by the sharding `outside`, as an array's shard of `spec`."""
+    """What programs have alike, by the sharding `outside`, as an array's shard of `inside`.
+
+    Or the other way round, where it does not enter: each is the transposed movement of the other.
+    """
+    ends = (outside, inside) if enters else (inside, outside)
 
     def back(gradient: Tensor) -> Tensor:
-        return _leave(runner, kind, gradient_spec(spec), outside, gradient)
+        return _cross(runner, kind, gradient_spec(inside), outside, gradient, enters=not enters)
 
-    way = forth or (lambda x: _move(runner, kind, outside, spec, x))
-    return TransposedMovement.apply(tensor, way, back) if records_gradient(tensor) else way(tensor)
-
-
-def _leave(
-    runner: Runner,
-    kind: ArrayType,
-    spec: ShardingSpec,
-    outside: ShardingSpec,
-    tensor: Tensor,
-    forth: Way | None = None,
-) -> Tensor:
-    """An array's shard of `spec` as what programs have alike, by the sharding `outside`."""
-
-    def back(gradient: Tensor) -> Tensor:
-        return _enter(runner, kind, gradient_spec(spec), outside, gradient)
-
-    way = forth or (lambda x: _move(runner, kind, spec, outside, x))
+    way = forth or (lambda x: _move(runner, kind, *ends, x))
     return TransposedMovement.apply(tensor, way, back) if records_gradient(tensor) else way(tensor)
 
 

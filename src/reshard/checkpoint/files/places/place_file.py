@@ -69,15 +69,6 @@ class PlaceFile(SourceFile):
                 begin, at = offsets[number] - low, number * size_bytes
                 memory[at : at + size_bytes] = joined[begin : begin + size_bytes]
 
-    def check_unchanged(self) -> None:
-        """Raise `SourceChangedError` unless the object is what it was when it was opened."""
-        try:
-            now = self._look_at_identity()
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
-        if now != self.identity:
-            self._refuse_other(now)
-
     def close(self) -> None:
         """Nothing is held."""
 
@@ -97,7 +88,7 @@ class PlaceFile(SourceFile):
             ) from error
         identity = self._identify(found)
         if identity != self.identity:
-            self._refuse_other(identity)
+            raise self._describe_change(identity)
         with self._counter:
             self._read_bytes += len(view)
 
@@ -110,8 +101,8 @@ class PlaceFile(SourceFile):
     def _identify(self, state: ObjectState) -> FileIdentity:
         return FileIdentity.of(self.path.name, state.stat_result())
 
-    def _refuse_other(self, now: FileIdentity) -> None:
-        raise SourceChangedError(
+    def _describe_change(self, now: FileIdentity) -> SourceChangedError:
+        return SourceChangedError(
             f"{self.path}: changed since it was opened: expected {self.size_bytes} bytes of "
             f"{self.identity.modified_ns} ns, found {now.size_bytes} of {now.modified_ns} ns, or "
             "other content of that size; wait until nobody writes it and start over"

@@ -40,7 +40,8 @@ from reshard.checkpoint.files.places.place_stream import PlaceStream
 from reshard.errors import UsageError
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(@[\w./-]+)?")
+#: The name of a model of the Hub, and its revision.
+HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(@[\w./-]+)?")
 
 
 Found = TypeVar("Found")
@@ -262,7 +263,7 @@ def _path_of_file(text: str) -> Path:
 
 def _find_on_hub(text: str) -> PlacePath | None:
     """The model of a bare name; None for what is, or may be meant as, a path."""
-    if not _HUB_NAME.fullmatch(text) or os.path.lexists(text):
+    if not HUB_NAME.fullmatch(text) or os.path.lexists(text):
         return None
     if os.path.lexists(text.partition("/")[0]):
         return None
