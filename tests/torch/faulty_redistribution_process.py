@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from rank_endings import end_last
 from reshard.collectives import Program, find_program
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
@@ -431,12 +432,8 @@ def main(fault: str) -> None:
         bystander,
     )
     {one.__name__: one for one in faults}[fault]()
-    # Why a rank failed stands at the store, which ends with rank 0; rank 1 is the one that fails.
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank():
-        store.set(f"ended/{dist.get_rank()}", "")
-    else:
-        store.wait(["ended/2"])
+    # Rank 1 is the one that fails.
+    end_last([2])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import reshard
+from rank_endings import end_last
 from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.notation import sharding_of
 from reshard.notation.dtensor.partitioned import PartitionedShard
@@ -449,6 +450,7 @@ def killed(when: str) -> None:
     with stop:
         expect_all_raise(RunError, words, tensor.to_aligned)
     assert torch.equal(tensor.local, kept)
+    end_last([2])
 
 
 def main(*fault: str) -> None:
