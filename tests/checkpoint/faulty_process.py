@@ -29,6 +29,8 @@ WRITING_CALLS = ("pwritev", "pwrite")
 SYNCING_CALLS = ("fdatasync", "fsync")
 OTHER_CALLS = ("rename", "mkdir", "unlink", "rmdir", "ftruncate", "posix_fallocate")
 
+STORE_CALLS = ("begin", "put_part", "complete", "put", "delete")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,7 +59,7 @@ class FaultyProcesses:
     def convert(
         self,
         source: Path,
-        target: Path,
+        target: Path | str,
         *,
         kill_at: int | None = None,
         synced: Path | None = None,
@@ -65,8 +67,8 @@ class FaultyProcesses:
     ) -> Outcome:
         """Run `run_conversion(plan_any(source, target, ...))` in a child.
 
-        `options` are those of both, and `block_bytes`. `kill_at` is the number of the call to be
-        killed at, from 0.
+        `options` are those of both, and `block_bytes` and `part_bytes`. `kill_at` is the number of
+        the call to be killed at, from 0.
         Where `synced` is a folder, every sync puts a copy there of what it made durable, for
         `lose_what_was_not_synced`.
         """
@@ -125,6 +127,7 @@ class _Countdown:
 
     def __init__(self, kill_at: int | None, synced: Path | None) -> None:
         from reshard.checkpoint.conversion import staging
+        from reshard.checkpoint.files.places.s3_target import S3Target
 
         self.kill_at = kill_at
         self.synced = synced
@@ -138,6 +141,8 @@ class _Countdown:
         for name in OTHER_CALLS:
             setattr(os, name, self._counted(name, getattr(os, name)))
         staging.exchange_folders = self._counted("exchange", staging.exchange_folders)
+        for name in STORE_CALLS:
+            setattr(S3Target, name, self._asking(name, getattr(S3Target, name)))
 
     def _is_the_last(self, name: str) -> bool:
         with self._lock:
@@ -149,6 +154,19 @@ class _Countdown:
             if self._is_the_last(name):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **keywords)
+
+        return call
+
+    def _asking(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A request, before and after which the process may end."""
+
+        def call(*arguments: Any) -> Any:
+            if self._is_the_last(name):
+                os.kill(os.getpid(), signal.SIGKILL)
+            answer = real(*arguments)
+            if self._is_the_last(f"{name} done"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
 
         return call
 
@@ -189,19 +207,21 @@ class _Countdown:
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     import reshard.checkpoint.blocks.grid as blocks
+    import reshard.checkpoint.files.places.part_grid as parts
     from reshard.checkpoint import run_conversion
     from reshard.errors import ReshardError
 
     options = order["options"]
     running = {
         name: options.pop(name)
-        for name in ("overwrite", "restart", "sync_bytes", "extra_bytes", "threads")
+        for name in ("overwrite", "restart", "sync_bytes", "extra_bytes", "threads", "staging")
         if name in options
     }
     countdown = _Countdown(order["kill_at"], Path(order["synced"]) if order["synced"] else None)
     answer: dict[str, Any] = {"was_killed": False, "calls": countdown.calls}
     try:
         blocks.BLOCK_BYTES = options.pop("block_bytes", blocks.BLOCK_BYTES)
+        parts.LEAST_PART_BYTES = options.pop("part_bytes", parts.LEAST_PART_BYTES)
         conversion = plan_any(order["source"], order["target"], **options)
         report = run_conversion(conversion, **running)
     except ReshardError as error:

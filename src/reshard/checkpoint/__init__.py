@@ -24,7 +24,7 @@ from reshard.checkpoint.comparison import (
     compare,
 )
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import OneProcess, running_processes
 from reshard.checkpoint.conversion.request import (
@@ -32,7 +32,7 @@ from reshard.checkpoint.conversion.request import (
     ConvertArguments,
     split_arguments,
 )
-from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
+from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.conversion.source_selection import select
 from reshard.checkpoint.deltas.application import apply, plan_application
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta

@@ -105,6 +105,11 @@ _RUN_OPTIONS = (
     threads_option,
     click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end."),
     click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left."),
+    click.option(
+        "--staging",
+        metavar="FOLDER",
+        help="Where files for an address wait on this machine. [default: in the user's cache]",
+    ),
 )
 
 

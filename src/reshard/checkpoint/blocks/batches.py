@@ -300,6 +300,26 @@ class BatchWriter(_BatchAccess):
         )
         self._files = files
 
+    @property
+    def file_names(self) -> list[str]:
+        """The files that tensors are in, as `touched_ranges` numbers them."""
+        return self._file_names
+
+    def extents(self, kind: int, block: int) -> IntArray:
+        """Where a block of the tensors of a kind is written: shape `(places, 4)`.
+
+        A row has the file's number, the place, and the first byte and the end behind the begin of
+        the place, with whatever lies between.
+        """
+        ends: dict[int, tuple[int, int]] = {}
+        for one in self._spans(kind, block):
+            start, stop = one.span.start_bytes, one.span.start_bytes + one.span.size_bytes
+            low, high = ends.get(one.place, (start, stop))
+            ends[one.place] = min(low, start), max(high, stop)
+        files = self.columns.kinds[kind].files
+        rows = [(self._file_numbers[files[at]], at, *ends[at]) for at in ends]
+        return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
     def write(
         self, sections: Sequence[Section], blocks: Sequence[BlockMemory], workspace: Workspace
     ) -> set[str]:

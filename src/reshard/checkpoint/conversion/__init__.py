@@ -2,5 +2,5 @@
 
 `request` is what a user asks for; `planning` makes a `conversion` of it, by `source_names` and
 `placement`; `run` carries it out in a staging folder (`staging`, `journal`), alone or shared by
-`processes`. Start with `planning`.
+`processes`, and `uploading` sends it to a store meanwhile. Start with `planning`.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.elements.casting import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.job import Job
@@ -38,6 +39,7 @@ from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
+from reshard.text.quantities import count_text
 
 DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
 
@@ -242,7 +244,12 @@ class Conversion:
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
                 "for one block of the largest tensor, give at least that"
             )
-        return min(fit, usual_threads(most, self.source.folder))
+        return min(fit, usual_threads(most, *self.folders))
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Where it reads and where it writes."""
+        return self.source.folder, self.target
 
     def extra_bytes(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
@@ -274,6 +281,39 @@ class Conversion:
             "target files": arrangement.hexdigest(),
             "block bytes": blocks.BLOCK_BYTES,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
+
+    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
+    `buffers_by_process` the bytes that each allocated for its work.
+    """
+
+    target: Path
+    tensors: int
+    files: int
+    size_bytes: int
+    read_bytes: int
+    written_bytes: int
+    resumed_bytes: int
+    seconds_s: float
+    was_complete: bool
+    notes: tuple[str, ...]
+    by_process: tuple[tuple[int, int], ...] = ((0, 0),)
+    buffers_by_process: tuple[int, ...] = (0,)
+
+
+def describe_counts(counts: CastCounts) -> Iterator[str]:
+    """What became of numbers that the new type does not have."""
+    if counts.overflowed:
+        yield (
+            f"{count_text(counts.overflowed, 'element')} were too great for the new type and are "
+            "infinite there; bf16 has the range of fp32"
+        )
+    if counts.not_finite:
+        yield f"{count_text(counts.not_finite, 'element')} read were infinite or no number (NaN)"
 
 
 def _no_file(name: str) -> Any:

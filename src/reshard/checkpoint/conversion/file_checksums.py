@@ -130,6 +130,19 @@ class FileChecksums:
             staged.close()
 
 
+def late_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of files that `FileChecksums.complete_targets` writes: first byte and end."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for item in arrangement.items.values():
+        start = item.place.start_bytes
+        ranges.setdefault(item.place.path, []).append((start, start + item.size_bytes))
+    for file in arrangement.files:
+        # Where they lie does not depend on what the checksums are.
+        for start, content in file.closing_bytes(lambda start, size: 0):
+            ranges.setdefault(file.stored.name, []).append((start, start + len(content)))
+    return ranges
+
+
 def _list_checked(arrangement: Arrangement) -> list[NewFile]:
     return [file for file in arrangement.files if file.checked_ranges]
 

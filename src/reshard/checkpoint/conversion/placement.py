@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.engine_cuts import cut_by_engine
+from reshard.checkpoint.conversion.engines.cuts import cut_by_engine
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.conversion.source_names import NamedSource
 from reshard.checkpoint.formats.arrangement import PlannedTensor

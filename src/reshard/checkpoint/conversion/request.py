@@ -80,6 +80,7 @@ class RunArguments(TypedDict, total=False):
     progress: ProgressFunction | None
     processes: Processes | None
     stop: threading.Event | None
+    staging: str | os.PathLike[str] | None
 
 
 class ConvertArguments(RequestArguments, RunArguments, total=False):

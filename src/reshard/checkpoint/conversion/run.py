@@ -18,12 +18,12 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from reshard.checkpoint.changes.batched import ChangedReader
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
     Conversion,
+    ConversionReport,
+    describe_counts,
 )
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
@@ -41,6 +43,7 @@ from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
+from reshard.checkpoint.conversion.uploading import ConversionUpload
 from reshard.checkpoint.files.folders import (
     copy_synced,
     refusals_explained,
@@ -50,6 +53,8 @@ from reshard.checkpoint.files.folders import (
 )
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.places.spool import spool_target
 from reshard.checkpoint.files.progress import (
     Progress,
     ProgressFunction,
@@ -65,32 +70,9 @@ from reshard.elements.casting import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, RunError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
-from reshard.text.quantities import count_text
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
-    """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
-
-    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
-    `buffers_by_process` the bytes that each allocated for its work.
-    """
-
-    target: Path
-    tensors: int
-    files: int
-    size_bytes: int
-    read_bytes: int
-    written_bytes: int
-    resumed_bytes: int
-    seconds_s: float
-    was_complete: bool
-    notes: tuple[str, ...]
-    by_process: tuple[tuple[int, int], ...] = ((0, 0),)
-    buffers_by_process: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +96,10 @@ class _ConversionRun:
         processes: Processes,
         threads: int,
         extra_bytes: int,
+        upload: ConversionUpload | None,
     ) -> None:
         self.conversion = conversion
+        self.upload = upload
         self.staging = staging
         self.processes = processes
         self.sources = sources
@@ -124,7 +108,11 @@ class _ConversionRun:
         arrangement = conversion.arrangement
         self.moves = moves = conversion.moves
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
-        self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
+        self.targets = OpenFiles(
+            lambda name: TargetFile(
+                staging.content / name, sizes[name], is_sparse=upload is not None
+            )
+        )
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
         self.reader = ChangedReader(
             moves.source,
@@ -165,13 +153,20 @@ class _ConversionRun:
 
     def begin(self) -> None:
         """Make the files, and share with the other processes which blocks are done already."""
+        files = (self.staging, self.moves, self.writer, self.targets)
         if self.staging.owner is not None:
             self._make_files()
+            if self.upload is not None:
+                self.upload.begin(*files, self.finished)
+                self.resumed_bytes = self.finished_bytes
             # One bit a block keeps the message to the other processes small.
             self.processes.share((np.packbits(self.finished), self.resumed_bytes))
-            return
-        packed, self.resumed_bytes = self.processes.share(None)
-        self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
+        else:
+            packed, self.resumed_bytes = self.processes.share(None)
+            self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
+        if self.upload is not None:
+            self.upload.join(*files)
+            self.upload.expect(np.flatnonzero(~self.finished), self.own_blocks())
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
@@ -197,20 +192,26 @@ class _ConversionRun:
             with refusals_explained("sync the staging folder", self.staging.content):
                 sync_folders_under(self.staging.content)
 
-    def batches(self) -> Iterator[Batch]:
+    def own_blocks(self) -> IntArray:
         """This process's share of the blocks that are left, in the order of the source's tensors.
 
         Every process counts the same blocks, and takes an equally long stretch of them.
         """
         left = np.flatnonzero(~self.finished)
         rank, size = self.processes.rank, self.processes.size
-        mine = left[len(left) * rank // size : len(left) * (rank + 1) // size]
-        return self.moves.batches(mine, self.conversion.batch_bytes(self.extra_bytes))
+        return left[len(left) * rank // size : len(left) * (rank + 1) // size]
+
+    def batches(self) -> Iterator[Batch]:
+        """This process's share, in batches."""
+        batch_bytes = self.conversion.batch_bytes(self.extra_bytes)
+        return self.moves.batches(self.own_blocks(), batch_bytes)
 
     def work(self, batch: Batch, workspace: Workspace) -> _Done:
         """Read, digest and write the blocks of one batch."""
         blocks, digests = self.reader.read(batch.read, batch.written, workspace)
         files = self.writer.write(batch.written, blocks, workspace)
+        if self.upload is not None:
+            self.upload.wrote(batch.numbers)
         return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
 
     def move_blocks(
@@ -269,15 +270,20 @@ class _ConversionRun:
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.conversion.workspace_bytes_of(self.extra_bytes)
-        done = self.processes.collect((read, written, buffers, self.counts, self.checksums.state()))
+        sent = self.upload.state() if self.upload is not None else b""
+        done = self.processes.collect(
+            (read, written, buffers, self.counts, sent, self.checksums.state())
+        )
         self.by_process = tuple((read, written) for read, written, *_ in done)
         self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in done)
-        self.counts = sum((counts for _, _, _, counts, _ in done), CastCounts())
+        self.counts = sum((counts for _, _, _, counts, *_ in done), CastCounts())
         if self.staging.owner is None:
             return
-        for rank, (*_, state) in enumerate(done):
+        for rank, (*_, sent, state) in enumerate(done):
             if rank != self.processes.rank:
                 self.checksums.merge(state)
+                if self.upload is not None:
+                    self.upload.merge(sent)
         for record in self.staging.other_records():
             self._note_journal(record.finished)
         missing = int(np.count_nonzero(~self.finished))
@@ -295,7 +301,10 @@ class _ConversionRun:
             return
         self._finish()
         # The others wait: on every process, a run that returns has a target in its place.
-        self.staging.owner.commit()
+        if self.upload is not None:
+            self.upload.commit(self.staging)
+        else:
+            self.staging.owner.commit()
         self.processes.share(True)
 
     def _finish(self) -> None:
@@ -360,6 +369,7 @@ def run_conversion(
     sync_bytes: int = SYNC_BYTES,
     processes: Processes | None = None,
     stop: threading.Event | None = None,
+    staging: str | os.PathLike[str] | None = None,
 ) -> ConversionReport:
     """Run a planned conversion.
 
@@ -375,6 +385,8 @@ def run_conversion(
         processes: those that share the work, each of which calls this with the same
             conversion (see `reshard.checkpoint.conversion.processes`); this one alone when None.
         stop: an event that ends the run when it is set, as ctrl-C does; the same call continues.
+        staging: where files for an address wait on this machine; a folder in the user's cache
+            when None. A folder's staging folder is beside it.
 
     Raises:
         UsageError: a target that exists; too small a memory limit.
@@ -390,8 +402,13 @@ def run_conversion(
     expect_runnable(conversion, extra_bytes, threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
-    sources = open_sources(conversion.source, conversion.target.parent)
+    target = conversion.target
+    address = target if isinstance(target, PlacePath) else None
+    if address is not None:
+        target = spool_target(address, staging)
+    sources = open_sources(conversion.source, target.parent)
     run: _ConversionRun | None = None
+    upload: ConversionUpload | None = None
     try:
         description = conversion.description(sources)
         # Equal fingerprints mean equal results: only the same conversion resumes a staging folder.
@@ -399,23 +416,25 @@ def run_conversion(
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         machine = socket.gethostname()
         # The processes of one machine share its cores: the default is for all of them together.
-        neighbours = processes.collect(machine).count(machine)
-        usual = -(-usual_threads(None, conversion.source.folder) // neighbours)
+        machines = processes.collect(machine)
+        usual = -(-usual_threads(None, *conversion.folders) // machines.count(machine))
         workers = conversion.threads(extra_bytes, threads or usual)
+        if address is not None:
+            upload = ConversionUpload(
+                conversion, address, conversion_id, processes, len({*machines})
+            )
         # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
-            processes,
-            conversion.target,
-            conversion_id,
-            description,
-            overwrite=overwrite,
-            restart=restart,
-        ) as staging:
-            if staging.already_complete:
+            processes, target, conversion_id, description, overwrite=overwrite, restart=restart
+        ) as staged:
+            if staged.already_complete or (
+                upload is not None
+                and upload.is_complete(staged, overwrite=overwrite, restart=restart)
+            ):
                 LOGGER.info("%s: an earlier run did all of it", conversion.target)
                 return _report(conversion, began_s, complete=True)
             run = _ConversionRun(
-                conversion, staging, sources, conversion_id, processes, workers, extra_bytes
+                conversion, staged, sources, conversion_id, processes, workers, extra_bytes, upload
             )
             LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
             try:
@@ -445,6 +464,8 @@ def run_conversion(
         ) from None
     finally:
         sources.close()
+        if upload is not None:
+            upload.close()
 
 
 def _report(
@@ -465,18 +486,7 @@ def _report(
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
         complete,
-        (*conversion.notes, *(_describe_counts(run.counts) if run else ())),
+        (*conversion.notes, *(describe_counts(run.counts) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),
     )
-
-
-def _describe_counts(counts: CastCounts) -> Iterator[str]:
-    """What became of numbers that the new type does not have."""
-    if counts.overflowed:
-        yield (
-            f"{count_text(counts.overflowed, 'element')} were too great for the new type and are "
-            "infinite there; bf16 has the range of fp32"
-        )
-    if counts.not_finite:
-        yield f"{count_text(counts.not_finite, 'element')} read were infinite or no number (NaN)"

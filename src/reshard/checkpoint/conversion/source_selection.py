@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.engine_states import as_model, find_layout
+from reshard.checkpoint.conversion.engines.states import as_model, find_layout
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.naming.selection import TensorSelection, by_new_names, find_new_names
 from reshard.checkpoint.training.state import TrainingState, bare_name, find_training_state

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Unpack
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.planning import open_apart, plan_conversion
 from reshard.checkpoint.conversion.request import (
     ConversionRequest,
@@ -22,7 +22,7 @@ from reshard.checkpoint.conversion.request import (
     RequestArguments,
     split_arguments,
 )
-from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
+from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained

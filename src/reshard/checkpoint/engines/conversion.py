@@ -14,7 +14,7 @@ import os
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME
+from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters

@@ -8,6 +8,7 @@ is opened and again at each call, so a refusal is a return value here and not an
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -18,6 +19,9 @@ DIRECT_MINIMUM_BYTES = 64 * 1024
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 """How a file system says that it does not do what was asked, as opposed to failing at it."""
+
+# FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux, which Python does not name.
+_PUNCH = 1 | 2
 
 CONTINUES = "run the same command again, it continues"
 
@@ -30,6 +34,23 @@ def open_direct(path: Path, flags: int) -> int:
         if error.errno not in REFUSALS:
             raise
         return -1
+
+
+def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
+    """Give the space of a range back to the disk; False where the file system has no holes.
+
+    The range reads as zeros then. Any other refusal raises `OSError`.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None or start_bytes >= stop_bytes:
+        return False
+    offset, length = ctypes.c_int64(start_bytes), ctypes.c_int64(stop_bytes - start_bytes)
+    if call(descriptor, _PUNCH, offset, length) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in REFUSALS:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:

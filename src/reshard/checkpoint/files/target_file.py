@@ -38,6 +38,7 @@ from reshard.checkpoint.files.descriptors import (
     Closing,
     close_descriptor,
     open_direct,
+    punch_hole,
     reason,
 )
 from reshard.errors import RunError, UsageError
@@ -62,18 +63,23 @@ class TargetFile(Closing):
     """A file of known size that many threads write at once, each its own disjoint regions.
 
     The file is created, or opened with what an earlier run wrote, and all its space is taken up
-    front: a disk that is too small is noticed before anything is written. `written_bytes` counts
-    what was handed over; it is safe after `sync`. A context manager; holds two descriptors.
+    front: a disk that is too small is noticed before anything is written. One that `is_sparse`
+    takes space as it is written, since parts of it are given back meanwhile (`give_back`).
+    `written_bytes` counts what was handed over; it is safe after `sync`. A context manager; holds
+    two descriptors.
 
     Raises `RunError` naming the file when it cannot be created or there is no room for it, and
     `UsageError` for a negative size.
     """
 
-    def __init__(self, path: str | os.PathLike[str], size_bytes: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], size_bytes: int, *, is_sparse: bool = False
+    ) -> None:
         self.path = Path(path)
         self.size_bytes = size_bytes
         if size_bytes < 0:
             raise UsageError(f"{self.path}: a file of {size_bytes} bytes: expected 0 or more")
+        self._is_sparse = is_sparse
         self._counter = threading.Lock()
         self._written_bytes = 0
         self._descriptor = self._direct = -1
@@ -125,6 +131,17 @@ class TargetFile(Closing):
         with self._counter:
             self._written_bytes += size_bytes
 
+    def give_back(self, start_bytes: int, stop_bytes: int) -> None:
+        """Give the space of a range back, which reads as zeros then; no thread may write it.
+
+        Where the file system has no holes, nothing happens. Raises `RunError`.
+        """
+        try:
+            punch_hole(self._descriptor, start_bytes, stop_bytes)
+        except OSError as error:
+            action = f"cannot give back bytes {start_bytes}:{stop_bytes}"
+            raise self._explain_refusal(action, error) from error
+
     def sync(self) -> None:
         """Wait until everything written is on the disk. Raises `RunError` if that fails."""
         try:
@@ -144,7 +161,7 @@ class TargetFile(Closing):
         state = os.fstat(self._descriptor)
         if state.st_size == self.size_bytes and state.st_blocks * 512 >= self.size_bytes:
             return
-        if self.size_bytes > 0:
+        if self.size_bytes > 0 and not self._is_sparse:
             try:
                 os.posix_fallocate(self._descriptor, 0, self.size_bytes)
             except OSError as error:

@@ -21,6 +21,7 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.places.place_path import as_path, walk_folder
+from reshard.checkpoint.files.places.upload_marker import expect_settled
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.format import CheckpointFormat
@@ -113,6 +114,7 @@ def _source_cut(
 def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(describe_missing(path))
+    expect_settled(path)
     manifest = read_manifest(path) if path.is_dir() else None
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)

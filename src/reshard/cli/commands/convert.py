@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import click
 
-from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.conversion.request import (
     ConvertArguments,
@@ -16,11 +16,10 @@ from reshard.checkpoint.conversion.request import (
     split_arguments,
 )
 from reshard.checkpoint.conversion.run import (
-    ConversionReport,
     expect_runnable,
     run_conversion,
 )
-from reshard.checkpoint.conversion.staging import check_target
+from reshard.checkpoint.conversion.uploading import begun_target
 from reshard.cli.commands.plan import matching_json, matching_lines
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -112,7 +111,9 @@ def describe_run(
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
     expect_runnable(conversion, running["extra_bytes"], running["threads"])
-    begun = check_target(conversion.target, running["overwrite"], running["restart"])
+    begun = begun_target(
+        conversion, running["overwrite"], running["restart"], running.get("staging")
+    )
     if as_json:
         write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:

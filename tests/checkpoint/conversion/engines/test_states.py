@@ -14,7 +14,7 @@ import pytest
 from checkpoint.engines.test_conversion import recorded, write_checkpoint
 from cli.command_runs import run_here
 from reshard import checkpoint
-from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME, as_model
+from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME, as_model
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.errors import RecipeError

@@ -1,0 +1,156 @@
+"""moto's S3 server on the loopback, which counts requests and goes wrong as it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+import boto3
+import moto.s3.models
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+BUCKET = "weights"
+SETTINGS = {
+    "AWS_ACCESS_KEY_ID": "tester",
+    "AWS_SECRET_ACCESS_KEY": "tester",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+class Request:
+    """A request, as it is told apart in tests."""
+
+    def __init__(self, environ: dict[str, Any]) -> None:
+        self.method: str = environ["REQUEST_METHOD"]
+        self.key: str = environ["PATH_INFO"].strip("/").partition("/")[2]
+        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        self.query = {name: values[0] for name, values in query.items()}
+
+    @property
+    def part(self) -> tuple[str, int] | None:
+        """The key and the number of a part that is put."""
+        number = self.query.get("partNumber")
+        return None if self.method != "PUT" or number is None else (self.key, int(number))
+
+
+class BucketServer:
+    """A bucket.
+
+    Attributes:
+        requests: all that came, in their order.
+        fault: what becomes of a request: None for nothing, a status, `"slam"` for a connection that
+            is closed unanswered, `"lost"` for one that is closed when all is done, `"cut"` for an
+            answer that ends in its middle, or seconds to wait as a float.
+        client: of boto3.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.fault: Callable[[int, Request], int | str | float | None] = lambda number, request: (
+            None
+        )
+        self.lock = threading.Lock()
+        self.client: Any = None
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        """The bytes of every object, by its key."""
+        found = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        return {one["Key"]: self.read(one["Key"]) for one in found}
+
+    def read(self, key: str) -> bytes:
+        """The bytes of an object."""
+        with self.client.get_object(Bucket=BUCKET, Key=key)["Body"] as body:
+            return bytes(body.read())
+
+    def put(self, key: str, content: bytes) -> None:
+        """Put an object."""
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    @property
+    def pending(self) -> list[tuple[str, str]]:
+        """Key and id of each upload that was begun and is not complete."""
+        found = self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
+        return [(one["Key"], one["UploadId"]) for one in found]
+
+    @property
+    def parts_put(self) -> list[tuple[str, int]]:
+        """The parts that were put, in their order."""
+        return [one.part for one in self.requests if one.part is not None]
+
+    def empty(self) -> None:
+        """Delete everything, and forget requests and faults."""
+        self.fault = lambda number, request: None
+        for key in self.objects:
+            self.client.delete_object(Bucket=BUCKET, Key=key)
+        for key, upload in self.pending:
+            self.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload)
+        self.requests.clear()
+
+
+def _app(server: BucketServer) -> Callable[..., Iterable[bytes]]:
+    inner = DomainDispatcherApplication(create_backend_app)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        with server.lock:
+            server.requests.append(request)
+            number = len(server.requests)
+        fault = server.fault(number, request)
+        if isinstance(fault, float):
+            time.sleep(fault)
+        elif isinstance(fault, int):
+            start_response(f"{fault} no", [("Content-Length", "0")])
+            return [b""]
+        elif fault == "slam":
+            raise ConnectionResetError("as told")
+        found = inner(environ, start_response)
+        if fault in ("lost", "cut"):
+            body = b"".join(found)
+            if fault == "lost":
+                raise ConnectionResetError("as told")
+            return [body[: len(body) // 2]]
+        return found
+
+    return answer
+
+
+class _Quiet(WSGIRequestHandler):
+    # One request a connection: what is closed on purpose breaks no other.
+    protocol_version = "HTTP/1.0"
+
+    def log(self, *_: object, **__: object) -> None:
+        pass
+
+
+@contextmanager
+def bucket_server(setenv: Callable[[str, str], object]) -> Iterator[BucketServer]:
+    """A server while the context lasts; `setenv` sets what boto3 and others look for."""
+    server = BucketServer()
+    # Parts of a real store are of 5 MiB at least.
+    least = moto.s3.models.S3_UPLOAD_PART_MIN_SIZE
+    moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = 1
+    httpd = make_server("127.0.0.1", 0, _app(server), threaded=True, request_handler=_Quiet)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    for name, value in SETTINGS.items():
+        setenv(name, value)
+    setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{httpd.server_port}")
+    server.client = boto3.client("s3")
+    server.client.create_bucket(Bucket=BUCKET)
+    server.requests.clear()
+    try:
+        yield server
+    finally:
+        server.empty()
+        server.client.close()
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+        moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = least

@@ -1,0 +1,283 @@
+"""Conversions to a bucket: what is put there, when it is seen, and what is left of a killed run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+from bucket_server import BUCKET, BucketServer, Request, bucket_server
+from checkpoint.faulty_process import FaultyProcesses, Outcome
+from checkpoint.model_files import COLUMNS, ROWS, write_model
+from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, run_conversion
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.files.places import part_grid
+from reshard.errors import CheckpointError, RunError, UsageError
+
+ADDRESS = f"s3://{BUCKET}/some/model"
+SMALL = {"block_bytes": 1 << 16, "part_bytes": 1 << 18, "sync_bytes": 1 << 18, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[BucketServer]:
+    with pytest.MonkeyPatch.context() as patch, bucket_server(patch.setenv) as server:
+        # Manifests of other blocks are not read.
+        patch.setattr(blocks, "BLOCK_BYTES", SMALL["block_bytes"])
+        yield server
+
+
+@pytest.fixture(scope="module")
+def processes(running: BucketServer) -> Iterator[FaultyProcesses]:
+    """Those that know of the server, which has its settings in the environment."""
+    processes = FaultyProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def server(running: BucketServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    """An empty bucket, and parts of 256 KiB."""
+    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", SMALL["part_bytes"])
+    running.empty()
+    yield running
+    running.empty()
+
+
+@pytest.fixture(scope="module")
+def rows(running: BucketServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source: shards of rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    convert(write_model(folder / "whole"), folder / "rows", **ROWS)
+    return folder / "rows"
+
+
+def put(source: Path, staging: Path, **options: Any) -> None:
+    convert(source, ADDRESS, staging=staging, **{**COLUMNS, **options})
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        f"some/model/{path.relative_to(folder).as_posix()}": path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The objects that there are at the end."""
+    folder = tmp_path_factory.mktemp("expected") / "model"
+    convert(rows, folder, **COLUMNS)
+    return files_of(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "full", "most_file_bytes": 3_000_000},
+        {"to": "tp=3", "rules": ["*.weight=-, tp", "*=..."], "replicas": "every"},
+        {"to": "tp=2", "rules": ["*.weight=tp, -", "*=..."], "format": "torch-dcp"},
+        {"to": "full", "format": "torch-pickle"},
+    ],
+    ids=lambda one: one.get("format", one["to"]),
+)
+def test_objects_are_the_files_of_a_folder(
+    server: BucketServer, rows: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    convert(rows, tmp_path / "model", **options)
+    convert(rows, ADDRESS, staging=tmp_path / "staging", **options)
+    assert server.objects == files_of(tmp_path / "model")
+    assert compare(ADDRESS, rows).is_same
+    assert server.pending == [] and list((tmp_path / "staging").iterdir()) == []
+    assert len(server.parts_put) == len(set(server.parts_put)) > 10
+
+
+def test_parts_are_sent_meanwhile_and_their_space_is_given_back(
+    server: BucketServer, rows: Path, tmp_path: Path
+) -> None:
+    used: list[int] = []
+
+    def look(number: int, request: Request) -> None:
+        if request.part is not None:
+            files = [one for one in tmp_path.rglob("*.safetensors") if one.is_file()]
+            used.append(sum(one.stat().st_blocks * 512 for one in files))
+
+    server.fault = look
+    conversion = plan_conversion(rows, ADDRESS, to="full")
+    report = run_conversion(conversion, staging=tmp_path, threads=1)
+    # The blocks of 4 MiB have many parts; without holes all of it would stand here at the end.
+    assert report.size_bytes > 6_000_000
+    assert len(used) > 20 and used[-1] < report.size_bytes // 2
+
+
+KILLS = 6
+
+
+@pytest.fixture(scope="module")
+def calls(
+    running: BucketServer,
+    processes: FaultyProcesses,
+    rows: Path,
+    expected: dict[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[str]:
+    """The calls of an undisturbed run."""
+    running.empty()
+    staging = str(tmp_path_factory.mktemp("undisturbed"))
+    outcome = processes.convert(rows, ADDRESS, staging=staging, **COLUMNS, **SMALL)
+    assert running.objects == expected and outcome.error is None
+    return outcome.calls
+
+
+@pytest.mark.parametrize("kill", range(KILLS))
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_killed_and_run_again(
+    server: BucketServer,
+    processes: FaultyProcesses,
+    rows: Path,
+    expected: dict[str, bytes],
+    calls: list[str],
+    tmp_path: Path,
+    kill: int,
+    is_elsewhere: bool,
+) -> None:
+    """By the same command, here or on a machine that has nothing of the first run."""
+
+    def run(folder: str, **options: Any) -> Outcome:
+        staging = str(tmp_path / folder)
+        return processes.convert(rows, ADDRESS, staging=staging, **COLUMNS, **SMALL, **options)
+
+    kill_at = kill * (len(calls) - 1) // (KILLS - 1)
+    assert run("here", kill_at=kill_at).was_killed
+    seen = {key for key in server.objects if "/.reshard/" not in key}
+    if "some/model/.reshard" not in "".join(server.objects):
+        assert seen in (set(), set(expected))
+    elif seen:
+        with pytest.raises(CheckpointError, match="half of one and half of another"):
+            open_checkpoint(ADDRESS)
+    again = run("elsewhere" if is_elsewhere else "here")
+    if again.error is not None:
+        # Nothing was left to do but to forget what was staged here.
+        assert "the target exists" in again.error and seen == set(expected)
+    assert server.objects == expected and server.pending == []
+    assert len(server.parts_put) == len(set(server.parts_put))
+    if not is_elsewhere:
+        assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_parts_that_the_store_lost_are_done_again(
+    server: BucketServer,
+    processes: FaultyProcesses,
+    rows: Path,
+    expected: dict[str, bytes],
+    calls: list[str],
+    tmp_path: Path,
+) -> None:
+    def run(**options: Any) -> Outcome:
+        return processes.convert(
+            rows, ADDRESS, staging=str(tmp_path / "here"), **COLUMNS, **SMALL, **options
+        )
+
+    last = max(at for at, name in enumerate(calls) if name == "put_part")
+    assert run(kill_at=last).was_killed
+    for key, upload in server.pending:
+        server.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload)
+    assert run().error is None
+    assert server.objects == expected
+
+
+def test_what_a_server_cannot_answer_is_asked_again(
+    server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    faults = {3: 500, 5: 503, 9: "slam", 12: "lost", 15: 429, 18: 0.2}
+    completed: list[str] = []
+
+    def fault(number: int, request: Request) -> int | str | float | None:
+        if request.method == "POST" and "uploadId" in request.query:
+            completed.append(request.key)
+            return "lost" if len(completed) == 1 else None
+        return faults.get(number)
+
+    server.fault = fault
+    put(rows, tmp_path, threads=4)
+    assert server.objects == expected
+    assert len(completed) > len(set(completed))
+
+
+def test_a_store_that_refuses(server: BucketServer, rows: Path, tmp_path: Path) -> None:
+    server.fault = lambda number, request: 403 if request.part is not None else None
+    with pytest.raises(RunError, match=r"cannot send bytes 0:262144 of s3://weights/some/model/.*"):
+        put(rows, tmp_path, threads=1)
+    server.fault = lambda number, request: None
+    put(rows, tmp_path)
+    assert compare(ADDRESS, rows).is_same
+    with pytest.raises(RunError, match="The specified bucket does not exist"):
+        convert(rows, "s3://nobody/model", staging=tmp_path, **COLUMNS)
+
+
+def test_a_target_that_exists(
+    server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    server.put("some/model/weights.old", b"old")
+    server.put("some/model/reshard.manifest.json", b"{}")
+    server.put("some/model-2/weights", b"another")
+    with pytest.raises(UsageError, match="the target exists: s3://weights/some/model"):
+        put(rows, tmp_path)
+    assert list(tmp_path.iterdir()) == [] and server.pending == []
+    put(rows, tmp_path, overwrite=True)
+    assert server.objects == {**expected, "some/model-2/weights": b"another"}
+    with pytest.raises(UsageError, match="only read; write to s3://"):
+        convert(rows, "https://host/model", **COLUMNS)
+    with pytest.raises(UsageError, match="a whole bucket; name a folder"):
+        convert(rows, "s3://weights", **COLUMNS)
+    with pytest.raises(UsageError, match="is an object"):
+        convert(rows, f"{ADDRESS}/config.json", staging=tmp_path, **COLUMNS)
+
+
+def test_another_conversion_has_begun(
+    server: BucketServer, processes: FaultyProcesses, rows: Path, tmp_path: Path
+) -> None:
+    outcome = processes.convert(
+        rows, ADDRESS, staging=str(tmp_path / "a"), kill_at=60, **COLUMNS, **SMALL
+    )
+    assert outcome.was_killed and server.pending
+    with pytest.raises(CheckpointError, match="a conversion has begun to write one"):
+        open_checkpoint(ADDRESS)
+    with pytest.raises(RunError, match="another conversion has begun"):
+        put(rows, tmp_path / "b", to="full", rules=[])
+    put(rows, tmp_path / "b", to="full", rules=[], restart=True)
+    assert server.pending == []
+    assert {key.rpartition("/")[2] for key in server.objects} >= {"model.safetensors"}
+    assert compare(ADDRESS, rows).is_same
+
+
+def test_a_reader_sees_the_old_or_the_new(server: BucketServer, rows: Path, tmp_path: Path) -> None:
+    """At every request of an overwriting run but those for parts."""
+    put(rows, tmp_path, to="full", rules=[])
+    old = json.loads(server.read("some/model/reshard.manifest.json"))["conversion_id"]
+    seen: list[str] = []
+
+    def look(number: int, request: Request) -> None:
+        if request.part is not None:
+            return
+        server.fault = lambda number, request: None
+        try:
+            opened = open_checkpoint(ADDRESS)
+            found = json.loads((opened.folder / "reshard.manifest.json").read_bytes())
+            seen.append("old" if found["conversion_id"] == old else "new")
+        except CheckpointError as error:
+            seen.append("none" if "half of one and half of another" in str(error) else str(error))
+        server.fault = look
+
+    server.fault = look
+    put(rows, tmp_path, overwrite=True, threads=1)
+    order = [one for at, one in enumerate(seen) if at == 0 or seen[at - 1] != one]
+    assert order in (["old", "none"], ["old", "none", "new"])
+    assert compare(ADDRESS, rows).is_same
