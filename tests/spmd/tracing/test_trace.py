@@ -202,6 +202,20 @@ def peaks(traced: sp.Trace, rank: int) -> list[int]:
             is_there = made_at[value] < place and (is_read or value in graph.outputs)
             if kind is not None and (value in inputs or is_there):
                 alive += held_bytes(kind, rank)
+        # What was moved is kept until the last operation that reads it there again.
+        for before, other in enumerate(traced.operations[:place]):
+            moved = [(one.value, one) for one in other.before]
+            if other.operation.operator == WITH_SHARDING:
+                moved += [(other.operation.operands[0], one) for one in other.after]
+            for value, reshard in moved:
+                again = [
+                    number
+                    for number, later in enumerate(traced.operations)
+                    for known in later.reused
+                    if (known.value, known.target) == (value, reshard.target)
+                ]
+                if before < place <= max(again, default=-1):
+                    alive += held_bytes(reshard.source.with_spec(reshard.target), rank)
         moments = [alive]
         temporary = alive
         for reshard in one.before:

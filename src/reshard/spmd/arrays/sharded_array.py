@@ -26,6 +26,7 @@ from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.functions import data_types
 from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.kept_reshards import take_moved
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.refusals import refuse_traced
@@ -124,7 +125,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         if spec is self.type.spec and not self.runner.is_abstract:
             return self
         kind = self.type.with_spec(spec)
-        shards = self.runner.movement(self.type, spec)(self._shards)
+        shards = take_moved(self, spec, self.runner.movement(self.type, spec))
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
         for recorder in recorders:
             recorder.record_reshard(self, made)

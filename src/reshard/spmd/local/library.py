@@ -95,6 +95,20 @@ class Library:
             return np.full(shape, value, dtype=beside.dtype)
         return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
 
+    def size_bytes(self, arrays: tuple[Any, ...]) -> int:
+        """Bytes of its arrays, those that are there twice counted once."""
+        return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
+
+    def state_of(self, arrays: tuple[Any, ...]) -> Any:
+        """What tells whether what was made of its arrays still is what would be made of them.
+
+        Whether gradients are recorded, and how often PyTorch has seen each be written to; None of
+        NumPy's, of which nothing tells.
+        """
+        if self.name == "numpy":
+            return None
+        return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
+
     def copied(self, array: Any) -> Any:
         """A copy of one of its arrays, to be written to; gradients go through it."""
         return array.copy() if self.name == "numpy" else array.clone()
@@ -152,6 +166,13 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
+
+
+def _count_writes(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return 0  # Of inference mode, in which nothing is counted.
 
 
 def records_gradient(tensor: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
@@ -12,11 +13,12 @@ from reshard.spmd.shards.shard_copies import Shards
 class ArrayValue:
     """An array as operations see it. `shards` are in the order of `runner.ranks(mesh)`."""
 
-    __slots__ = ("_shards", "runner", "type")
+    __slots__ = ("_kept", "_shards", "runner", "type")
 
     type: ArrayType
     runner: Runner
     _shards: Shards
+    _kept: dict[ShardingSpec, Any]
 
     @classmethod
     def of_shards(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
@@ -26,6 +28,19 @@ class ArrayValue:
         made._shards = shards
         made.runner = runner
         return made
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # What is kept of it in other shardings is found again where it is asked for.
+        return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}
+
+    def kept_reshards(self) -> dict[ShardingSpec, Any]:
+        """What is kept of it in other shardings; see `kept_reshards`."""
+        # Made when it is first asked for: most arrays are never moved.
+        try:
+            return self._kept
+        except AttributeError:
+            self._kept = {}
+            return self._kept
 
     def to_dense(self) -> Any:
         """The whole array as one of NumPy or PyTorch; every process gets it.

@@ -34,6 +34,7 @@ from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of, row_of
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.kept_reshards import take_moved
 from reshard.spmd.shards.pending_sums import (
     are_finite,
     factors_of,
@@ -314,8 +315,8 @@ def _compile(
     )
     functions = runner.functions(operator, work)
     columns = [
-        _take_column(operand, move, len(ranks))
-        for operand, move in zip(operands, movements, strict=True)
+        _take_column(operand, move, spec, len(ranks))
+        for operand, move, spec in zip(operands, movements, runs_with, strict=True)
     ]
     # 5. The first run, which shows the results' element types.
     shares_failure = operator.may_fail(work)
@@ -334,7 +335,16 @@ def _compile(
     # 7. Keep what runs it the next time.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = _make_run(
-        name, functions, movements, types, results, is_single, runner, wrap, shares_failure
+        name,
+        functions,
+        movements,
+        runs_with,
+        types,
+        results,
+        is_single,
+        runner,
+        wrap,
+        shares_failure,
     )
     done = CompiledCall(name, attributes, options, types, runs_with, results, run, factors)
     if len(runner.calls) >= MOST_KEPT:
@@ -371,10 +381,14 @@ def _compute(
     return rows
 
 
-def _take_column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
+def _take_column(
+    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int
+) -> tuple[Any, ...]:
     if not isinstance(operand, ArrayValue):
         return (operand,) * count
-    return operand._shards if move is None else move(operand._shards)
+    if move is None or spec is None:
+        return operand._shards
+    return take_moved(operand, spec, move)
 
 
 def _find_result_types(
@@ -414,6 +428,7 @@ def _make_run(
     name: str,
     functions: Sequence[Callable[..., Any]],
     movements: Sequence[Movement | None],
+    runs_with: Sequence[ShardingSpec | None],
     types: Sequence[ArrayType | None],
     results: tuple[ArrayType, ...],
     is_single: bool,
@@ -461,8 +476,8 @@ def _make_run(
 
     def run(*operands: Any) -> Any:
         columns = [
-            _take_column(operand, move, count)
-            for operand, move in zip(operands, movements, strict=True)
+            _take_column(operand, move, spec, count)
+            for operand, move, spec in zip(operands, movements, runs_with, strict=True)
         ]
         rows = _compute(name, functions, columns, operands, runner, shares_failure)
         if is_single:

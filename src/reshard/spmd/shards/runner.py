@@ -45,6 +45,8 @@ class Runner:
     def __init__(self, library: Library) -> None:
         self.library = library
         self.calls: dict[Any, Any] = {}
+        # What `kept_reshards` keeps for it.
+        self.kept: Any = None
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
         # An array without a mesh is one shard, which every runner has.
         self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}

@@ -66,6 +66,7 @@ def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
         "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
         "results": [{"value": number, **_write_array(kind)} for number, kind in results],
         "before": [_write_reshard(reshard) for reshard in one.before],
+        "reused": [{"value": x.value, "target": str(x.target)} for x in one.reused],
         "after": [_write_reshard(reshard) for reshard in one.after],
         "live_bytes": list(one.live_bytes),
         "compute_s": list(one.compute_s) or None,

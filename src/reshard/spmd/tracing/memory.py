@@ -50,6 +50,12 @@ def with_memory(
     # The last operation that reads a value; a dictionary keeps the last of equal keys.
     last = {value: place for place, one in enumerate(graph.operations) for value in one.operands}
     kept = {*graph.inputs, *graph.outputs}
+    reused = {
+        (moved.value, moved.target): place
+        for place, one in enumerate(operations)
+        for moved in one.reused
+    }
+    copies: dict[int, list[IntArray]] = {}
     held: dict[int, IntArray] = {}
     found = []
     for place, one in enumerate(operations):
@@ -61,6 +67,14 @@ def with_memory(
                 held_bytes=tuple(live.tolist()),
             )
         )
+        for value, moved in _find_kept(one):
+            until = reused.get((value, moved.target), place)
+            if until > place:
+                size = _count_held(moved.result, ranks)
+                copies.setdefault(until, []).append(size)
+                live = live + size
+        for size in copies.pop(place, []):
+            live = live - size
         for value, size in zip(one.operation.results, after, strict=True):
             held[value] = size
             live = live + size
@@ -69,6 +83,14 @@ def with_memory(
             if value not in kept and last.get(value, place) <= place:
                 live = live - held.pop(value)
     return tuple(found)
+
+
+def _find_kept(one: TracedOperation) -> list[tuple[int, InsertedReshard]]:
+    """What an operation moves and may leave to others, with the value that is moved."""
+    found = [(moved.value, moved) for moved in one.before]
+    if one.operation.operator == WITH_SHARDING:
+        found += [(one.operation.operands[0], moved) for moved in one.after]
+    return found
 
 
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.compute import with_compute
 from reshard.spmd.tracing.document import trace_document
 from reshard.spmd.tracing.graph_recording import (
+    WITH_SHARDING,
     Recording,
     filled,
     record,
@@ -312,6 +313,10 @@ class _Watcher:
         self.topology = topology
         self.library = library
         self._call: CompiledCall | None = None
+        # Values that were moved, with the sharding: an array keeps what it was moved to.
+        self._known: set[tuple[int, ArrayType, Spec]] = set()
+        # Values that are an earlier one: `with_sharding` of what lies so gives the array itself.
+        self._same: dict[int, int] = {}
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -332,7 +337,9 @@ class _Watcher:
     ) -> None:
         """An operation: its operands, those that it was called with, and its results likewise."""
         called, self._call = self._call, None
-        before, after = [], []
+        before: list[InsertedReshard] = []
+        after: list[InsertedReshard] = []
+        reused: list[InsertedReshard] = []
         runs_with = [x.type.spec if isinstance(x, ArrayValue) else None for x in placed]
         if called is not None:
             runs_with = list(called.runs_with)
@@ -340,9 +347,25 @@ class _Watcher:
             operation.operands, given, placed, runs_with, strict=True
         ):
             if isinstance(x, ArrayValue):
-                before += self._find_inserted(number, x.type, there.type.spec)
-                before += self._find_inserted(number, there.type, spec)
+                for source, target in ((x.type, there.type.spec), (there.type, spec)):
+                    inserted = self._find_inserted(number, source, target)
+                    # From the value itself: what was made on the way is not kept.
+                    key = (self._same.get(number, number), source, target)
+                    is_known = source is x.type and key in self._known
+                    (reused if is_known else before).extend(inserted)
+                    if source is x.type and inserted:
+                        self._known.add(key)
         for number, x, there in zip(operation.results, made, results, strict=True):
+            # What `with_sharding` moves is its operand, which may have been there.
+            if operation.operator == WITH_SHARDING and x is given[0]:
+                own = self._same.get(operation.operands[0], operation.operands[0])
+                key = (own, x.type, there.type.spec)
+                if there.type is x.type:
+                    self._same[number] = own
+                if key in self._known:
+                    reused += self._find_inserted(*key)
+                    continue
+                self._known.add(key)
             after += self._find_inserted(number, x.type, there.type.spec)
         self.found.append(
             TracedOperation(
@@ -353,6 +376,7 @@ class _Watcher:
                 tuple(x.type for x in made),
                 tuple(before),
                 tuple(after),
+                tuple(reused),
             )
         )
 

@@ -84,6 +84,7 @@ class TracedOperation:
         computed: types of the results as the operator makes them.
         before: operands that are resharded, in the order of the operands.
         after: results that are resharded.
+        reused: operands that lie in another sharding since an operation before moved them there.
         live_bytes: the most memory that each rank holds meanwhile, in the order of the mesh's
             devices: arguments, values still to be used, and what reshards need beside them.
         held_bytes: what each rank holds when the operation begins.
@@ -97,6 +98,7 @@ class TracedOperation:
     computed: tuple[ArrayType, ...]
     before: tuple[InsertedReshard, ...] = ()
     after: tuple[InsertedReshard, ...] = ()
+    reused: tuple[InsertedReshard, ...] = ()
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
     compute_s: tuple[float, ...] = field(default=())
