@@ -41,6 +41,9 @@ def sums_that_wait(a: np.ndarray, w: np.ndarray) -> ShardedArray:
     raised = sp.exp(twice)
     assert str(raised.spec) == "-, -"
     assert np.allclose(raised.to_dense(), np.exp(2 * a @ w))
+
+    traced = sp.trace(lambda a, w: sp.rms_norm(a @ w), columns, w)
+    assert sum(operation.moved_bytes > 0 for operation in traced.operations) == 1
     return raised
 
 

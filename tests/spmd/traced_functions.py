@@ -75,6 +75,11 @@ FUNCTIONS = [
             ((6, 6), "-, y"),
         ),
     ),
+    Traced(
+        "read twice",
+        lambda a, b: [sp.rms_norm(a @ b), sp.log_softmax(a @ b), (a.mT, sp.exp(b) @ a)],
+        (((7, 6), "-, x"), ((6, 7), "x, -")),
+    ),
     Traced("sorted", lambda a: sp.sort(a, axis=0), (((7, 5), "x, y"),)),
     Traced("reshaped", lambda a: sp.reshape(a, (5, 7)) + 1.0, (((7, 5), "x, y"),)),
     Traced("several results", lambda a: list(sp.unstack(a, axis=0)), (((2, 5), "-, y"),)),

@@ -600,3 +600,30 @@ def test_the_page_of_the_documents_is_what_the_example_prints(
 
 def test_the_golden_page() -> None:
     golden("layer.html", layer_trace("eager").html("a layer"))
+
+
+@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "cost"])
+def test_queries_keys_and_values_gather_a_sequence_once(strategy: str) -> None:
+    mesh = DeviceMesh.of(tp=4)
+    x = sp.abstract((64, 32), "float32", spec(mesh, "tp, -"))
+    weights = [sp.abstract((32, 256), "float32", spec(mesh, "-, tp")) for _ in range(3)]
+
+    def heads(x: sp.ShardedArray, *weights: sp.ShardedArray) -> list[sp.ShardedArray]:
+        return [(x @ w).shard(spec(mesh, "-, tp")) for w in weights]
+
+    traced = sp.trace(heads, x, *weights, strategy=strategy)
+    assert traced.moved_bytes == 64 * 32 * 4 * 3
+    assert [len(one.reused) for one in traced.operations if one.operation.operator == "matmul"] == [
+        0,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("function", [sp.rms_norm, sp.log_softmax], ids=["rms_norm", "log_softmax"])
+def test_contributions_are_combined_by_one_all_reduce(function: Any) -> None:
+    mesh = DeviceMesh.of(tp=4)
+    x = sp.abstract((8, 32), "float32", spec(mesh, "-, tp"))
+    w = sp.abstract((32, 16), "float32", spec(mesh, "tp, -"))
+    traced = sp.trace(lambda x, w: function(x @ w), x, w)
+    assert traced.moved_bytes == 8 * 16 * 4 * 2 * 3

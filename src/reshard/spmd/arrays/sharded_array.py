@@ -92,6 +92,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         """The arrays that are here, by rank. They are shared, and must not be written to."""
         self._tell_readers()
         shards = self.runner.taken(self.type, self._shards)
+        self.runner.library.lend(shards)
         return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
 
     def to_dense(self) -> Any:
@@ -100,7 +101,9 @@ class ShardedArray(ArrayValue, ArrayOperators):
         It may share memory with the shards: copy it before writing to it.
         """
         self._tell_readers()
-        return super().to_dense()
+        dense = super().to_dense()
+        self.runner.library.lend((dense,))
+        return dense
 
     def _tell_readers(self) -> None:
         # Only recorders that differentiate mind: what is made of elements has no gradient.
@@ -127,6 +130,8 @@ class ShardedArray(ArrayValue, ArrayOperators):
         kind = self.type.with_spec(spec)
         shards = take_moved(self, spec, self.runner.movement(self.type, spec))
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
+        if self.is_given:
+            made.mark_given()
         for recorder in recorders:
             recorder.record_reshard(self, made)
         return made
@@ -303,7 +308,7 @@ def array(
             "or a library's array"
         ) from error
     kind = ArrayType(whole.shape, keeper.library.dtype_of(whole))
-    made: ShardedArray = ShardedArray.of_shards(kind, (whole,), keeper)
+    made: ShardedArray = ShardedArray.given(kind, (whole,), keeper)
     return made if spec is None else made.shard(spec)
 
 
@@ -352,5 +357,5 @@ def from_shards(
                 f"`{plain}` of {list(kind.shape)} has {list(expected or ())} of "
                 f"{kind.dtype.name} there"
             )
-    made: ShardedArray = ShardedArray.of_shards(kind, keeper.given(kind, arrays), keeper)
+    made: ShardedArray = ShardedArray.given(kind, keeper.given(kind, arrays), keeper)
     return made

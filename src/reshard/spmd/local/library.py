@@ -7,9 +7,11 @@ itself from 2.1 on; for PyTorch and older NumPy the package `array_api_compat` h
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -95,19 +97,24 @@ class Library:
             return np.full(shape, value, dtype=beside.dtype)
         return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
 
-    def size_bytes(self, arrays: tuple[Any, ...]) -> int:
-        """Bytes of its arrays, those that are there twice counted once."""
-        return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
-
     def state_of(self, arrays: tuple[Any, ...]) -> Any:
-        """What tells whether what was made of its arrays still is what would be made of them.
+        """What differs once one of its arrays may have been written to, or is differentiated anew.
 
-        Whether gradients are recorded, and how often PyTorch has seen each be written to; None of
-        NumPy's, of which nothing tells.
+        Of PyTorch's, how often each was written to, and whether gradients are recorded. NumPy
+        counts no writes: None where a program has got hold of the memory, see `lend`.
         """
         if self.name == "numpy":
-            return None
+            is_lent = any(id(_find_root(one)) in _lent for one in arrays)
+            return None if is_lent else ()
         return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
+
+    def lend(self, arrays: Iterable[Any]) -> None:
+        """A program gets its arrays, and might write to them."""
+        if self.name == "numpy":
+            for one in arrays:
+                root = _find_root(one)
+                if isinstance(root, np.ndarray):
+                    _lent[id(root)] = root
 
     def copied(self, array: Any) -> Any:
         """A copy of one of its arrays, to be written to; gradients go through it."""
@@ -166,6 +173,17 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
+
+
+_lent: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
+"""Arrays of NumPy, by identity, that programs have got and might write to."""
+
+
+def _find_root(array: Any) -> Any:
+    """The array that has the memory which another one is a view of."""
+    while isinstance(getattr(array, "base", None), np.ndarray):
+        array = array.base
+    return array
 
 
 def _count_writes(tensor: Any) -> int:

@@ -18,7 +18,7 @@ class ArrayValue:
     type: ArrayType
     runner: Runner
     _shards: Shards
-    _kept: dict[ShardingSpec, Any]
+    _kept: dict[ShardingSpec, Any] | None
 
     @classmethod
     def of_shards(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
@@ -29,12 +29,28 @@ class ArrayValue:
         made.runner = runner
         return made
 
+    @classmethod
+    def given(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
+        """An array of shards that a program has given, and may write to: it keeps no reshards."""
+        made = cls.of_shards(type, shards, runner)
+        made._kept = None
+        return made
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its shards may be the memory of what a program has given."""
+        return getattr(self, "_kept", self) is None
+
+    def mark_given(self) -> None:
+        """From here on it keeps no reshards, for its memory may be what a program has given."""
+        self._kept = None
+
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # What is kept of it in other shardings is found again where it is asked for.
         return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}
 
-    def kept_reshards(self) -> dict[ShardingSpec, Any]:
-        """What is kept of it in other shardings; see `kept_reshards`."""
+    def kept_reshards(self) -> dict[ShardingSpec, Any] | None:
+        """What is kept of it in other shardings, see `kept_reshards`; None where nothing may be."""
         # Made when it is first asked for: most arrays are never moved.
         try:
             return self._kept

@@ -1,118 +1,158 @@
 """Kept reshards: an array that was moved to another sharding has those shards at hand for a while.
 
 A value that several operations need in one other sharding moves once: contributions are combined,
-or parts gathered, at the first use. What is kept goes with the array, and all together is bounded
-for each runner, the oldest going first: weights that are gathered layer by layer are not all there
-at once.
+or parts gathered, at the first use. What is kept goes with the array, and what all of a runner's
+arrays moved last is kept up to a bound, the oldest going first: weights that are gathered layer by
+layer are not all there at once.
+
+Over processes every rank has to find the same kept, or some would wait for others. So what is kept
+follows from the program alone, never from one rank's shards, memory or time:
+
+    bytes                those of the fullest rank, by the layout
+    oldest first         in the order of movements, counting those of arrays that are gone
+    what a program gave  is never kept, since it may write to it, nor are views of it
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
+from threading import RLock
 from typing import Any
 
+from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.local.library import Library
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
 MOST_KEPT_BYTES = 256 << 20
-"""Of one runner, in this process."""
+"""Of one runner, on the fullest rank; in one process of all ranks together."""
+
+_VIEWING_FAMILIES = frozenset(
+    ["movement", "indexing", "reductions", "users' own", "without a rule"]
+)
+_VIEWING_NAMES = """
+astype ceil clamp clip conj diagonal einsum floor
+matrix_power positive real round stop_gradient trunc
+"""
+_VIEWING = frozenset(_VIEWING_NAMES.split())
 
 
 class KeptShards:
-    """An array's shards in another sharding, and what they were made from."""
+    """An array's shards in another sharding, and the state of both when they were made."""
 
-    __slots__ = ("__weakref__", "shards", "size_bytes", "state")
+    __slots__ = ("__weakref__", "shards", "state")
 
-    def __init__(self, shards: Shards, state: object, size_bytes: int) -> None:
+    def __init__(self, shards: Shards, state: Any) -> None:
         self.shards: Shards | None = shards
         self.state = state
-        self.size_bytes = size_bytes
 
 
 class KeptReshards:
     """The reshards that one runner keeps.
 
     Args:
-        library: of the shards.
-        most_bytes: that are kept together.
+        runner: of the arrays.
+        most_bytes: that are kept together; `MOST_KEPT_BYTES` when None.
     """
 
-    def __init__(self, library: Library, most_bytes: int | None = None) -> None:
-        self._library = library
-        self._most_bytes = most_bytes
-        self._order: deque[_SizedReference] = deque()
+    def __init__(self, runner: Runner, most_bytes: int | None = None) -> None:
+        self._runner = runner
+        self.most_bytes = MOST_KEPT_BYTES if most_bytes is None else most_bytes
+        # Arrays of several threads count together.
+        self._lock = RLock()
+        self._order: deque[tuple[weakref.ref[KeptShards], int]] = deque()
         self.size_bytes = 0
 
     def moved(self, array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
-        """The shards of an array in another sharding: those that are kept, or moved ones."""
-        state = self._library.state_of(array._shards)
+        """The shards of an array in another sharding: those that are kept, or moved ones.
+
+        Raises UsageError over processes, where shards that operations made were written to.
+        """
         kept = array.kept_reshards()
+        if kept is None:
+            return move(array._shards)
         found = kept.get(spec)
-        if found is not None and found.shards is not None and found.state == state:
-            there: Shards = found.shards
-            return there
-        shards = move(array._shards)
-        size_bytes = self._library.size_bytes(shards)
-        most_bytes = MOST_KEPT_BYTES if self._most_bytes is None else self._most_bytes
-        if size_bytes <= most_bytes and _may_keep(array, state):
-            made = kept[spec] = KeptShards(shards, state, size_bytes)
-            self._order.append(_SizedReference(made, self))
-            self._drop_oldest(most_bytes)
-        return shards
+        if found is not None:
+            # Another thread may drop it meanwhile.
+            shards: Shards | None = found.shards
+            if shards is not None and self._is_valid(array, found.state, shards):
+                return shards
+        moved: Shards = move(array._shards)
+        size_bytes = _count_bytes(self._runner, array.type.with_spec(spec))
+        state = self._find_state(array, moved)
+        if size_bytes <= self.most_bytes and _may_keep(array, state):
+            kept[spec] = made = KeptShards(moved, state)
+            with self._lock:
+                self._order.append((weakref.ref(made), size_bytes))
+                self.size_bytes += size_bytes
+                while self.size_bytes > self.most_bytes:
+                    self._drop_oldest()
+        return moved
 
-    def _drop_oldest(self, most_bytes: int) -> None:
-        # Some are gone with their arrays.
-        while self._order and (self.size_bytes > most_bytes or self._order[0]() is None):
-            reference = self._order.popleft()
-            oldest = reference()
-            if oldest is not None:
-                oldest.shards = None
-                reference.release()
+    def _drop_oldest(self) -> None:
+        reference, size_bytes = self._order.popleft()
+        self.size_bytes -= size_bytes
+        oldest = reference()
+        if oldest is not None:
+            oldest.shards = None
 
+    def _find_state(self, array: ArrayValue, moved: Shards) -> Any:
+        return self._runner.library.state_of(array._shards), self._runner.library.state_of(moved)
 
-class _SizedReference(weakref.ref[KeptShards]):
-    """A reference whose bytes count until what it refers to is dropped, or gone with its array."""
-
-    __slots__ = ("_keeper", "_size_bytes")
-
-    def __new__(cls, kept: KeptShards, keeper: KeptReshards) -> _SizedReference:
-        return super().__new__(cls, kept, cls.release)
-
-    def __init__(self, kept: KeptShards, keeper: KeptReshards) -> None:
-        super().__init__(kept, type(self).release)  # type: ignore[call-arg]
-        self._keeper = keeper
-        self._size_bytes = kept.size_bytes
-        keeper.size_bytes += kept.size_bytes
-
-    def release(self) -> None:
-        """Count no more."""
-        self._keeper.size_bytes -= self._size_bytes
-        self._size_bytes = 0
+    def _is_valid(self, array: ArrayValue, state: Any, shards: Shards) -> bool:
+        own, theirs = self._find_state(array, shards)
+        if own is None or theirs is None:
+            return False
+        if (own, theirs) == state:
+            return True
+        is_written = (own[1:], theirs[1:]) != (state[0][1:], state[1][1:])
+        if is_written and not self._runner.has_every_shard:
+            # Moved again on this rank alone, it would wait for the others for ever.
+            raise UsageError(
+                f"a shard of {array.type!r} was written to after it was moved; arrays never "
+                "change: copy what you write to, or give it anew with sp.from_shards"
+            )
+        return False
 
 
 def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
     """The shards of an array in another sharding, by its movement; moved once for a while."""
     runner = array.runner
     # Without elements there is nothing to keep.
-    return (
-        move(array._shards) if runner.is_abstract else _keeper_of(runner).moved(array, spec, move)
-    )
-
-
-def _keeper_of(runner: Runner) -> KeptReshards:
+    if runner.is_abstract:
+        return move(array._shards)
     found: KeptReshards | None = runner.kept
     if found is None:
-        found = runner.kept = KeptReshards(runner.library)
-    return found
+        found = runner.kept = KeptReshards(runner)
+    return found.moved(array, spec, move)
+
+
+def may_view(operator: Operator) -> bool:
+    """Whether an operator's results may have the memory of its operands."""
+    return operator.family in _VIEWING_FAMILIES or operator.name in _VIEWING
+
+
+def _count_bytes(runner: Runner, kind: ArrayType) -> int:
+    """The bytes of an array's shards that are here; over processes those of the fullest rank."""
+    layout = kind.layout
+    sizes = [
+        math.prod(layout.local_shape(rank) or (0,))
+        for rank in (() if kind.spec is None else kind.spec.mesh.devices)
+    ]
+    count = sum(sizes) if runner.has_every_shard else max(sizes, default=0)
+    return count * kind.dtype.itemsize_bytes
 
 
 def _may_keep(array: ArrayValue, state: Any) -> bool:
     spec = array.type.spec
-    if spec is None:
+    own, theirs = state
+    if spec is None or own is None or theirs is None:
         return False
     # PyTorch frees what the greatest of contributions needs for its gradient when that is taken.
-    return state is None or not state[0] or spec.reduction not in ("max", "min", "product")
+    is_recorded = bool(own) and own[0]
+    return not is_recorded or spec.reduction not in ("max", "min", "product")

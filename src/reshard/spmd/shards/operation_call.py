@@ -15,7 +15,7 @@ A `Recorder` sees every operation that is carried out while it is listening.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,7 +34,8 @@ from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of, row_of
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.kept_reshards import take_moved
+from reshard.spmd.shards.compiled_run import RunCall, compute, make_run, mark_views, take_column
+from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.pending_sums import (
     are_finite,
     factors_of,
@@ -43,12 +44,10 @@ from reshard.spmd.shards.pending_sums import (
     with_pending,
     without_pending,
 )
-from reshard.spmd.shards.refusals import REFUSALS, check_shapes, make_refusal, refuse, refuse_traced
+from reshard.spmd.shards.refusals import check_shapes, refuse_traced
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
-from reshard.spmd.shards.shard_copies import Movement
 
 Attributes = Mapping[str, Any]
-RunCall = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +314,13 @@ def _compile(
     )
     functions = runner.functions(operator, work)
     columns = [
-        _take_column(operand, move, spec, len(ranks))
+        take_column(operand, move, spec, len(ranks))
         for operand, move, spec in zip(operands, movements, runs_with, strict=True)
     ]
     # 5. The first run, which shows the results' element types.
     shares_failure = operator.may_fail(work)
     try:
-        rows = _compute(name, functions, columns, operands, runner, shares_failure)
+        rows = compute(name, functions, columns, operands, runner, shares_failure)
     except ReshardError as error:
         if layout is None:
             check_shapes(operator, types, attributes, error)
@@ -334,8 +333,8 @@ def _compile(
         return _compile(name, operands, attributes, options, runner, key, False)
     # 7. Keep what runs it the next time.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = _make_run(
-        name,
+    run = make_run(
+        operator,
         functions,
         movements,
         runs_with,
@@ -353,42 +352,11 @@ def _compile(
     wrapped = tuple(
         wrap.of_shards(one, tuple(row[n] for row in made), runner) for n, one in enumerate(results)
     )
+    if may_view(operator):
+        mark_views(operands, wrapped)
     if recorders:
         _notify(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
-
-
-def _compute(
-    name: str,
-    functions: Sequence[Callable[..., Any]],
-    columns: Sequence[Sequence[Any]],
-    operands: Sequence[Any],
-    runner: Runner,
-    shares_failure: bool,
-) -> list[Any]:
-    """The results of every rank here; a failure by the elements of one rank is raised on all."""
-    rows: list[Any] = []
-    failure = None
-    try:
-        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
-    except REFUSALS as error:
-        failure = make_refusal(name, operands, runner, error)
-    # Every rank takes part, whether or not it failed: the others wait for it otherwise.
-    if shares_failure:
-        failure = runner.failure_of_any(failure)
-    if failure is not None:
-        raise failure
-    return rows
-
-
-def _take_column(
-    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int
-) -> tuple[Any, ...]:
-    if not isinstance(operand, ArrayValue):
-        return (operand,) * count
-    if move is None or spec is None:
-        return operand._shards
-    return take_moved(operand, spec, move)
 
 
 def _find_result_types(
@@ -422,69 +390,3 @@ def _find_result_types(
                     "there; its rule and what it computes do not fit"
                 )
     return tuple(types)
-
-
-def _make_run(
-    name: str,
-    functions: Sequence[Callable[..., Any]],
-    movements: Sequence[Movement | None],
-    runs_with: Sequence[ShardingSpec | None],
-    types: Sequence[ArrayType | None],
-    results: tuple[ArrayType, ...],
-    is_single: bool,
-    runner: Runner,
-    wrap: type[ArrayValue],
-    shares_failure: bool,
-) -> RunCall:
-    """The function that carries out a compiled operation; common cases have short ones."""
-    result = results[0]
-    new = wrap.__new__
-    function = functions[0]
-    is_same = all(one is function for one in functions)
-    arrays_only = all(one is not None for one in types)
-    # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
-    # elementwise operations on arrays that lie alike, which are most of a program.
-    is_plain = is_single and is_same and arrays_only and not shares_failure
-    if is_plain and not any(movements) and len(types) <= 2:
-        if len(types) == 1:
-
-            def run_one(x: Any) -> Any:
-                # Written out, not by `of_shards`: one call less at each operation.
-                made = new(wrap)
-                made.type = result
-                try:
-                    made._shards = tuple([function(shard) for shard in x._shards])
-                except REFUSALS as error:
-                    refuse(name, (x,), runner, error)
-                made.runner = runner
-                return made
-
-            return run_one
-
-        def run_two(x: Any, y: Any) -> Any:
-            made = new(wrap)
-            made.type = result
-            try:
-                made._shards = tuple(map(function, x._shards, y._shards))
-            except REFUSALS as error:
-                refuse(name, (x, y), runner, error)
-            made.runner = runner
-            return made
-
-        return run_two
-    count = len(functions)
-
-    def run(*operands: Any) -> Any:
-        columns = [
-            _take_column(operand, move, spec, count)
-            for operand, move, spec in zip(operands, movements, runs_with, strict=True)
-        ]
-        rows = _compute(name, functions, columns, operands, runner, shares_failure)
-        if is_single:
-            return wrap.of_shards(result, tuple(rows), runner)
-        return tuple(
-            wrap.of_shards(one, tuple([row[n] for row in rows]), runner)
-            for n, one in enumerate(results)
-        )
-
-    return run

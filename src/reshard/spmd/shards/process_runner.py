@@ -35,6 +35,8 @@ from reshard.torch.redistribution import redistribute
 class OverProcesses(Runner):
     """This process's shard only. Get one with `over_processes`."""
 
+    has_every_shard = False
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(library("torch"))
         self.group = group

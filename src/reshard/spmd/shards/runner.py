@@ -41,6 +41,8 @@ class Runner:
     """
 
     is_abstract = False
+    # Whether all ranks' shards are in this process.
+    has_every_shard = True
 
     def __init__(self, library: Library) -> None:
         self.library = library

@@ -118,7 +118,9 @@ class Trace(TraceRecord):
                 raise ShardError(f"{name} is {found}, but {kind} was traced; give such an array")
             if kind.spec is None and found.spec is not None:
                 arrays[number] = arrays[number].to_dense()
-            arrays[number] = array(arrays[number], kind.spec, runner=keeper)
+            placed = array(arrays[number], kind.spec, runner=keeper)
+            # Nobody writes to it while the function runs, so it keeps its reshards meanwhile.
+            arrays[number] = ShardedArray.of_shards(placed.type, placed._shards, keeper)
         values = _carry_out(self._recording, self._shardings, arrays)
         return filled(self._recording.results, values)
 

@@ -1,0 +1,141 @@
+"""Runs of compiled operations: what is done each time that an operation is carried out.
+
+Operands move where they have to, each rank here computes, and the results are wrapped. Common cases
+have short functions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.kept_reshards import may_view, take_moved
+from reshard.spmd.shards.refusals import REFUSALS, make_refusal, refuse
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.shard_copies import Movement
+
+RunCall = Callable[..., Any]
+
+
+def compute(
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    columns: Sequence[Sequence[Any]],
+    operands: Sequence[Any],
+    runner: Runner,
+    shares_failure: bool,
+) -> list[Any]:
+    """The results of every rank here; a failure by the elements of one rank is raised on all."""
+    rows: list[Any] = []
+    failure = None
+    try:
+        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+    except REFUSALS as error:
+        failure = make_refusal(name, operands, runner, error)
+    # Every rank takes part, whether or not it failed: the others wait for it otherwise.
+    if shares_failure:
+        failure = runner.failure_of_any(failure)
+    if failure is not None:
+        raise failure
+    return rows
+
+
+def take_column(
+    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int
+) -> tuple[Any, ...]:
+    if not isinstance(operand, ArrayValue):
+        return (operand,) * count
+    if move is None or spec is None:
+        return operand._shards
+    return take_moved(operand, spec, move)
+
+
+def make_run(
+    operator: Operator,
+    functions: Sequence[Callable[..., Any]],
+    movements: Sequence[Movement | None],
+    runs_with: Sequence[ShardingSpec | None],
+    types: Sequence[ArrayType | None],
+    results: tuple[ArrayType, ...],
+    is_single: bool,
+    runner: Runner,
+    wrap: type[ArrayValue],
+    shares_failure: bool,
+) -> RunCall:
+    """The function that carries out a compiled operation; common cases have short ones."""
+    name = operator.name
+    result = results[0]
+    new = wrap.__new__
+    function = functions[0]
+    is_same = all(one is function for one in functions)
+    arrays_only = all(one is not None for one in types)
+    # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
+    # elementwise operations on arrays that lie alike, which are most of a program.
+    is_plain = is_single and is_same and arrays_only and not shares_failure
+    if is_plain and not any(movements) and len(types) <= 2 and not may_view(operator):
+        if len(types) == 1:
+
+            def run_one(x: Any) -> Any:
+                # Written out, not by `of_shards`: one call less at each operation.
+                made = new(wrap)
+                made.type = result
+                try:
+                    made._shards = tuple([function(shard) for shard in x._shards])
+                except REFUSALS as error:
+                    refuse(name, (x,), runner, error)
+                made.runner = runner
+                return made
+
+            return run_one
+
+        def run_two(x: Any, y: Any) -> Any:
+            made = new(wrap)
+            made.type = result
+            try:
+                made._shards = tuple(map(function, x._shards, y._shards))
+            except REFUSALS as error:
+                refuse(name, (x, y), runner, error)
+            made.runner = runner
+            return made
+
+        return run_two
+    count = len(functions)
+
+    def run(*operands: Any) -> Any:
+        columns = [
+            take_column(operand, move, spec, count)
+            for operand, move, spec in zip(operands, movements, runs_with, strict=True)
+        ]
+        rows = compute(name, functions, columns, operands, runner, shares_failure)
+        if is_single:
+            return wrap.of_shards(result, tuple(rows), runner)
+        return tuple(
+            wrap.of_shards(one, tuple([row[n] for row in rows]), runner)
+            for n, one in enumerate(results)
+        )
+
+    return _mark_views(run) if may_view(operator) else run
+
+
+def _mark_views(run: RunCall) -> RunCall:
+    """What carries out an operation whose results may be views of what a program has given."""
+
+    def run_marking(*operands: Any) -> Any:
+        results = run(*operands)
+        mark_views(operands, results if isinstance(results, tuple) else (results,))
+        return results
+
+    return run_marking
+
+
+def mark_views(operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+    """Results that may be views of what a program has given count as given as well."""
+    for one in operands:
+        if isinstance(one, ArrayValue) and one.is_given:
+            for made in results:
+                made.mark_given()
+            return
