@@ -223,6 +223,18 @@ def _attention() -> None:
         )
 
 
+def _random_numbers() -> None:
+    # Of the whole array, by the same key.
+    kept = sp.random.uniform(sp.random.key(3), X.shape, dtype="float32").to_dense() >= 0.25
+    add(
+        "dropout",
+        lambda x: sp.dropout(x, sp.random.key(3), 0.25),
+        [X],
+        np.where(kept, X / 0.75, 0.0),
+    )
+
+
+_random_numbers()
 _weights()
 _lookups()
 _writes()

@@ -478,3 +478,13 @@ def _bits(state: Array, shape: Any, part: Part | None) -> list[Array]:
 @case("random_bits", _bits)
 def _random_bits(draw: Draw) -> Trial:
     return Trial([values(draw, (2,), 0, 99)], {"shape": draw(shapes())})
+
+
+def _numbers(key: Array, like: Array, part: Part | None) -> Array:
+    place = sum((i * 31**d for d, i in enumerate(_places(part, like.shape))), np.zeros((), int))
+    return (place * 2654435761 + key[0]) % 2**16 ^ key[1]
+
+
+@case("random_numbers", _numbers)
+def _random_numbers(draw: Draw) -> Trial:
+    return Trial([values(draw, (2,), 0, 99), values(draw, draw(shapes()), 0, 99)], {})

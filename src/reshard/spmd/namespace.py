@@ -41,6 +41,7 @@ _NAMES_OF = {
         "argmax argmin argsort diff isin nonzero searchsorted sort unique_all unique_counts "
         "unique_inverse unique_values"
     ),
+    "arrays.random": "dropout",
     "arrays.sharded_array": "ShardedArray array from_shards",
     "nabla": (
         "Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor "
@@ -59,7 +60,12 @@ _NAMES_OF = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
-_EXTENSIONS = {"fft": "arrays.fft", "linalg": "functions.linalg", "nabla": "nabla"}
+_EXTENSIONS = {
+    "fft": "arrays.fft",
+    "linalg": "functions.linalg",
+    "nabla": "nabla",
+    "random": "arrays.random",
+}
 _CONSTANTS = {
     "e": 2.718281828459045,
     "inf": float("inf"),

@@ -23,7 +23,7 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
 
 
-def _read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """The sizes of a new array. Raises UsageError for what is no shape."""
     with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
         given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
@@ -90,7 +90,7 @@ def full(
 ) -> ShardedArray:
     """An array of one number."""
     check_device(device)
-    sizes = _read_shape(shape)
+    sizes = read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):
         # One element first: its type is that of the array, and a wrong value is refused before
         # shards.
@@ -203,7 +203,7 @@ def eye(
     """Ones on a diagonal, zeros elsewhere."""
     check_device(device)
     own = np.float64 if dtype is None else _numpy_type(dtype)
-    rows, columns = _read_shape((n_rows, n_rows if n_cols is None else n_cols))
+    rows, columns = read_shape((n_rows, n_rows if n_cols is None else n_cols))
     with explain_errors(f"eye with its diagonal at {k!r}", "give a whole number"):
         made = np.eye(rows, columns, k=k, dtype=own)
     return array(made, spec, runner=runner_for())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.errors import SpecError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.local import random
+from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.operators.elementwise import elementwise
 from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.result_types import asked
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 
@@ -87,6 +92,29 @@ def random_bits(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     return builder.build()
 
 
+def random_numbers(shapes: Sequence[Shape]) -> Inferred:
+    """A key, and an array whose places get numbers; its elements are not read.
+
+    >>> print(random_numbers([(2,), (4, 8)]).rule)
+    ([k], [i, j]) -> ([i, j]) {i=4, j=8, k=2} need_replication={k}
+    """
+    counted("random_numbers", shapes, 2)
+    key, like = shapes
+    if key != (2,):
+        raise SpecError(f"a key of shape {list(key)}; one of sp.random.key(seed) was expected")
+    # The key gets no factor here, so that `build` makes it whole.
+    builder = RuleBuilder(shapes, [like])
+    for dim in range(len(like)):
+        builder.factor([None, dim], [dim], adjusted=True)
+    return builder.build()
+
+
+def _has_plain_parts(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    return all(map(has_plain_parts, specs))
+
+
 _PLACES = "a part has the numbers of its own places"
 
 
@@ -114,5 +142,15 @@ OPERATORS: tuple[Operator, ...] = (
         random_bits,
         ([(2,)], {"shape": (4, 8)}),
         "a part draws the bits of its places",
+    ),
+    Operator(
+        "random_numbers",
+        "creation",
+        random_numbers,
+        example=([(2,), (4, 8)], {}),
+        local=random.random_numbers,
+        knows_place=_has_plain_parts,
+        result_types=asked,
+        note="a part draws the numbers of its places: the same for every sharding",
     ),
 )

@@ -1,0 +1,291 @@
+"""Random numbers by key: the same for every sharding, number of ranks, runner and library.
+
+A key is an array of two whole numbers. The same key gives the same numbers: a program makes one,
+`split`s it, and uses each part once. Each rank draws the numbers of its own shard, and nothing
+moves. Under `sp.grad` they are constants; under `sp.trace` a key may be an argument.
+
+    key = sp.random.key(0)
+    first, second = sp.random.split(key)
+    w = sp.random.normal(first, (512, 2048), dtype="float32", spec=reshard.spec(mesh, "-, tp"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.creation import read_shape
+from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.functions import data_types, elementwise, statistics
+from reshard.spmd.functions.array_arguments import explain_errors, of_arrays, whole_number
+from reshard.spmd.functions.elementwise import add, maximum, multiply, operands, whole
+from reshard.spmd.functions.indexing import take
+from reshard.spmd.functions.searching import argsort
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.rules.shapes import axis_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import in_process, runner_for
+
+__all__ = [
+    "bernoulli",
+    "categorical",
+    "fold_in",
+    "integers",
+    "key",
+    "normal",
+    "permutation",
+    "split",
+    "uniform",
+]
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_ANY_PLACE = np.int8(0)
+
+
+def key(seed: int) -> ShardedArray:
+    """The key of a seed, a whole number from 0 to `2**64 - 1`.
+
+    Raises UsageError for another seed.
+
+    >>> key(7)
+    <ShardedArray int64[2]>
+    """
+    number = whole_number("a seed of", seed)
+    if number >= 1 << 64:
+        raise UsageError(f"a seed of {seed}; a whole number below 2**64 was expected")
+    return array(np.array([number, 0], np.uint64).view(np.int64), runner=runner_for())
+
+
+def split(key: Any, count: int = 2) -> tuple[Any, ...]:
+    """Keys made of a key, whose numbers have nothing to do with each other's or with its own.
+
+    Split a key, and use the parts: the same key gives the same parts.
+
+    >>> import reshard.spmd as sp
+    >>> first, second = sp.random.split(sp.random.key(7))
+    >>> bool(sp.all(first == second))
+    False
+    """
+    number = whole_number("a key split in", count, 1)
+    found = _draw(key, (number, 2), None, "key", "int64")
+    return tuple(found[place] for place in range(number))
+
+
+def fold_in(key: Any, number: int) -> Any:
+    """The key of a number, of a layer or a step say: part `number` of as many as there may be.
+
+    >>> import reshard.spmd as sp
+    >>> key = sp.random.key(7)
+    >>> bool(sp.all(sp.random.fold_in(key, 1) == sp.random.split(key)[1]))
+    True
+    """
+    place = whole_number("a key of number", number)
+    # The words of one part alone: those before it are never drawn.
+    return _draw(key, (2,), None, "key", "int64", before=2 * place)
+
+
+def uniform(
+    key: Any,
+    shape: int | Sequence[int] = (),
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: object = "float64",
+    spec: ShardingSpec | None = None,
+) -> Any:
+    """Numbers from `low` up to `high`, which is left out but for rounding.
+
+    >>> import reshard, reshard.spmd as sp
+    >>> cut = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
+    >>> numbers = sp.random.uniform(sp.random.key(0), 5, spec=cut)
+    >>> bool(sp.all(numbers == sp.random.uniform(sp.random.key(0), 5)))
+    True
+    """
+    found = _draw(key, shape, spec, "uniform", _read_float(dtype))
+    if (low, high) == (0, 1):
+        return found
+    return add(multiply(found, high - low), low)
+
+
+def normal(
+    key: Any,
+    shape: int | Sequence[int] = (),
+    *,
+    dtype: object = "float64",
+    spec: ShardingSpec | None = None,
+) -> Any:
+    """Numbers of mean 0 and deviation 1, distributed normally."""
+    return _draw(key, shape, spec, "normal", _read_float(dtype))
+
+
+def integers(
+    key: Any,
+    shape: int | Sequence[int],
+    low: int,
+    high: int,
+    *,
+    spec: ShardingSpec | None = None,
+) -> Any:
+    """Whole numbers (`int64`) from `low` up to `high`, that one left out.
+
+    Of `n` numbers one is more likely than another by at most `n / 2**64` of its probability.
+
+    Raises UsageError where there are none.
+    """
+    with explain_errors(f"integers from {low!r} to {high!r}", "give two whole numbers"):
+        least, end = index(low), index(high)
+    limits = np.iinfo(np.int64)
+    if least >= end or least < limits.min or end - 1 > limits.max:
+        raise UsageError(
+            f"integers from {low} to {high}; `low` below `high` was expected, both within int64"
+        )
+    return _draw(key, shape, spec, "integers", "int64", least=least, count=end - least)
+
+
+@of_arrays
+def bernoulli(
+    key: Any,
+    p: Any = 0.5,
+    shape: int | Sequence[int] | None = None,
+    *,
+    spec: ShardingSpec | None = None,
+) -> Any:
+    """Truth values that are true with probability `p`, a number or an array of them.
+
+    The result has the shape and the sharding of an array `p`, unless it is given one.
+    """
+    if isinstance(p, ArrayValue):
+        shape = p.type.shape if shape is None else shape
+        spec = _spec_of(p) if spec is None and read_shape(shape) == p.type.shape else spec
+    elif not 0 <= p <= 1:
+        raise UsageError(f"a probability of {p!r}; a number from 0 to 1 was expected")
+    drawn = _draw(key, () if shape is None else shape, spec, "uniform", "float64")
+    return elementwise.less(drawn, p)
+
+
+@of_arrays
+def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
+    """Indices along an axis, each drawn with the probability that `softmax` gives it.
+
+    The axis may be cut: ranks exchange the greatest of each and where it is, not the logits.
+    """
+    place = axis_of(logits.ndim, axis)
+    size = logits.shape[place]
+    if not size:
+        raise UsageError(f"categorical of logits of shape {list(logits.shape)}; give one class")
+    logits, key = operands(logits, key)
+    drawn = _draw(key, logits.shape, _spec_of(logits), "uniform", "float64")
+    # By Gumbel: the greatest of logits with such noise is each one with its probability. Noise of
+    # a 0 would be infinite.
+    noise = -elementwise.log(-elementwise.log(maximum(drawn, 2.0**-54)))
+    noisy = add(data_types.astype(logits, data_types.float64), noise)
+    most = statistics.max(noisy, axis=place, keepdims=True)
+    # The first place that has it; the last class where no number is greatest (NaN).
+    shape = [size if dim == place else 1 for dim in range(logits.ndim)]
+    places = whole(noisy, np.arange(size).reshape(shape))
+    found = elementwise.where(elementwise.equal(noisy, most), places, size - 1)
+    return statistics.min(found, axis=place)
+
+
+@of_arrays
+def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
+    """The numbers from 0 to `x - 1` in random order, or an array's slices along an axis."""
+    is_array = isinstance(x, ArrayValue)
+    place = axis_of(x.ndim, axis) if is_array else 0
+    size = x.shape[place] if is_array else whole_number("a permutation of", x)
+    limits = np.iinfo(np.int64)
+    words = _draw(
+        key, (size,), None, "integers", "int64", least=int(limits.min), count=(1 << 64) - 1
+    )
+    order = argsort(words)
+    return take(x, order, axis=place) if is_array else order
+
+
+@of_arrays
+def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
+    """Zero in place of each element with probability `rate`; the others over `1 - rate`.
+
+    Which ones does not depend on the sharding. The gradient is zero at the same places.
+
+    Raises UsageError for a rate that is not from 0 to 1.
+
+    >>> import reshard.spmd as sp
+    >>> sp.dropout(sp.ones(6), sp.random.key(0), 0.5).to_dense().tolist()
+    [0.0, 0.0, 0.0, 2.0, 2.0, 0.0]
+    """
+    if isinstance(rate, ArrayValue) or not 0 <= rate <= 1:
+        raise UsageError(f"dropout at a rate of {rate!r}; a number from 0 to 1 was expected")
+    if kind_of(x.dtype) != "real floating":
+        raise UsageError(f"dropout of {x.type}; an array of real floating numbers was expected")
+    x, key = operands(x, key)
+    if rate == 0:
+        return x
+    drawn = _draw(key, x.shape, _spec_of(x), "uniform", "float32")
+    scaled = multiply(x, 1 / (1 - rate)) if rate < 1 else x
+    return elementwise.where(elementwise.greater_equal(drawn, rate), scaled, 0.0)
+
+
+def _draw(
+    key: Any,
+    shape: int | Sequence[int],
+    spec: ShardingSpec | None,
+    distribution: str,
+    dtype: str,
+    **options: int,
+) -> Any:
+    """Numbers of a distribution, in a sharding. Raises UsageError for what is no key."""
+    kind = key.type if isinstance(key, ArrayValue) else None
+    if kind is None or kind.shape != (2,) or kind.dtype is not data_types.int64:
+        raise UsageError(
+            f"random numbers by {key!r}, a {type(key).__name__}; a key was expected: "
+            "sp.random.key(seed)"
+        )
+    sizes = read_shape(shape)
+    wanted = None if spec is None else plain_spec(spec)
+    named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
+    found = call("random_numbers", (key, _make_place(key, sizes, wanted)), None, named)
+    # A cut whose parts are no stretches is drawn whole, and then cut where it lies.
+    return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
+
+
+def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
+    """An array that says where numbers are wanted: one element in memory, seen at every place."""
+    if spec is not None and spec.partial_axes:
+        raise UsageError(
+            f"random numbers in `{spec}`, whose sums are pending; give a sharding without"
+        )
+    # In a trace, an array of which nothing is asked but its sharding is a constant.
+    runner = in_process("numpy") if key.runner.is_abstract else key.runner
+    beside = None if key.runner.is_abstract else key._shards[0]
+    one = runner.library.array(_ANY_PLACE, beside=beside)
+    kind = ArrayType(shape, runner.library.dtype_of(one), spec)
+    shards = tuple(
+        runner.library.namespace.broadcast_to(one, kind.layout.local_shape(rank) or ())
+        for rank in runner.ranks(None if spec is None else spec.mesh)
+    )
+    return type(key).of_shards(kind, shards, runner)
+
+
+def _spec_of(x: Any) -> ShardingSpec | None:
+    """The sharding of an array with its contributions combined."""
+    spec = x.type.spec
+    return None if spec is None else without_pending(spec)
+
+
+def _read_float(dtype: object) -> str:
+    """The name of a floating type. Raises UsageError for another one."""
+    found = as_dtype(dtype)
+    if found.name not in _FLOATS:
+        raise UsageError(
+            f"random numbers of dtype {found.name}; one of {', '.join(_FLOATS)} was expected"
+        )
+    return found.name
