@@ -54,6 +54,10 @@ def test_models_of_megatron(ranks: int) -> None:
     expect_all_end_well(run_ranks("refit_megatron_process.py", ranks))
 
 
+def test_models_that_megatron_core_had_get_the_hubs_names() -> None:
+    expect_all_end_well(run_ranks("refit_recorded_process.py", 2))
+
+
 @pytest.mark.parametrize(
     ("fault", "code"),
     [

@@ -17,7 +17,7 @@ What a rank lists goes to the other ranks (`rosters`); the tensors stay.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
+from reshard.torch.models.megatron_parameters import add_attributes, cut_members, split_grouped
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
@@ -59,6 +60,9 @@ class MegatronModel:
             the first chunk has. They have global ranks, so no offset counts; the layers of all
             stages are counted.
         stack: the module whose numbered layers the pipeline shares out, where groups are given.
+        config: of the model on the Hub: the content of its config.json, or transformers' object.
+            The modules' own config says what they have where this is None (`megatron_configs`).
+        problems: why it cannot be used on this rank, for all ranks to raise.
     """
 
     chunks: torch.nn.Module | Sequence[torch.nn.Module]
@@ -66,6 +70,8 @@ class MegatronModel:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: Any = None
     stack: str = "decoder.layers"
+    config: Any = None
+    problems: tuple[str, ...] = ()
 
 
 class LaidModel(dict[str, Any]):
@@ -139,6 +145,7 @@ def list_tensors(
     found = _Lister(naming, stacks, group, takes_samples)
     names = model.names if isinstance(model, MegatronModel) else None
     try:
+        found.problems += getattr(model, "problems", ())
         if names is None or not isinstance(names.ranks, MegatronGrids):
             # Process groups have the group's numbers already; others count from a first rank.
             found.first_rank = _find_first_rank(model, offset, group)
@@ -146,7 +153,6 @@ def list_tensors(
             found.add_megatron(model)
         elif model is not None:
             own_names = model.own_names if isinstance(model, LaidModel) else {}
-            found.problems += model.problems if isinstance(model, LaidModel) else ()
             for name, value in tensors_of(model):
                 found.add(name, value, own_names.get(name, name))
     except ReshardError as error:
@@ -326,13 +332,12 @@ class _Lister:
         )
         rank = self._group.rank - self.first_rank
         for number, chunk in enumerate(chunks_of(model)):
-            for own_name, value in tensors_of(chunk):
+            for own_name, value, parameter in list_parameters(chunk, names):
                 whole = names.global_name(own_name, rank, number)
-                parameter = LocalParameter.of(value)
                 if names.expert(whole) is not None:
                     # Megatron marks them only where ranks share the experts between them.
                     parameter = replace(parameter, is_expert=True)
-                parameter = _add_attributes(
+                parameter = add_attributes(
                     own_name, parameter, fitting(own_name, model.parameters) or {}
                 )
                 name, fusion = self._find_name(whole)
@@ -340,7 +345,7 @@ class _Lister:
                 if local is None:
                     continue
                 if fusion is not None:
-                    parameter = _fuse(parameter, fusion)
+                    parameter = cut_members(parameter, fusion)
                 self._register(name, value, local)
                 shape = tuple(local.shape)
                 kind = EntryKind(parameter.dtype, shape, None, parameter, number, fusion)
@@ -460,28 +465,10 @@ def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str
     )
 
 
-def _fuse(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
-    """A parameter whose members are each cut over all ranks, also where it does not say so.
-
-    Not every version of Megatron marks gate and up by their `partition_stride`. Query, key and
-    value have one group, too, where there is one key/value head, and ranks have stretches of it.
-    """
-    is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
-    says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
-    is_gated = fusion.groups == 1 and len(set(fusion.shares)) == 1
-    if not is_gated or not is_cut or says != (None, None, None):
-        return parameter
-    sizes = fusion.sizes(parameter.shape[fusion.dimension])
-    return replace(parameter, partition_stride=1, partition_sizes=sizes)
-
-
-def _add_attributes(
-    name: str, parameter: LocalParameter, says: Mapping[str, Any]
-) -> LocalParameter:
-    """A parameter with what its attributes leave out."""
-    known = {field.name for field in fields(LocalParameter)}
-    if not set(says) <= known:
-        raise UsageError(
-            f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
-        )
-    return replace(parameter, **says)
+def list_parameters(
+    chunk: torch.nn.Module, names: MegatronNames
+) -> Iterator[tuple[str, torch.Tensor, LocalParameter]]:
+    """A chunk's tensors, with what Megatron says of them; experts of one tensor each by itself."""
+    for name, value in tensors_of(chunk):
+        grouped = split_grouped(name, value, names.experts_per_rank, names.ranks.expert_tp > 1)
+        yield from grouped or [(name, value, LocalParameter.of(value))]

@@ -36,10 +36,10 @@ from reshard.torch.exchange.usability import (
     mark_usable,
     written_states,
 )
-from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.memory import check_memory
+from reshard.torch.models.model_pairs import GivenNames, ModelPair
 from reshard.torch.models.naming import Naming
-from reshard.torch.models.parameters import Model, list_tensors
+from reshard.torch.models.parameters import Model
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
@@ -252,21 +252,12 @@ class Refit:
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
-        source, target = given.named(notes, group)
-        before = list_tensors(
-            source,
-            source_names,
-            stacks,
-            source_offset,
-            group=group,
-            takes_samples=check_replicas is True,
-        )
-        after = list_tensors(target, target_names, stacks, target_offset, group=group)
-        check_memory(before, after, ties or {})
+        naming = GivenNames(source_names, target_names, stacks, ties)
+        offsets, samples = (source_offset, target_offset), check_replicas is True
+        before, after, ties = given.list_tensors(notes, group, naming, offsets, samples)
+        check_memory(before, after, ties)
         methods = RefitMethods(method, topology, find_hosts(group))
-        matching = RefitPlanner(
-            ties or {}, cast, strict, transforms or {}, extra_bytes, methods, buckets
-        )
+        matching = RefitPlanner(ties, cast, strict, transforms or {}, extra_bytes, methods, buckets)
         part, report, whole = plan_part(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)

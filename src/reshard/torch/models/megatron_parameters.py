@@ -1,0 +1,94 @@
+"""Parameters of Megatron, where attributes do not say it all: grouped experts, fused members.
+
+`GroupedMLP` multiplies by weights that are not transposed, one expert behind the other in
+memory. What a view of it is for one expert, transposed, is what other modules call its weight::
+
+    experts.weight1  [hidden, experts x 2 ffn]  -> [experts, hidden, 2 ffn] -> [e].T  linear_fc1
+    experts.weight2  [experts x ffn, hidden]    -> [experts, ffn, hidden]   -> [e].T  linear_fc2
+
+Source: `GroupedMLP.forward` of Megatron-core 0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.megatron.rosters import LocalParameter
+from reshard.recipes.fusion import Fusion
+
+_GROUPED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.weight(?P<number>[12])")
+
+
+def split_grouped(
+    name: str, tensor: torch.Tensor, experts: int, is_cut: bool
+) -> list[tuple[str, torch.Tensor, LocalParameter]] | None:
+    """Each expert's weight, a view, by the name it has where experts are modules; None for others.
+
+    Args:
+        name: of the tensor in its module.
+        tensor: of this rank.
+        experts: how many this rank has; 0 where that is not known.
+        is_cut: whether ranks share each expert.
+
+    >>> found = split_grouped("mlp.experts.weight2", torch.arange(12.0).view(6, 2), 3, False)
+    >>> [(name, view.tolist()) for name, view, _ in found][1]
+    ('mlp.experts.local_experts.1.linear_fc2.weight', [[4.0, 6.0], [5.0, 7.0]])
+    >>> split_grouped("mlp.linear_fc1.weight", torch.ones(2, 2), 3, False) is None
+    True
+    """
+    match = _GROUPED.fullmatch(name)
+    if match is None or not experts or tensor.ndim != 2 or tensor.numel() % experts:
+        return None
+    is_first = match["number"] == "1"
+    hidden = tensor.shape[0 if is_first else 1]
+    local = tensor.detach()
+    whole = local.view((experts, hidden, -1) if is_first else (experts, -1, hidden))
+    found = []
+    for number, one in enumerate(whole):
+        view = one.T
+        parameter = LocalParameter(
+            shape=tuple(view.shape),
+            tensor_model_parallel=is_cut,
+            partition_dim=0 if is_first else 1,
+            is_expert=True,
+            dtype=as_dtype(tensor.dtype).name,
+        )
+        own = f"{match['experts']}.local_experts.{number}.linear_fc{match['number']}.weight"
+        found.append((own, view, parameter))
+    return found
+
+
+def cut_members(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
+    """A parameter whose members are each cut over all ranks, also where it does not say so.
+
+    Not every version of Megatron marks gate and up by their `partition_stride`. Query, key and
+    value have one group, too, where there is one key/value head, and ranks have stretches of it.
+    """
+    is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
+    says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
+    is_gated = fusion.groups == 1 and len(set(fusion.shares)) == 1
+    if not is_gated or not is_cut or says != (None, None, None):
+        return parameter
+    sizes = fusion.sizes(parameter.shape[fusion.dimension])
+    return replace(parameter, partition_stride=1, partition_sizes=sizes)
+
+
+def add_attributes(name: str, parameter: LocalParameter, says: Mapping[str, Any]) -> LocalParameter:
+    """A parameter with what its attributes leave out.
+
+    Raises:
+        UsageError: a field that no parameter has.
+    """
+    known = {field.name for field in fields(LocalParameter)}
+    if not set(says) <= known:
+        raise UsageError(
+            f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
+        )
+    return replace(parameter, **says)

@@ -1,0 +1,128 @@
+"""Megatron-core to transformers, each in its own environment: equal logits, and nothing named.
+
+What the ranks had is recorded with RESHARD_UPDATE_GOLDEN, for `torch/refit_recorded_process.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if os.environ.get("RESHARD_ENGINE") != "megatron":
+    pytest.skip("needs Megatron-core", allow_module_level=True)
+
+import torch
+
+from live_processes import free_port, run_rank_programs
+
+from . import model_records
+
+HERE = Path(__file__).parent
+PYTHON = Path(sys.prefix).parent / "transformers" / "bin" / "python"
+# In 32 bits, whose sums are in another order.
+TOLERANCE, LIMIT_S = 1e-4, 300
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 30,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 16,
+    "attn_implementation": "eager",
+}
+# Megatron-core's vocabulary is padded.
+JOB: dict[str, Any] = {
+    "hidden": 16,
+    "ffn": 24,
+    "layers": 2,
+    "heads": 4,
+    "groups": 2,
+    "vocab": 32,
+    "true_vocab": 30,
+    "qk_norm": True,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 12,
+}
+GROUPED = {"experts": 4, "grouped": True}
+# By name: ranks, the config of transformers, and the job of Megatron-core.
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tensor": (2, {}, {"sizes": {"tp": 2}}),
+    "stages_tied": (2, {"tie_word_embeddings": True}, {"sizes": {"pp": 2}, "tied": True}),
+    "few_heads": (
+        2,
+        {"model_type": "qwen2", "num_key_value_heads": 1},
+        {"sizes": {"tp": 2}, "groups": 1, "qk_norm": False, "qkv_bias": True},
+    ),
+    "experts": (2, EXPERTS, {"sizes": {"ep": 2}, "experts": 4}),
+    "grouped": (2, MIXTRAL, {"sizes": {"ep": 2}, **GROUPED, "qk_norm": False}),
+    "grouped_parts": (2, EXPERTS, {"sizes": {"tp": 2}, **GROUPED}),
+    "copies_tied": (2, {"tie_word_embeddings": True}, {"tied": True}),
+    "virtual": (
+        4,
+        {"num_hidden_layers": 4},
+        {"sizes": {"tp": 2, "pp": 2, "vp": 2}, "layers": 4},
+    ),
+}
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs transformers in an environment beside")
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_megatrons(case: str, tmp_path: Path) -> None:
+    ranks, more, job = CASES[case]
+    config, order = tmp_path / "config.json", tmp_path / "job.json"
+    config.write_text(json.dumps(CONFIG | more))
+    order.write_text(json.dumps(JOB | job))
+    result = tmp_path / "result.pt"
+    url = f"tcp://127.0.0.1:{free_port()}"
+    environment = {"PYTHONPATH": f"{HERE.parents[2] / 'src'}:{HERE.parents[1]}"}
+    told = tmp_path / "engine.txt"
+    with told.open("wb") as output:
+        engine = subprocess.Popen(
+            [PYTHON, HERE / "link_engine.py", config, url, tmp_path / "given.pt", result],
+            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        command = [sys.executable, HERE / "link_trainer.py", order, url, tmp_path]
+        run_rank_programs(command, ranks, environment, timeout_s=LIMIT_S)
+        assert engine.wait(LIMIT_S) == 0, told.read_text()[-4000:]
+    except (RuntimeError, TimeoutError) as error:
+        pytest.fail(f"{error}\n--- engine\n{told.read_text()[-4000:]}")
+    finally:
+        engine.kill()
+        engine.wait()
+    right, found = torch.load(tmp_path / "given.pt")["logits"], torch.load(result)
+    assert right.abs().max() > 0.5
+    # What is padding has no logits.
+    right = right[..., : CONFIG["vocab_size"]]
+    torch.testing.assert_close(found["logits"], right, rtol=TOLERANCE, atol=TOLERANCE)
+    if os.environ.get("RESHARD_UPDATE_GOLDEN"):
+        of_ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(ranks)]
+        model_records.write(case, of_ranks, found["saved"])
