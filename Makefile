@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench gpu soak golden engines clean
+.PHONY: demo venv test check lint bench gpu soak golden engines site clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -101,6 +101,20 @@ soak: venv
 # Rewrite the golden files; look at the difference before you commit it.
 golden: venv
 	RESHARD_UPDATE_GOLDEN=1 $(VENV)/bin/python -m pytest -q tests/show tests/cli
+
+# The pages of docs/ as a site, in build/site: warnings are errors, and so are links that lead nowhere.
+site: build/site-venv/.installed
+	@PYTHONPATH=tools build/site-venv/bin/python -m site_builder gather
+	@PYTHONPATH=tools build/site-venv/bin/zensical build --strict --clean > build/site.log 2>&1 \
+		|| { cat build/site.log; exit 1; }
+	@if grep -v -e '^Build ' -e '^No issues' build/site.log; then exit 1; fi
+	@PYTHONPATH=tools build/site-venv/bin/python -m site_builder check
+	@echo "build/site/index.html"
+
+build/site-venv/.installed: pyproject.toml
+	$(PYTHON) -m venv build/site-venv
+	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	touch $@
 
 # What inference engines and trainers do with the same checkpoints, each in an environment of its
 # own (2 GB together): torch is the CPU build, so a package index that has no `torch==2.13.0+cpu`
