@@ -127,7 +127,7 @@ class _Countdown:
 
     def __init__(self, kill_at: int | None, synced: Path | None) -> None:
         from reshard.checkpoint.conversion import staging
-        from reshard.checkpoint.files.places.s3_target import S3Target
+        from reshard.checkpoint.files.places.stores.s3_target import S3Target
 
         self.kill_at = kill_at
         self.synced = synced

@@ -17,8 +17,8 @@ from reshard.cli.program import program
 
 COMMANDS = ("inspect", "plan", "convert", "verify", "diff", "apply", "explain")
 GROUPS = ("recipe",)
-# Its examples start a job, and are those of tests/cli/commands/test_calibrate.py.
-OF_JOBS = ("calibrate",)
+# Their examples need a job or a bucket, and are tried in tests/cli/commands.
+OF_JOBS = ("calibrate", "clean")
 
 
 def examples(*command: str) -> list[list[str]]:

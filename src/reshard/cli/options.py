@@ -100,16 +100,17 @@ dry_run_option = click.option(
     help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
     "would be.",
 )
+staging_option = click.option(
+    "--staging",
+    metavar="FOLDER",
+    help="Where files for an address wait on this machine. [default: in the user's cache]",
+)
 _RUN_OPTIONS = (
     memory_option,
     threads_option,
     click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end."),
     click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left."),
-    click.option(
-        "--staging",
-        metavar="FOLDER",
-        help="Where files for an address wait on this machine. [default: in the user's cache]",
-    ),
+    staging_option,
 )
 
 

@@ -11,6 +11,7 @@ from reshard import __version__
 from reshard.cli.command_group import Commands
 from reshard.cli.commands.apply import apply
 from reshard.cli.commands.calibrate import calibrate
+from reshard.cli.commands.clean import clean
 from reshard.cli.commands.convert import convert
 from reshard.cli.commands.diff import diff
 from reshard.cli.commands.explain import explain
@@ -51,7 +52,7 @@ def program() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, diff, apply, explain, recipe, calibrate):
+for _command in (inspect, plan, convert, verify, diff, apply, explain, recipe, calibrate, clean):
     program.add_command(_command)
 
 

@@ -213,7 +213,7 @@ def test_what_a_server_cannot_answer_is_asked_again(
 
 def test_a_store_that_refuses(server: BucketServer, rows: Path, tmp_path: Path) -> None:
     server.fault = lambda number, request: 403 if request.part is not None else None
-    with pytest.raises(RunError, match=r"cannot send bytes 0:262144 of s3://weights/some/model/.*"):
+    with pytest.raises(RunError, match=r"cannot send bytes 0:262144: s3://weights/some/model/.*"):
         put(rows, tmp_path, threads=1)
     server.fault = lambda number, request: None
     put(rows, tmp_path)

@@ -30,7 +30,7 @@ from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
-from reshard.checkpoint.files.places.target_stores import expect_writable
+from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import Holding

@@ -31,11 +31,12 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.file_checksums import late_ranges
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.processes import Processes
-from reshard.checkpoint.conversion.staging import SharedStaging, check_target
+from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
 from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import spool_target
-from reshard.checkpoint.files.places.target_stores import expect_writable
+from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.places.upload import SentFile, Upload
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
@@ -224,3 +225,22 @@ def begun_target(
             "expected a name that is free: choose another, or replace it with --overwrite"
         )
     return begun
+
+
+def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> Path | None:
+    """The folder of this machine with what is staged for an address. Raises RunError."""
+    root = staging_folder(spool_target(target, staging))
+    with refusals_explained("look for staged files", root):
+        return root if root.is_dir() else None
+
+
+def remove_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> None:
+    """Throw away what is staged for an address.
+
+    Raises:
+        RunError: a process works there; the file system refuses.
+    """
+    root = find_staged(target, staging)
+    if root is not None:
+        with FolderLock.acquire(root), refusals_explained("delete the staging folder", root):
+            remove_folder(root)

@@ -24,17 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.files.places.object_target import (
+from reshard.checkpoint.files.places.part_grid import PartGrid, part_bytes_of
+from reshard.checkpoint.files.places.place import forget_place
+from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.places.spool import GivenBack, read_given_back, staged_beside
+from reshard.checkpoint.files.places.stores.object_target import (
     FileStream,
     ObjectTarget,
     StoredObject,
     store_refusals,
 )
-from reshard.checkpoint.files.places.part_grid import PartGrid, part_bytes_of
-from reshard.checkpoint.files.places.place import forget_place
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import GivenBack, read_given_back, staged_beside
-from reshard.checkpoint.files.places.target_stores import open_store
+from reshard.checkpoint.files.places.stores.target_stores import open_store
 from reshard.checkpoint.files.places.upload_marker import (
     COMMIT_NAME,
     UPLOAD_NAME,
@@ -124,8 +124,8 @@ class Upload(Closing):
             if others and not restart:
                 raise RunError(
                     f"another conversion has begun to write to {self.target}\n"
-                    "expected no other upload there: let it end, or give it up with "
-                    "--restart"
+                    "expected no other upload there: let it end, remove what is abandoned with "
+                    "`reshard clean`, or give it up with --restart"
                 )
             if restart:
                 for one in found:
@@ -231,7 +231,8 @@ class Upload(Closing):
                 self.sent[parts.start : parts.stop] = True
                 return
             # The lock guards the dictionary, which other threads add to.
-            upload = self._store.begin(key, self._conversion_id)
+            parts_key = f"{self._key_of_marker('parts')}/{file.name}"
+            upload = self._store.begin(key, self._conversion_id, parts_key)
             with self._lock:
                 self._uploads[file.name] = upload
             return
@@ -294,7 +295,7 @@ class Upload(Closing):
         number, start, stop = self.grid.range_of(part)
         file = self.files[number]
         if not self.sent[part]:
-            action = f"send bytes {start}:{stop} of {self.target}/{file.name}"
+            action = f"send bytes {start}:{stop}"
             with store_refusals(action), FileStream(content / file.name, start, stop) as body:
                 self._store.put_part(
                     self._key(file.name),
@@ -342,9 +343,11 @@ class Upload(Closing):
             kept = {self._key(name) for name in (*names, *beside)}
             if self._replaces:
                 self._store.delete([key for key in old if key not in kept])
-            # The uploads are gone: what says which they were goes before what hides the rest.
-            self._store.delete([self._key_of_marker(UPLOAD_NAME)])
-            self._store.delete([self._key_of_marker(COMMIT_NAME)])
+            # What hides the rest from readers goes last.
+            hides = self._key_of_marker(COMMIT_NAME)
+            left = self._store.list_objects(self._key_of_marker(""))
+            self._store.delete([key for key in left if key != hides])
+            self._store.delete([hides])
         forget_place(self.target.root_parts)
 
     def finish_earlier(self) -> None:

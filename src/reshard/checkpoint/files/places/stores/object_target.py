@@ -50,8 +50,11 @@ class PendingUpload:
 class ObjectTarget(Protocol):
     """A bucket that is written to."""
 
-    def begin(self, key: str, conversion_id: str) -> str:
-        """Begin an object; what the other methods call the upload."""
+    def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
+        """Begin an object; what the other methods call the upload.
+
+        Where parts are objects themselves, their keys begin with `parts_key`.
+        """
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> None:
         """Put part `number`, counted from 0; one that is there is replaced."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from reshard.checkpoint.files.places.object_target import (
+from reshard.checkpoint.files.places.stores.object_target import (
     ATTEMPTS,
     CONVERSION_KEY,
     FileStream,
@@ -34,7 +34,7 @@ class S3Target:
     def __init__(self, bucket: str, client: Any) -> None:
         self._bucket, self._client = bucket, client
 
-    def begin(self, key: str, conversion_id: str) -> str:
+    def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
         """Begin a multipart upload."""
         with self._explain(key):
             answer = self._client.create_multipart_upload(

@@ -1,0 +1,118 @@
+"""`reshard clean`: what conversions to an address left that did not end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reshard.checkpoint.conversion.uploading import find_staged, remove_staged
+from reshard.checkpoint.files.places.abandoned import (
+    AbandonedUpload,
+    find_abandoned,
+    remove_abandoned,
+)
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path
+from reshard.cli.failures import DONE
+from reshard.cli.options import as_path as as_text
+from reshard.cli.options import json_option, staging_option
+from reshard.cli.output import printable, write, write_json
+from reshard.errors import UsageError
+from reshard.text.quantities import bytes_text, count_text, duration_text, table
+
+
+@click.command()
+@click.argument("url", callback=as_text)
+@click.option("--yes", is_flag=True, help="Remove what is listed.")
+@staging_option
+@json_option
+def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
+    """List what unfinished conversions left at a URL.
+
+    It lists what conversions to URL, or below it, left that did not end: uploads with their parts,
+    and the markers beside them, by which the same command would continue. With --yes they are
+    removed, and what is staged on this machine for them; nothing else is ever removed. A conversion
+    that still runs is listed too: look at the age.
+
+    \b
+    Examples:
+      reshard clean s3://bucket/models
+      reshard clean s3://bucket/models/llama --yes
+
+    \b
+    Keys of --json:
+      url, removed, uploads [{target, conversion, size_bytes, files, age_s, half_visible, staged}]
+    """
+    folder = as_path(url)
+    if not isinstance(folder, PlacePath):
+        raise UsageError(
+            f"{url} is a folder of this machine; a conversion that did not end left a hidden "
+            "folder beside its target, which the same command with --restart throws away"
+        )
+    found = find_abandoned(folder)
+    staged = {one.target: find_staged(one.target, staging) for one in found}
+    if yes:
+        remove_abandoned(found)
+        for one in found:
+            if not one.is_half_visible:
+                remove_staged(one.target, staging)
+    if as_json:
+        uploads = [_as_json(one, staged[one.target]) for one in found]
+        write_json({"url": str(folder), "removed": yes, "uploads": uploads})
+    else:
+        write("\n".join(_as_text(folder, found, staged, yes)))
+    return DONE
+
+
+def _as_text(
+    folder: PlacePath,
+    found: list[AbandonedUpload],
+    staged: dict[PlacePath, Path | None],
+    is_removed: bool,
+) -> list[str]:
+    if not found:
+        return [f"nothing is left of conversions to {printable(str(folder))}"]
+    rows = [
+        (
+            printable(str(one.target)),
+            bytes_text(one.size_bytes),
+            count_text(len(one.uploads)),
+            duration_text(_age_s(one)),
+            "half in its place" if one.is_half_visible else "",
+            printable(str(staged[one.target] or "")),
+        )
+        for one in found
+    ]
+    lines = [
+        table(rows, ("target", "parts", "files", "begun ago", "", "staged here"), "lrrrll"),
+        "",
+    ]
+    is_half = any(one.is_half_visible for one in found)
+    if is_half:
+        lines.append(
+            "what is half in its place is kept: the same command brings it to its end, or delete "
+            "the folder with the store's own tools"
+        )
+    if not all(one.is_half_visible for one in found):
+        lines.append(
+            "removed" if is_removed else "nothing was removed; with --yes what is listed is"
+        )
+    return lines
+
+
+def _age_s(one: AbandonedUpload) -> float:
+    return max(time.time() - one.began_s, 0.0)
+
+
+def _as_json(one: AbandonedUpload, staged: Path | None) -> dict[str, Any]:
+    return {
+        "target": str(one.target),
+        "conversion": one.conversion_id,
+        "size_bytes": one.size_bytes,
+        "files": len(one.uploads),
+        "age_s": _age_s(one),
+        "half_visible": one.is_half_visible,
+        "staged": None if staged is None else str(staged),
+    }
