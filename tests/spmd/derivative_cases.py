@@ -308,6 +308,17 @@ LOOKED_UP = [
         ),
     ),
     GradientCase(
+        "cross_entropy smoothed, that ignores",
+        lambda xp, x: xp.cross_entropy(
+            x, _indices(x, 1, -100, 4, 2, -100, 3, 1), ignore_index=-100, label_smoothing=0.3
+        ),
+        (ROWS,),
+        by_torch=lambda xp, x: _nn().cross_entropy(
+            x, _indices(x, 1, -100, 4, 2, -100, 3, 1), reduction="none", label_smoothing=0.3
+        ),
+    ),
+    GradientCase("logsumexp", _op("logsumexp"), (ROWS,), by_torch=lambda xp, x: x.logsumexp(-1)),
+    GradientCase(
         "embedding",
         lambda xp, x: xp.embedding(_indices(x, [1, 0], [6, 1]), x),
         (ROWS,),

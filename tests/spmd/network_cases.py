@@ -119,6 +119,25 @@ def _lookups() -> None:
         [X, labels],
         by_torch(lambda x, y: functional.cross_entropy(x, y, reduction="none"), X, labels),
     )
+    ignoring = np.array([0, 4, -100, 2, 1, -100, 0])
+    for name, options, given in (
+        ("that ignores", {"ignore_index": -100}, ignoring),
+        ("that ignores a class", {"ignore_index": 2}, labels),
+        ("smoothed", {"label_smoothing": 0.2}, labels),
+        ("smoothed, that ignores", {"label_smoothing": 0.2, "ignore_index": -100}, ignoring),
+    ):
+        add(
+            f"cross_entropy {name}",
+            lambda x, y, options=options: sp.cross_entropy(x, y, **options),
+            [X, given],
+            by_torch(
+                lambda x, y, options=options: functional.cross_entropy(
+                    x, y, reduction="none", **options
+                ),
+                X,
+                given,
+            ),
+        )
     indices = np.array([6, 0, -1, 3, 3])
     add("embedding", sp.embedding, [indices, X], X[indices])
     classes = np.array([[0, 2, 1], [4, 4, 3]])

@@ -33,7 +33,7 @@ from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, r
 from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
-from reshard.spmd.shards.operation_call import call
+from reshard.spmd.shards.operation_call import call, recorders
 
 Axis = int | Sequence[int]
 
@@ -80,10 +80,18 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     return found if keepdims else squeeze(found, axis)
 
 
+def _find_most(x: Any, axis: Axis) -> Any:
+    """The greatest along axes, as a constant: what is taken off changes no result."""
+    most = statistics.max(x, axis=axis, keepdims=True)
+    # A derivative of the greatest would have to find who it was, on all ranks.
+    is_differentiated = any(hasattr(one, "record_read") for one in recorders)
+    return call("stop_gradient", (most,)) if is_differentiated else most
+
+
 def _take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
     """The array less its greatest, the greatest, and the sum of the exponentials of the first."""
     # No exponential is above 1 then.
-    most = statistics.max(x, axis=axis, keepdims=True)
+    most = _find_most(x, axis)
     # Where all are -inf, so is the result: nothing is taken off.
     most = where(elementwise.isfinite(most), most, 0.0)
     apart = subtract(x, most)
@@ -97,8 +105,7 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     if 0 in x.shape:
         axes_of(x.ndim, axis)
         return exp(x)
-    most = statistics.max(x, axis=axis, keepdims=True)
-    powers = exp(subtract(x, most))
+    powers = exp(subtract(x, _find_most(x, axis)))
     return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
 
 
@@ -157,19 +164,48 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
 
 @of_arrays
 @in_wide_types
-def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    /,
+    *,
+    axis: int = -1,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Any:
     """The loss of each element: `logits` with the classes along an axis, labels without it.
 
-    Classes may be cut: each rank finds the logits of its own.
+    Classes may be cut: each rank finds the logits of its own, ranks exchange three numbers for
+    each element, and the gradient exchanges none.
+
+    Args:
+        logits: `[..., classes]`, the classes along `axis`.
+        labels: whole numbers `[...]`, of classes.
+        axis: of the classes.
+        ignore_index: the label of elements whose loss is 0, and has no gradient.
+        label_smoothing: the part of each label's weight, from 0 to 1, that all classes share.
+
+    Raises:
+        ArrayIndexError: a label that is no class, on every process.
+        UsageError: a smoothing that is not from 0 to 1.
     """
+    if not 0 <= label_smoothing <= 1:
+        raise UsageError(f"label_smoothing={label_smoothing!r}; a number from 0 to 1 was expected")
     logits, labels = operands(logits, labels)
     place = axis_of(logits.ndim, axis)
-    wanted = expand_dims(labels, axis=place)
+    ignored = None if ignore_index is None else elementwise.equal(labels, ignore_index)
+    wanted = labels if ignored is None else where(ignored, 0, labels)
+    wanted = expand_dims(wanted, axis=place)
     if 0 in logits.shape:
         chosen = take_along_axis(logits, wanted, axis=place)
         return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
     apart, _, total = _take_off_most(logits, place)
-    return squeeze(subtract(log(total), take_along_axis(apart, wanted, axis=place)), place)
+    every = squeeze(log(total), place)
+    found = subtract(every, squeeze(take_along_axis(apart, wanted, axis=place), place))
+    if label_smoothing:
+        shared = subtract(every, statistics.mean(apart, axis=place))
+        found = add(multiply(found, 1 - label_smoothing), multiply(shared, label_smoothing))
+    return found if ignored is None else where(ignored, 0.0, found)
 
 
 @of_arrays

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.sharding import ShardingSpec
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where, whole
 from reshard.spmd.functions.filling import zeros_like
@@ -16,6 +17,7 @@ from reshard.spmd.functions.manipulation import broadcast_to, expand_dims, movea
 from reshard.spmd.functions.searching import argsort
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.tape import Pullback, TapeStep
+from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.shards.operation_call import call
 
 _FEW = 16
@@ -41,12 +43,17 @@ def _pull_take_along(step: TapeStep, g: Any, number: int) -> Any:
 def _add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
     """Zeros like an array, with an update added at an index along an axis for each other place."""
     axis %= x.ndim
+    spec = x.type.spec
     size, count = x.shape[axis], indices.shape[axis]
     indices, g = moveaxis(indices, axis, -1), moveaxis(g, axis, -1)
     if count <= _FEW:
         # Each place compares itself with the indices, so that places may be cut.
-        places = whole(x, np.arange(size).reshape(size, 1))
-        chosen = e.equal(places, expand_dims(indices, axis=-2))
+        places = whole(x, np.arange(size))
+        if spec is not None and has_plain_parts(spec):
+            places = places.shard(ShardingSpec(spec.mesh, [spec.dim_specs[axis]]))
+        if count == 1:
+            return moveaxis(where(e.equal(places, indices), g, 0.0), -1, axis)
+        chosen = e.equal(expand_dims(places, axis=1), expand_dims(indices, axis=-2))
         found = sum_over(where(chosen, expand_dims(g, axis=-2), 0.0), axis=-1)
         return moveaxis(found, -1, axis)
     # All places in one line: a lookup for each element.
