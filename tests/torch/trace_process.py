@@ -39,6 +39,25 @@ def check(case: Traced, strategy: str) -> None:
     total = torch.tensor(sum(RECEIVED_BYTES))
     dist.all_reduce(total)
     assert int(total) == traced.moved_bytes, (int(total), traced.moved_bytes)
+    agree(found, here)
+    # The same as a program, which is prepared by its first run.
+    jitted = sp.jit(case.function, strategy=strategy)
+    given = [
+        sp.array(one, kind.spec, runner=runner)
+        for one, kind in zip(case.arrays(), traced.inputs, strict=False)
+    ]
+    moved_bytes = jitted.trace(*given).moved_bytes
+    assert moved_bytes <= traced.moved_bytes
+    for _ in range(2):
+        RECEIVED_BYTES.clear()
+        found = jitted(*given)
+        total = torch.tensor(sum(RECEIVED_BYTES))
+        dist.all_reduce(total)
+        assert int(total) == moved_bytes, (int(total), moved_bytes)
+        agree(found, here)
+
+
+def agree(found: Any, here: Any) -> None:
     for (_, one), (_, other) in zip(leaves(found), leaves(here), strict=True):
         assert one.type is other.type
         np.testing.assert_allclose(np.asarray(one), other.to_dense(), 1e-12, 1e-12)

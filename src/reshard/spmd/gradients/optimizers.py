@@ -32,7 +32,10 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 State = dict[str, Any]
-"""A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`)."""
+"""A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`).
+
+`step` is a number, or an array without dimensions, which `sp.jit` does not trace anew at each step.
+"""
 
 
 def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
@@ -163,7 +166,7 @@ class _Optimizer:
             after_step[name] = _fill(parameters, ones)
         return _fill(parameters, moved), after_step
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
         raise NotImplementedError
 
 
@@ -253,7 +256,7 @@ class SGD(_Optimizer):
     def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("momentum_buffer",) if self.momentum else ()
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
         if self.weight_decay:
             slope = slope + x * self.weight_decay
         if own:
@@ -306,13 +309,20 @@ class AdamW(_Optimizer):
     def _slots(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("exp_avg", "exp_avg_sq")
 
-    def _move(self, x: Any, slope: Any, own: list[Any], step: int) -> tuple[Any, list[Any]]:
+    def _move(self, x: Any, slope: Any, own: list[Any], step: Any) -> tuple[Any, list[Any]]:
         first, second = self.betas
         mean, square = own
         mean = mean * first + slope * (1 - first)
         square = square * second + (slope * slope) * (1 - second)
         decayed = x * (1 - self.learning_rate * self.weight_decay) if self.weight_decay else x
         # Means begin at 0: they are divided by how much of them is gradients.
-        root = sqrt(square) * (1 / (1 - second**step) ** 0.5) + self.epsilon
-        moved = decayed - (mean / root) * (self.learning_rate / (1 - first**step))
+        root = sqrt(square) * _over_rest(1.0, second, step, 0.5, square) + self.epsilon
+        moved = decayed - (mean / root) * _over_rest(self.learning_rate, first, step, 1.0, mean)
         return moved, [mean, square]
+
+
+def _over_rest(number: float, beta: float, step: Any, power: float, beside: Any) -> Any:
+    """`number / (1 - beta**step) ** power`; for a step in an array, of the type of another one."""
+    if not isinstance(step, ArrayValue):
+        return number / (1 - beta**step) ** power
+    return astype(number / (1.0 - beta ** astype(step, "float64")) ** power, beside.type.dtype)

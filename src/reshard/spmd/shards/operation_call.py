@@ -15,7 +15,7 @@ A `Recorder` sees every operation that is carried out while it is listening.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,6 +62,9 @@ class CompiledCall:
         run: what carries it out, on the operands.
         factors: operands that contributions are multiplied by. Where one of them is infinite,
             the contributions are combined before: `3 inf - 1 inf` is no number, `2 inf` is.
+        functions: what each rank here computes.
+        is_single: whether the functions return one result, not a tuple of them.
+        shares_failure: whether ranks tell one another that one of them failed.
     """
 
     name: str
@@ -72,6 +75,9 @@ class CompiledCall:
     results: tuple[ArrayType, ...]
     run: RunCall
     factors: tuple[int, ...] = ()
+    functions: tuple[Callable[..., Any], ...] = ()
+    is_single: bool = True
+    shares_failure: bool = False
 
 
 class Recorder(Protocol):
@@ -103,6 +109,17 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         recorders.remove(recorder)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Nobody sees the operations inside, but for recorders that are added there."""
+    before = list(recorders)
+    recorders.clear()
+    try:
+        yield
+    finally:
+        recorders[:] = before
 
 
 def call(
@@ -345,7 +362,19 @@ def _compile(
         wrap,
         shares_failure,
     )
-    done = CompiledCall(name, attributes, options, types, runs_with, results, run, factors)
+    done = CompiledCall(
+        name,
+        attributes,
+        options,
+        types,
+        runs_with,
+        results,
+        run,
+        factors,
+        tuple(functions),
+        is_single,
+        shares_failure,
+    )
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
     runner.calls[key] = done

@@ -236,13 +236,16 @@ def _name_leaves(
         yield from leaves(argument, name)
 
 
-def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
+def record(
+    function: Callable[..., Any], arguments: Sequence[Any], has_others: bool = False
+) -> Recording:
     """The graph of a function.
 
     Args:
         function: of arrays in shards.
         arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
             dictionaries of them; all else is passed as it is.
+        has_others: whether it may return other things than arrays, which are results as they are.
 
     Raises:
         UsageError: a function that asks for elements, or returns none but other things.
@@ -280,6 +283,8 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
     # 3. Results become the numbers of their values.
     def left(leaf: Any) -> Any:
         if not isinstance(leaf, ArrayValue):
+            if has_others:
+                return leaf
             raise UsageError(
                 f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
                 "lists, tuples and dictionaries of them"
@@ -291,7 +296,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
         tuple(recorder.values),
         tuple(recorder.inputs),
         tuple(recorder.operations),
-        tuple(place.value for _, place in leaves(results)),
+        tuple(place.value for _, place in leaves(results) if isinstance(place, ValuePlace)),
     )
     return Recording(
         graph,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.cost.formulas import check_library
 from reshard.errors import MeshError, ShardError, UsageError
@@ -29,7 +29,7 @@ from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.placement import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, call, recording
+from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
@@ -121,7 +121,7 @@ class Trace(TraceRecord):
             placed = array(arrays[number], kind.spec, runner=keeper)
             # Nobody writes to it while the function runs, so it keeps its reshards meanwhile.
             arrays[number] = ShardedArray.of_shards(placed.type, placed._shards, keeper)
-        values = _carry_out(self._recording, self._shardings, arrays)
+        values = carry_out(self._recording, self._shardings, arrays)
         return filled(self._recording.results, values)
 
     def html(self, title: str = "") -> str:
@@ -176,6 +176,14 @@ def trace(
     >>> traced.moved_bytes, traced.peak_bytes[0]
     (1536, 1920)
     """
+    check_trace_options(strategy, topology, library)
+    # The graph, without any sharding.
+    recorded = record_for(strategy, function, arguments)
+    return trace_recorded(recorded, strategy, topology, library)
+
+
+def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:
+    """Raises UsageError for an unknown strategy or library, and for what is no topology."""
     if topology is not None and not isinstance(topology, Topology):
         raise UsageError(
             f"{topology!r} is no Topology; give one, such as "
@@ -184,20 +192,37 @@ def trace(
     check_library(library)
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
-    # 1. The graph, without any sharding.
+
+
+def record_for(
+    strategy: str, function: Callable[..., Any], arguments: Sequence[Any], has_others: bool = False
+) -> Recording:
+    """The function's graph, as a strategy is to place it; see `record`."""
     with nullcontext() if strategy == "eager" else unsettled():
-        recorded = record(function, arguments)
-    # 2. What each value is to be sharded by.
+        return record(function, arguments, has_others)
+
+
+def shardings_of(
+    recorded: Recording, strategy: str, topology: Topology | None, library: str
+) -> Shardings:
+    """The sharding of each value of a recorded function by a strategy."""
     mesh = _find_mesh(recorded)
-    shardings = (
-        _keep_given(recorded)
-        if strategy == "eager"
-        else _propagate(recorded, strategy, mesh, Machine(topology, library))
-    )
+    if strategy == "eager":
+        return _keep_given(recorded)
+    return _propagate(recorded, strategy, mesh, Machine(topology, library))
+
+
+def trace_recorded(
+    recorded: Recording, strategy: str, topology: Topology | None, library: str
+) -> Trace:
+    """The trace of a recorded function."""
+    # 1. What each value is to be sharded by.
+    mesh = _find_mesh(recorded)
+    shardings = shardings_of(recorded, strategy, topology, library)
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
         topology.host_of(ranks)
-    # 3. The recorded calls again, on abstract arrays that have these shardings.
+    # 2. The recorded calls again, on abstract arrays that have these shardings.
     runner = AbstractRunner()
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
@@ -207,8 +232,8 @@ def trace(
         if known is not None:
             arrays[number] = runner.array(known, ShardedArray)
     watcher = _Watcher(topology, library)
-    values = _carry_out(recorded, shardings, arrays, watcher)
-    # 4. Memory and, where the device is known, computing are added to what was seen.
+    values = carry_out(recorded, shardings, arrays, watcher)
+    # 3. Memory and, where the device is known, computing are added to what was seen.
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
     if topology is not None and topology.device is not None:
         operations = with_compute(operations, ranks, topology.device)
@@ -274,11 +299,25 @@ def _propagate(
     return Shardings(values, explicit_reshards(found).operands)
 
 
-def _carry_out(
+class Watcher(Recorder, Protocol):
+    """A recorder of the calls, which also sees operations with what is resharded around them."""
+
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """An operation: its operands, those that it was called with, and its results likewise."""
+
+
+def carry_out(
     recorded: Recording,
     shardings: Shardings,
     inputs: Mapping[int, Any],
-    watcher: _Watcher | None = None,
+    watcher: Watcher | None = None,
 ) -> dict[int, Any]:
     """All values of a recorded function, from its inputs. A watcher sees every operation."""
     values = dict(inputs)

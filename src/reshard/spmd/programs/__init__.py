@@ -1,0 +1,5 @@
+"""Programs: functions of arrays in shards that are traced once and run again and again.
+
+`jit.py` is the front. `simplification.py` leaves out of a recorded function what is there twice or
+is not needed; `prepared_program.py` has what is left as calls of local kernels and movements.
+"""

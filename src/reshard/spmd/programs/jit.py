@@ -1,0 +1,304 @@
+"""Jit: a function of arrays in shards, traced once for arguments of a kind, and run as a program.
+
+    step = sp.jit(sp.value_and_grad(loss), strategy="cost")
+    value, gradients = step(parameters, batch)
+
+The first call with arguments of new shapes, element types or shardings records the function,
+simplifies it (`simplification.py`), places it by a strategy, carries it out and prepares a program
+(`prepared_program.py`). Calls with such arguments run the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.programs.prepared_program import (
+    Preparation,
+    PreparedProgram,
+    UnforeseenElementsError,
+)
+from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.runner import Runner, runner_for
+from reshard.spmd.tracing.graph_recording import Recording, filled, type_of
+from reshard.spmd.tracing.trace import (
+    Shardings,
+    Trace,
+    carry_out,
+    check_trace_options,
+    record_for,
+    shardings_of,
+    trace_recorded,
+)
+from reshard.topology import Topology
+
+Function = Callable[..., Any]
+
+MOST_PROGRAMS = 256
+"""Of one function; the oldest goes first."""
+
+MANY_PROGRAMS = 16
+"""With so many, a warning tells that a function is traced again and again."""
+
+
+def jit(
+    function: Function,
+    *,
+    strategy: str = "eager",
+    topology: Topology | None = None,
+    library: str = "nccl",
+) -> JittedFunction:
+    """A function that is traced once for arguments of a kind, and then runs as a program.
+
+    The program computes what is there several times once, moves a value to a sharding once, leaves
+    out what no result needs, and frees each value after its last use. The function must depend on
+    its arguments alone: arrays and all else that it has from elsewhere are as they were when it was
+    traced, and what it does beside returning (printing, appending) is done then alone.
+
+    Args:
+        function: of arrays, and lists, tuples and dictionaries of them. What is no array is part of
+            the kind: other numbers and texts are traced anew. It returns arrays likewise; what is
+            none among its results stays as it was.
+        strategy: where reshards are placed, as of `sp.trace`: "eager", "basic", "aggressive" or
+            "cost".
+        topology, library: of the times by which "cost" decides, as of `sp.trace`.
+
+    Raises:
+        UsageError: what is no function, an unknown strategy or library. When it is called: a
+            function that asks for elements, as `if x > 0:` does; arguments that cannot be compared.
+
+    >>> import reshard.spmd as sp
+    >>> norm = sp.jit(lambda x: x / sp.sqrt(sp.sum(x * x)))
+    >>> norm(sp.array([3.0, 4.0])).to_dense().tolist()
+    [0.6, 0.8]
+    """
+    if not callable(function):
+        raise UsageError(
+            f"sp.jit of {function!r}, a {type(function).__name__}; a function of arrays in shards "
+            "was expected: sp.jit(f), or @sp.jit above its definition"
+        )
+    check_trace_options(strategy, topology, library)
+    return JittedFunction(function, strategy, topology, library)
+
+
+class JittedFunction:
+    """A function that runs as a program. Make one with `jit`."""
+
+    def __init__(
+        self, function: Function, strategy: str, topology: Topology | None, library: str
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._strategy = strategy
+        self._topology = topology
+        self._library = library
+        self._programs: dict[Any, _Traced] = {}
+        self._traced_count = 0
+        self._lock = RLock()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # A method's first argument is part of the kind, as all that is no array.
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """What the function returns."""
+        arrays: list[Any] = []
+        key: list[Any] = []
+        _read_kind(arguments, key, arrays)
+        if options:
+            _read_kind(options, key, arrays)
+        first = next((one for one in arrays if isinstance(one, ShardedArray)), None)
+        if first is not None and any(
+            isinstance(one, ShardedArray) and one.runner.is_abstract for one in arrays
+        ):
+            # It is part of another function that is traced.
+            return self._function(*arguments, **options)
+        runner = first.runner if first is not None else runner_for(*arrays[:1])
+        whole = (*key, runner)
+        found = self._programs.get(whole)
+        if found is None:
+            found = self._trace(whole, arguments, options)
+        return found.run(arrays, runner)
+
+    def trace(self, *arguments: Any, **options: Any) -> Trace:
+        """The trace of the program: its operations, bytes, time and memory; see `sp.trace`.
+
+        Arguments are those of a call, or arrays without elements from `sp.abstract`. Its
+        `peak_bytes` are what the program holds on each rank at most.
+        """
+        return trace_recorded(
+            self._record(arguments, options), self._strategy, self._topology, self._library
+        )
+
+    @property
+    def traced_count(self) -> int:
+        """How often the function was traced to be run."""
+        return self._traced_count
+
+    def _record(self, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
+        function: Function = self._function
+        given: Sequence[Any] = arguments
+        if options:
+            # As one more argument, since graphs have their inputs in an order.
+            def function(*most: Any) -> Any:
+                return self._function(*most[:-1], **most[-1])
+
+            given = (*arguments, options)
+        with unrecorded():
+            return simplified(record_for(self._strategy, function, given, has_others=True))
+
+    def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> _Traced:
+        with self._lock:
+            found = self._programs.get(key)
+            if found is not None:
+                return found
+            recorded = self._record(arguments, options)
+            shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
+            self._traced_count += 1
+            if self._traced_count == MANY_PROGRAMS:
+                warnings.warn(
+                    f"{self._function!r} was traced {MANY_PROGRAMS} times by sp.jit, for arguments "
+                    "of as many kinds: numbers that change are to be arrays, sp.array(0.1), and "
+                    "shapes few",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            while len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            found = self._programs[key] = _Traced(recorded, shardings)
+            return found
+
+    def __repr__(self) -> str:
+        return f"<sp.jit of {self._function!r}>"
+
+
+class _Traced:
+    """A recorded function with its shardings, and its program once it was carried out."""
+
+    def __init__(self, recorded: Recording, shardings: Shardings) -> None:
+        self._recorded = recorded
+        self._shardings = shardings
+        self._program: PreparedProgram | None = None
+        self._types: tuple[ArrayType, ...] = ()
+        self._lock = RLock()
+        graph = recorded.graph
+        kinds = dict(zip(graph.inputs, recorded.types, strict=True))
+        constants = recorded.constants
+        # Inputs with the shardings that the program wants; None for numbers.
+        self._wanted = {
+            number: None if kind is None else kind.with_spec(shardings.values[number])
+            for number, kind in kinds.items()
+        }
+        self._arguments = [number for number in graph.inputs if number not in constants]
+        self._inputs = [number for number in graph.inputs if kinds[number] is not None]
+        self._outputs = tuple(dict.fromkeys(graph.outputs))
+        self._fixed: dict[int, Any] = {}
+
+    def run(self, given: Sequence[Any], runner: Runner) -> Any:
+        """The results for arrays among the arguments, in their order."""
+        arrays = {
+            number: self._enter(x, number, runner)
+            for number, x in zip(self._arguments, given, strict=True)
+        }
+        if recorders:
+            # Whoever listens, a gradient's tape for one, is to see operations.
+            return self._carry_out(arrays, runner, None)
+        program = self._program
+        if program is None:
+            with self._lock:
+                if self._program is None:
+                    return self._prepare(arrays, runner)
+                program = self._program
+        every = arrays | self._fixed if self._fixed else arrays
+        try:
+            made = program.run([every[number]._shards for number in self._inputs])
+        except UnforeseenElementsError:
+            return self._carry_out(arrays, runner, None)
+        values = {}
+        for number, kind, shards, may_view in zip(
+            self._outputs, self._types, made, program.outputs_view, strict=True
+        ):
+            # An argument that is returned is the argument.
+            known = every.get(number)
+            if known is None:
+                make = ShardedArray.given if may_view else ShardedArray.of_shards
+                known = make(kind, shards, runner)
+            values[number] = known
+        return filled(self._recorded.results, values)
+
+    def _enter(self, x: Any, number: int, runner: Runner) -> Any:
+        """An argument as the program wants it."""
+        wanted = self._wanted[number]
+        if isinstance(x, ShardedArray) and x.type is wanted and x.runner is runner:
+            return x
+        return array(x, None if wanted is None else wanted.spec, runner=runner)
+
+    def _carry_out(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> Any:
+        values = self._compute(arrays, runner, watcher)
+        return filled(self._recorded.results, values)
+
+    def _compute(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> dict[int, Any]:
+        if not self._fixed:
+            self._fixed = {
+                number: x if self._wanted[number] is None else self._enter(x, number, runner)
+                for number, x in self._recorded.constants.items()
+            }
+        return carry_out(self._recorded, self._shardings, arrays | self._fixed, watcher)
+
+    def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
+        """The results of the first run, after which there is a program."""
+        kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
+        preparation = Preparation(runner, kinds)
+        values = self._compute(arrays, runner, preparation)
+        self._types = tuple(values[number].type for number in self._outputs)
+        self._program = preparation.program(self._inputs, self._outputs)
+        return filled(self._recorded.results, values)
+
+
+def _read_kind(tree: Any, key: list[Any], arrays: list[Any]) -> None:
+    """Adds what a tree of arguments is to a key, and its arrays to a list."""
+    if isinstance(tree, ShardedArray):
+        key.append(tree.type)
+        arrays.append(tree)
+    elif isinstance(tree, dict):
+        key.append((dict, tuple(tree)))
+        for value in tree.values():
+            _read_kind(value, key, arrays)
+    elif isinstance(tree, list | tuple):
+        key.append((type(tree), len(tree)))
+        for value in tree:
+            _read_kind(value, key, arrays)
+    else:
+        _read_leaf(tree, key, arrays)
+
+
+def _read_leaf(leaf: Any, key: list[Any], arrays: list[Any]) -> None:
+    if isinstance(leaf, ArrayType):
+        raise UsageError(
+            f"sp.jit of {leaf!r}, which has no elements; call it with arrays, or see what it does "
+            "with f.trace(...)"
+        )
+    kind = type_of(leaf)
+    if kind is not None:
+        key.append(kind)
+        arrays.append(leaf)
+        return
+    if isinstance(leaf, float | complex):
+        # By text: no number that is none equals itself, and 0.0 equals -0.0.
+        key.append((type(leaf), repr(leaf)))
+        return
+    try:
+        hash(leaf)
+    except TypeError as error:
+        raise UsageError(
+            f"sp.jit with the argument {leaf!r}, a {type(leaf).__name__} that cannot be compared; "
+            "give arrays, and numbers, texts and the like"
+        ) from error
+    key.append((type(leaf), leaf))

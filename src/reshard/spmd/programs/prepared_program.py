@@ -1,0 +1,295 @@
+"""Prepared programs: a recorded function as calls of local kernels and movements of shards.
+
+While a function is carried out for the first time, `Preparation` sees which compiled operation
+carries out each of its operations. A program has these as steps, in registers of shards:
+
+    r3 = move(r0)               a value moves to a sharding once, whoever needs it
+    r4 = kernel(r3, r1)         on each rank that is here
+    free r3, r0                 after the last step that reads it
+
+Nothing is looked up and no rule is asked when it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.table import row_of
+from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.compiled_run import compute
+from reshard.spmd.shards.kept_reshards import may_view
+from reshard.spmd.shards.operation_call import CompiledCall
+from reshard.spmd.shards.pending_sums import are_finite
+from reshard.spmd.shards.refusals import REFUSALS, refuse
+from reshard.spmd.shards.runner import Runner, replicated
+from reshard.spmd.shards.shard_copies import Movement, Shards
+
+Registers = list[Any]
+Run = Callable[[Registers], None]
+
+
+class UnforeseenElementsError(ReshardError):
+    """Elements for which a prepared program is not right: an infinite factor of contributions."""
+
+
+class _Step:
+    """One call of a program: the registers that it reads and makes, and what it does."""
+
+    __slots__ = ("makes", "reads", "run")
+
+    def __init__(self, run: Run, reads: Sequence[int], makes: Sequence[int]) -> None:
+        self.run = run
+        self.reads = reads
+        self.makes = makes
+
+
+class Preparation:
+    """Makes a program of what it sees. A `Watcher` of `reshard.spmd.tracing.trace.carry_out`.
+
+    Args:
+        runner: of the shards.
+        inputs: types of arrays by their numbers, and numbers as they are.
+    """
+
+    def __init__(self, runner: Runner, inputs: dict[int, Any]) -> None:
+        self._runner = runner
+        self._steps: list[_Step] = []
+        self._call: CompiledCall | None = None
+        self._count = 0
+        self._constants: dict[int, Any] = {}
+        # The register of each value, and numbers, which have one for each count of ranks.
+        self._register_of: dict[int, int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._moved: dict[tuple[int, ShardingSpec], int] = {}
+        # Registers that may have the memory of what a program has given.
+        self._viewing: set[int] = set()
+        for number, kind in inputs.items():
+            if isinstance(kind, ArrayType):
+                self._register_of[number] = self._add()
+                self._viewing.add(self._register_of[number])
+
+    def _add(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """The call that carries an operation out."""
+        self._call = call
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Reshards are seen by `saw`."""
+
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """An operation: its operands, those that it was called with, and its results likewise."""
+        called, self._call = self._call, None
+        registers: list[Any] = [
+            self._move(self._register_of[number], x.type, there.type.spec)
+            if isinstance(x, ArrayValue)
+            else x
+            for number, x, there in zip(operation.operands, given, placed, strict=True)
+        ]
+        if called is None:
+            made_in = registers
+        else:
+            made_in = self._call_step(called, registers, placed)
+        for number, register, x, there in zip(
+            operation.results, made_in, made, results, strict=True
+        ):
+            self._register_of[number] = self._move(register, x.type, there.type.spec)
+
+    def _move(self, register: int, kind: ArrayType, spec: ShardingSpec | None) -> int:
+        """The register of a value in a sharding, by a movement where it is not there."""
+        if spec is None or kind.spec is spec:
+            return register
+        found = self._moved.get((register, spec))
+        if found is not None:
+            return found
+        move = self._runner.movement(kind, spec)
+        before = kind.spec or replicated(spec.mesh, kind.ndim)
+        # Layouts are interned: different specs of one layout move nothing.
+        is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
+        made = register if is_same else self._add()
+        if not is_same:
+            self._steps.append(_Step(_make_move(move, register, made), [register], [made]))
+            if register in self._viewing:
+                self._viewing.add(made)
+        self._moved[register, spec] = made
+        return made
+
+    def _call_step(
+        self, called: CompiledCall, registers: Sequence[Any], placed: Sequence[Any]
+    ) -> list[int]:
+        count = len(called.functions)
+        kinds = [x.type if isinstance(x, ArrayValue) else x for x in placed]
+        if called.factors:
+            self._check_step(called, registers, kinds)
+        reads = [
+            self._move(register, kind, spec)
+            if isinstance(kind, ArrayType)
+            else self._number(kind, count)
+            for register, kind, spec in zip(registers, kinds, called.runs_with, strict=True)
+        ]
+        makes = [self._add() for _ in called.results]
+        run = _make_call(called, kinds, reads, makes, self._runner)
+        self._steps.append(_Step(run, reads, makes))
+        if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
+            self._viewing.update(makes)
+        return makes
+
+    def _number(self, value: Any, count: int) -> int:
+        key = (repr(value), count)
+        if key not in self._numbers:
+            self._numbers[key] = register = self._add()
+            self._constants[register] = (value,) * count
+        return self._numbers[key]
+
+    def _check_step(
+        self, called: CompiledCall, registers: Sequence[Any], kinds: Sequence[Any]
+    ) -> None:
+        """Contributions wait only where what they are multiplied by is finite."""
+        runner = self._runner
+        pairs = [(registers[n], kinds[n]) for n in called.factors]
+
+        def check(values: Registers) -> None:
+            factors = [
+                ArrayValue.of_shards(kind, values[register], runner)
+                if isinstance(kind, ArrayType)
+                else kind
+                for register, kind in pairs
+            ]
+            if not are_finite(range(len(factors)), factors, runner):
+                raise UnforeseenElementsError(f"an infinite factor of {called.name}")
+
+        reads = [register for register, kind in pairs if isinstance(kind, ArrayType)]
+        self._steps.append(_Step(check, reads, []))
+
+    def program(self, inputs: Sequence[int], outputs: Iterable[int]) -> PreparedProgram:
+        """The program, from the shards of inputs to those of outputs, by their numbers."""
+        returned = [self._register_of[number] for number in outputs]
+        return PreparedProgram(
+            self._steps,
+            self._count,
+            self._constants,
+            [self._register_of[number] for number in inputs],
+            returned,
+            frozenset(self._viewing),
+        )
+
+
+class PreparedProgram:
+    """Steps on registers of shards. Made by a `Preparation`.
+
+    Args:
+        steps: in their order.
+        count: of registers.
+        constants: numbers for all ranks, by register.
+        inputs: registers of the inputs' shards.
+        outputs: registers of the results.
+        viewing: registers that may have the memory of inputs.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[_Step],
+        count: int,
+        constants: dict[int, Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        viewing: frozenset[int],
+    ) -> None:
+        self.step_count = len(steps)
+        self.outputs_view = [register in viewing for register in outputs]
+        self._inputs = inputs
+        self._outputs = outputs
+        self._first: Registers = [None] * count
+        for register, value in constants.items():
+            self._first[register] = value
+        self._runs = _with_frees(steps, {*constants, *outputs})
+
+    def run(self, inputs: Sequence[Shards]) -> list[Shards]:
+        """The outputs' shards, from those of the inputs."""
+        values = self._first.copy()
+        for register, shards in zip(self._inputs, inputs, strict=True):
+            values[register] = shards
+        for run, frees in self._runs:
+            run(values)
+            for register in frees:
+                values[register] = None
+        return [values[register] for register in self._outputs]
+
+
+def _with_frees(steps: Sequence[_Step], kept: set[int]) -> list[tuple[Run, tuple[int, ...]]]:
+    """What steps do, each with the registers that nobody reads after it."""
+    seen = set(kept)
+    found = []
+    for step in reversed(steps):
+        frees = tuple(dict.fromkeys(r for r in (*step.reads, *step.makes) if r not in seen))
+        seen.update(frees)
+        found.append((step.run, frees))
+    return found[::-1]
+
+
+def _make_move(move: Movement, source: int, target: int) -> Run:
+    def run(values: Registers) -> None:
+        values[target] = move(values[source])
+
+    return run
+
+
+def _make_call(
+    called: CompiledCall,
+    kinds: Sequence[Any],
+    reads: Sequence[int],
+    makes: Sequence[int],
+    runner: Runner,
+) -> Run:
+    """What an operation does on registers; common cases have short functions of their own."""
+    name, functions = called.name, called.functions
+    function = functions[0]
+    is_same = all(one is function for one in functions)
+    if called.is_single and is_same and not called.shares_failure and len(reads) <= 2:
+        made = makes[0]
+        if len(reads) == 1:
+            (only,) = reads
+
+            def run_one(values: Registers) -> None:
+                try:
+                    values[made] = tuple(map(function, values[only]))
+                except REFUSALS as error:
+                    refuse(name, kinds, runner, error)
+
+            return run_one
+        one, other = reads
+
+        def run_two(values: Registers) -> None:
+            try:
+                values[made] = tuple(map(function, values[one], values[other]))
+            except REFUSALS as error:
+                refuse(name, kinds, runner, error)
+
+        return run_two
+
+    def run(values: Registers) -> None:
+        columns = [values[register] for register in reads]
+        rows = compute(name, functions, columns, kinds, runner, called.shares_failure)
+        if called.is_single:
+            values[makes[0]] = tuple(rows)
+        else:
+            for register, shards in zip(makes, zip(*rows, strict=True), strict=True):
+                values[register] = shards
+
+    return run
