@@ -1,7 +1,8 @@
 """A module of transformers that a trainer fills by a link, and what it computes then.
 
-Usage: python link_engine.py CONFIG.json URL GIVEN RESULT. GIVEN has tokens; RESULT gets logits, and
-the weights as transformers saves them. The module is given as it is: nothing is named.
+Usage: python link_engine.py CONFIG.json URL GIVEN RESULT [FOLDER]. GIVEN has tokens; RESULT gets
+logits, and the weights as transformers saves them; FOLDER gets a saved model. The module is given
+as it is: nothing is named.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def main() -> None:
         sync.verify()
     with torch.no_grad():
         logits = model(torch.load(sys.argv[3])["tokens"]).logits
+    if len(sys.argv) > 5:
+        model.save_pretrained(sys.argv[5])
     state = revert_weight_conversion(model, dict(model.state_dict()))
     saved = {name: tensor.clone() for name, tensor in state.items()}
     torch.save({"logits": logits, "saved": saved}, sys.argv[4])

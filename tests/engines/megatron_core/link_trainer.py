@@ -1,8 +1,9 @@
 """One rank of Megatron-core that gives its weights to an engine by a link, and nothing besides.
 
 Usage: python link_trainer.py JOB.json URL FOLDER, with the variables of a rank. The job is one of
-`training_process`. FOLDER gets `given.pt`, with tokens and the logits that Megatron computes of
-them, and `rank-N.pt`, with what this rank has: see `model_records`.
+`training_process`; its `updates` are numbers of weights, given one after the other. FOLDER gets
+`given.pt`, with tokens and the logits that Megatron computes of them by the last weights, and
+`rank-N.pt`, with what this rank has then: see `model_records`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def run_forward(job: dict[str, Any], chunks: list[Any], tokens: Any) -> Any:
     return torch.cat(every, -1)
 
 
-def fill(chunks: list[Any]) -> None:
-    """Give every tensor values of its own, by its name and place; copies are alike.
+def fill(chunks: list[Any], update: int) -> None:
+    """Give every tensor values of its own, by its name, place and update; copies are alike.
 
     Megatron-core begins with norms of 1 and biases of 0, and with the same experts on every rank.
     """
@@ -70,6 +71,7 @@ def fill(chunks: list[Any]) -> None:
                 words += f" of experts {places.get_expert_model_parallel_rank()}"
             if getattr(parameter, "tensor_model_parallel", False):
                 words += f" part {places.get_tensor_model_parallel_rank()}"
+            words += f" at {update}" if update else ""
             seed = torch.Generator().manual_seed(zlib.crc32(words.encode()))
             values = torch.randn(parameter.shape, generator=seed) * 0.2
             with torch.no_grad():
@@ -110,6 +112,9 @@ def main() -> None:
         **DEFAULTS,
         "optimizer": False,
         "fp32": True,
+        "updates": [0],
+        "cast": False,
+        "verify": True,
         **json.loads(Path(sys.argv[1]).read_text()),
     }
     torch.manual_seed(0)
@@ -118,7 +123,7 @@ def main() -> None:
         allow_single_precision(chunks)
     model_parallel_cuda_manual_seed(1)
     chunks = [unwrap(chunk).eval() for chunk in chunks]
-    fill(chunks)
+    fill(chunks, job["updates"][-1])
     # Padding of the vocabulary is nobody's token.
     tokens = batch_of(job, 0) % job.get("true_vocab", job["vocab"])
     logits = run_forward(job, chunks, tokens)
@@ -129,9 +134,12 @@ def main() -> None:
             torch.save({"tokens": tokens[:, :-1], "logits": logits}, folder / "given.pt")
     torch.save(model_records.describe(chunks), folder / f"rank-{dist.get_rank()}.pt")
     with connect(sys.argv[2], "trainer", rank=dist.get_rank(), ranks=dist.get_world_size()) as link:
-        sync = link.prepare(MegatronModel(chunks))
-        sync.run(1)
-        sync.verify()
+        sync = link.prepare(MegatronModel(chunks), cast=job["cast"])
+        for update in job["updates"]:
+            fill(chunks, update)
+            sync.run(update)
+        if job["verify"]:
+            sync.verify()
     dist.barrier()
     dist.destroy_process_group()
 

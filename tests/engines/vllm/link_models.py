@@ -72,11 +72,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_config(family: str, folder: Path) -> None:
-    """A `config.json`, and no weights."""
+def write_config(family: str, folder: Path, **more: Any) -> None:
+    """A `config.json`, and no weights. What it has `more` counts before the family's."""
     import transformers
 
     model_type, sizes = FAMILIES[family]
-    config = transformers.AutoConfig.for_model(model_type, **_SIZES | sizes)
+    config = transformers.AutoConfig.for_model(model_type, **_SIZES | sizes | more)
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
