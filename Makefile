@@ -120,7 +120,7 @@ build/site-venv/.installed: pyproject.toml
 # own (2 GB together): torch is the CPU build, so a package index that has no `torch==2.13.0+cpu`
 # needs PyTorch's own beside it, in PIP_EXTRA_INDEX_URL. ENGINES="vllm" runs one of them.
 # Requirements are whole and pinned: dependencies are not followed, since they would bring CUDA.
-ENGINES ?= transformers vllm megatron deepspeed quantization orbax verl
+ENGINES ?= transformers vllm megatron deepspeed quantization orbax verl stores
 
 engines: $(ENGINES:%=.engines/%/.installed)
 	@for engine in $(ENGINES); do \

@@ -190,7 +190,8 @@ class BucketSource:
 
     def _state_of(self, found: Mapping[str, Any]) -> ObjectState:
         modified: datetime.datetime = found["last_modified"]
-        tag = found["e_tag"] if self._has_tags else None
+        # Azure's listings have tags without the quotes that its answers have.
+        tag = (found["e_tag"] or "").strip('"') or None if self._has_tags else None
         return ObjectState(found["size"], int(modified.timestamp()), tag)
 
 
