@@ -12,11 +12,13 @@ from reshard.checkpoint import plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion import run as conversion_run
 from reshard.checkpoint.conversion.processes import running_processes
+from reshard.checkpoint.files.places import part_grid
 from reshard.errors import ReshardError
 
 
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
     blocks.BLOCK_BYTES = 4096
+    part_grid.LEAST_PART_BYTES = 4 * 4096
     record = conversion_run._ConversionRun._record
     recorded = 0
 

@@ -14,8 +14,10 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
 from bucket_server import BUCKET, BucketServer, Request, bucket_server
+from checkpoint.checkpoint_files import tensor, write_file
 from checkpoint.faulty_process import FaultyProcesses, Outcome
 from checkpoint.model_files import COLUMNS, ROWS, write_model
+from checkpoint.process_runs import run
 from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.files.places import part_grid
@@ -281,3 +283,27 @@ def test_a_reader_sees_the_old_or_the_new(server: BucketServer, rows: Path, tmp_
     order = [one for at, one in enumerate(seen) if at == 0 or seen[at - 1] != one]
     assert order in (["old", "none"], ["old", "none", "new"])
     assert compare(ADDRESS, rows).is_same
+
+
+def test_processes_share_the_work(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, form = tmp_path / "model", "sharded-safetensors"
+    model.mkdir()
+    whole = {"w": tensor("float32", (300, 200), 1), "v": tensor("bfloat16", (101, 500), 2)}
+    write_file(model / "model.safetensors", {**whole, "s": tensor("int64", (), 3)})
+    assert run(1, model, tmp_path / "target", form)[0][0] == 0
+    expected = files_of(tmp_path / "target")
+    outcome = run(2, model, ADDRESS, form)
+    assert [code for code, _ in outcome] == [0, 0], outcome
+    assert server.objects == expected and server.pending == []
+    assert len(server.parts_put) == len(set(server.parts_put)) > 20
+    # One of them ends; another number of processes goes on with what both have done.
+    server.empty()
+    outcome = run(2, model, ADDRESS, form, 1, 1)
+    assert outcome[1][0] == -9 and outcome[0][0] == 3, outcome
+    assert [code for code, _ in run(3, model, ADDRESS, form)] == [0, 0, 0]
+    assert server.objects == expected and server.pending == []
+    assert list((tmp_path / "cache" / "reshard").iterdir()) == []
