@@ -376,6 +376,12 @@ WINDOWS = [
         by_torch=lambda xp, x: _nn().avg_pool1d(x, 2, padding=1),
     ),
     GradientCase(
+        "attention of all, in a window",
+        lambda xp, q, k, v: xp.attention(q, k, v, window=2, scale=0.3),
+        ((4, 5, 3), (4, 5, 3), (4, 5, 2)),
+        by_torch=None,
+    ),
+    GradientCase(
         "attention", _attend, ((2, 4, 3, 5), (2, 2, 3, 5), (2, 2, 3, 4)), by_torch=_torch_attend
     ),
 ]

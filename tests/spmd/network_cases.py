@@ -253,9 +253,31 @@ def _random_numbers() -> None:
     )
 
 
+def _windowed_attention() -> None:
+    arrays = [RANDOM.normal(size=(2, heads, 7, 4)) for heads in (4, 2, 2)]
+    before = np.subtract.outer(np.arange(7), np.arange(7))
+    for is_causal in (False, True):
+        seen = (np.abs(before) < 3) & ((before >= 0) | (not is_causal))
+        add(
+            f"attention in a window{', causal' * is_causal}",
+            lambda q, k, v, is_causal=is_causal: sp.attention(
+                q, k, v, is_causal=is_causal, window=3
+            ),
+            arrays,
+            by_torch(
+                lambda q, k, v, seen=seen: functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=torch.from_numpy(seen), enable_gqa=True
+                ),
+                *arrays,
+            ),
+            60,
+        )
+
+
 _random_numbers()
 _weights()
 _lookups()
 _writes()
 _windows()
 _attention()
+_windowed_attention()

@@ -269,6 +269,80 @@ def _attention(draw: Draw) -> Trial:
     return Trial(operands, {"is_causal": draw(st.booleans())})
 
 
+def _seen_scores(
+    queries: Array, keys: Array, is_causal: bool, window: int | None, part: Part | None
+) -> Array:
+    scores = queries @ np.swapaxes(np.repeat(keys, _each(queries, keys), axis=-3), -1, -2) / 8
+    first, other = (0, 0) if part is None else [part.operand_starts[n][-2] for n in (0, 1)]
+    before = first - other + np.subtract.outer(*map(np.arange, scores.shape[-2:]))
+    seen = np.abs(before) < (np.inf if window is None else window)
+    return np.where(seen & (before >= 0) if is_causal else seen, scores, -np.inf)
+
+
+def _each(queries: Array, keys: Array) -> int:
+    return queries.shape[-3] // max(keys.shape[-3], 1)
+
+
+def _heads_drawn(draw: Draw, count: int) -> Trial:
+    lead = draw(shapes(0, 1))
+    groups, each, queries, keys, width, out = (draw(st.integers(1, 3)) for _ in range(6))
+    rows = (*lead, groups * each, queries)
+    sizes = [(*rows, width), (*lead, groups, keys, width), (*lead, groups, keys, out)]
+    sizes += [rows, rows, (*rows, out)]
+    options = {
+        "is_causal": draw(st.booleans()),
+        "window": draw(st.one_of(st.none(), st.integers(1, 3))),
+    }
+    return Trial([values(draw, size) for size in sizes[:count]], options)
+
+
+def _log_of_sums(queries: Array, keys: Array, part: Part | None, **options: Any) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.log(np.exp(_seen_scores(queries, keys, part=part, **options)).sum(axis=-1))
+
+
+@case("attention_logsumexp", _log_of_sums)
+def _attention_logsumexp(draw: Draw) -> Trial:
+    return _heads_drawn(draw, 2)
+
+
+def _back(
+    q: Array, k: Array, v: Array, sums: Array, shift: Array, g: Array, part: Part | None, **o: Any
+) -> tuple[Array, Array]:
+    weights = np.exp(_seen_scores(q, k, part=part, **o) - sums[..., None])
+    agreed = g @ np.swapaxes(np.repeat(v, _each(q, k), axis=-3), -1, -2)
+    return weights, weights * (agreed + shift[..., None]) / 8
+
+
+def _of_queries(*operands: Array, part: Part | None, **options: Any) -> Array:
+    q, k = operands[:2]
+    slopes = _back(*operands, part=part, **options)[1]
+    return slopes @ np.repeat(k, _each(q, k), axis=-3)
+
+
+def _of_keys(*operands: Array, part: Part | None, **options: Any) -> list[Array]:
+    q, k, v, *_, g = operands
+    found = _back(*operands, part=part, **options)
+    weights, slopes = (np.swapaxes(one, -1, -2) for one in found)
+    made = []
+    for every, like in ((slopes @ q, k), (weights @ g, v)):
+        grouped = every.reshape((*k.shape[:-2], _each(q, k), *like.shape[-2:]))
+        made.append(grouped.sum(axis=-3))
+    return made
+
+
+def _heads_and_cotangents(draw: Draw) -> Trial:
+    return _heads_drawn(draw, 6)
+
+
+drawn(
+    "attention_queries_gradient attention_keys_gradient",
+    _heads_and_cotangents,
+    attention_queries_gradient=_of_queries,
+    attention_keys_gradient=_of_keys,
+)
+
+
 # Linear algebra
 
 

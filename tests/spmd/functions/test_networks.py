@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -65,3 +66,74 @@ def test_labels_that_are_no_classes_are_refused() -> None:
     assert sp.cross_entropy(logits, np.array([0, 1, -100, 2]), ignore_index=-100).to_dense()[2] == 0
     with pytest.raises(UsageError, match=r"label_smoothing=1\.5; a number from 0 to 1"):
         sp.cross_entropy(logits, np.zeros(4, int), label_smoothing=1.5)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_memory_of_attention_grows_with_the_sequence_not_its_square(window: int | None) -> None:
+    def weigh(q: Any) -> Any:
+        return sp.sum(sp.square(sp.attention(q, q, q, is_causal=True, window=window)))
+
+    peaks = []
+    for length in (1024, 4096):
+        q = sp.array(np.random.default_rng(0).normal(size=(1, 2, length, 4)))
+        sp.grad(weigh)(q)  # What is compiled once is not counted.
+        tracemalloc.start()
+        sp.grad(weigh)(q)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # Scores alone would be 16 times as many.
+    assert peaks[1] < 4 * peaks[0]
+    assert peaks[1] < 2 * 4096 * 4096 * 8 / 16
+
+
+def test_attention_of_blocks_that_are_no_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("reshard.spmd.local.attention._BLOCK", 3)
+    draw = np.random.default_rng(0)
+    arrays = [draw.normal(size=(2, 4, 10, 5)) for _ in range(3)]
+    before = np.subtract.outer(np.arange(10), np.arange(10))
+    weights = draw.normal(size=(2, 4, 10, 5))
+    for is_causal, window in ((False, None), (True, None), (True, 2), (False, 4), (True, 5)):
+        seen = np.abs(before) < (window or 10)
+        seen &= (before >= 0) | (not is_causal)
+        leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+        mask = torch.from_numpy(seen)
+        expected = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        (expected * torch.from_numpy(weights)).sum().backward()
+
+        def weigh(*heads: Any, options: Any = (is_causal, window)) -> Any:
+            found = sp.attention(*heads, is_causal=options[0], window=options[1])
+            return sp.sum(found * sp.array(weights)), found
+
+        for cut in ("-, -, -, -", "dp, -, tp, -", "-, dp, tp, -", "-, -, dp tp, -"):
+            heads = [sp.array(one, spec(MESH, cut)) for one in arrays]
+            found, result = sp.grad(weigh, (0, 1, 2), has_aux=True)(*heads)
+            np.testing.assert_allclose(result.to_dense(), expected.detach(), 1e-10, 1e-12)
+            for one, leaf in zip(found, leaves, strict=True):
+                np.testing.assert_allclose(one.to_dense(), leaf.grad, 1e-10, 1e-12)
+
+
+def test_keys_that_are_cut_alone_stay_where_they_are() -> None:
+    # One query of each sequence, as in decoding.
+    q = sp.array(np.ones((2, 6, 1, 8)), spec(MESH, "dp, -, -, -"))
+    k = sp.array(np.ones((2, 3, 300, 8)), spec(MESH, "dp, -, tp, -"))
+    trace = sp.trace(lambda q, k: sp.attention(q, k, k), q, k)
+    assert trace.moved_bytes < 4 * 2 * 6 * 8 * 8 * 3
+
+
+def test_attention_s_second_derivative_is_refused_with_a_way_out() -> None:
+    q = sp.array(np.random.default_rng(0).normal(size=(2, 3, 4)))
+
+    def slope(q: Any, mask: Any = None) -> Any:
+        inner = sp.grad(lambda q: sp.sum(sp.square(sp.attention(q, q, q, mask))))
+        return sp.sum(inner(q))
+
+    with pytest.raises(UsageError, match="with a mask, of zeros say, it has all"):
+        sp.grad(slope)(q)
+    assert sp.grad(lambda q: slope(q, np.zeros((3, 3))))(q).shape == (2, 3, 4)
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    q = sp.ones((2, 3, 4))
+    with pytest.raises(UsageError, match="attention in a window of 0"):
+        sp.attention(q, q, q, window=0)

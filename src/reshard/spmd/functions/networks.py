@@ -33,6 +33,7 @@ from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, r
 from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
+from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
 
 Axis = int | Sequence[int]
@@ -218,9 +219,14 @@ def attention(
     /,
     *,
     is_causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Any:
     """Values weighed by how queries and keys agree.
+
+    Without a mask, memory grows with the sequences and not with their product, here and in the
+    gradient. With one, or where keys are cut along their sequence and queries are not, scores are
+    an array of their own.
 
     Args:
         queries: `[..., h, s, d]`.
@@ -228,6 +234,8 @@ def attention(
         values: `[..., g, t, e]`.
         mask: truth values (or numbers to add) that broadcast to `[..., h, s, t]`.
         is_causal: whether a query sees keys up to its own place only.
+        window: how many keys a query sees up to its own place, that one among them, and (unless
+            `is_causal`) as many from its own place on; all when None.
         scale: of the scores; `1 / sqrt(d)` when None.
     """
     # 1. Shapes.
@@ -249,17 +257,26 @@ def attention(
         )
     if not size and scale is None:
         raise UsageError("attention of queries without features has no scale; give scale=")
+    if window is not None:
+        window = whole_number("attention in a window of", window, 1)
+    factor = 1 / math.sqrt(size) if scale is None else scale
+    if mask is None and _may_go_by_blocks(queries, keys, values):
+        attributes = {"is_causal": bool(is_causal), "window": window}
+        return call("attention", operands(queries, keys, values), attributes, {"scale": factor})
     # 2. Scores. Queries are put into groups, so that keys broadcast and need no copies.
     if groups != heads:
         queries = reshape(queries, (*lead, groups, heads // groups, length, size))
         keys, values = expand_dims(keys, axis=-3), expand_dims(values, axis=-3)
     scores = matmul(queries, matrix_transpose(keys))
-    scores = multiply(scores, 1 / math.sqrt(size) if scale is None else scale)
+    scores = multiply(scores, factor)
     if groups != heads:
         scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
     # 3. What a query may not see gets -inf, whose exponential is 0.
-    if is_causal:
-        seen = np.tri(length, scores.shape[-1], dtype=bool)
+    if is_causal or window is not None:
+        before = np.arange(length)[:, None] - np.arange(scores.shape[-1])
+        seen = before >= 0 if is_causal else np.ones_like(before, dtype=bool)
+        if window is not None:
+            seen &= np.abs(before) < window
         scores = where(whole(scores, seen), scores, -math.inf)
     if mask is not None:
         (allowed,) = operands(scores, mask)[1:]
@@ -271,6 +288,24 @@ def attention(
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))
     found = matmul(weights, values)
     return reshape(found, (*lead, heads, length, values.shape[-1]))
+
+
+def _may_go_by_blocks(queries: Any, *others: Any) -> bool:
+    """Whether attention may be one operation on each rank, without scores of their own."""
+    types = {one.dtype for one in (queries, *others)}
+    if len(types) > 1 or kind_of(queries.dtype) != "real floating":
+        return False
+    if any(0 in one.shape for one in (queries, *others)):
+        return False
+    # Where keys alone are cut, their parts of each sum are exchanged, and no key is.
+    of_queries = _axes_along(queries, -2)
+    return all(_axes_along(one, -2) <= of_queries for one in others)
+
+
+def _axes_along(x: Any, dim: int) -> set[str]:
+    """The names of the axes that cut a dimension."""
+    spec = x.type.spec if isinstance(x, ArrayValue) else None
+    return set() if spec is None else {axis.name for axis in spec.dim_specs[dim].axes}
 
 
 @of_arrays

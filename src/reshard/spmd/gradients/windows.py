@@ -1,4 +1,4 @@
-"""Derivatives of convolution and pooling.
+"""Derivatives of convolution, pooling and attention.
 
 As the forward functions, they go through the places of a window, and work on all windows at once.
 """
@@ -14,9 +14,11 @@ from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import reshape, stack, take_ranges
 from reshard.spmd.functions.networks import einsum
+from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.movement import put_ranges
-from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep
+from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep
+from reshard.spmd.shards.operation_call import call
 
 Ranges = list[tuple[int, int, int]]
 
@@ -123,14 +125,29 @@ def _pull_avg_pool(step: TapeStep, g: Any, number: int) -> Any:
     return _unpad(found, lead, padding)
 
 
+def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
+    q, k, v = step.operands
+    names = ("is_causal", "window")
+    attributes = {name: step.attributes[name] for name in names}
+    options = {"scale": step.attributes["scale"]}
+    sums = call("attention_logsumexp", (q, k), attributes, options)
+    shift = e.negative(sum_over(e.multiply(g, step.result), axis=-1))
+    operands = (q, k, v, sums, shift, g)
+    of_queries = call("attention_queries_gradient", operands, attributes, options)
+    of_keys, of_values = call("attention_keys_gradient", operands, attributes, options)
+    return of_queries, of_keys, of_values
+
+
 PULLBACKS: dict[str, Pullback] = {
     "convolution": _pull_convolution,
     "max_pool": _pull_max_pool,
     "avg_pool": _pull_avg_pool,
+    "attention": JointPullback(_pull_attention),
 }
 """By operator."""
 
-_MADE = "softmax log_softmax layer_norm rms_norm cross_entropy attention"
+_MADE = "softmax log_softmax layer_norm rms_norm cross_entropy"
+_SECOND = "attention_logsumexp attention_queries_gradient attention_keys_gradient"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),
@@ -138,5 +155,9 @@ REFUSED: dict[str, str] = {
         name: f"sp.{name} is made of other operators, which have derivatives"
         for name in _MADE.split()
     },
+    **dict.fromkeys(
+        _SECOND.split(),
+        "sp.attention has a gradient of the first order; with a mask, of zeros say, it has all",
+    ),
 }
 """Operators without a derivative, with the reason."""

@@ -46,6 +46,16 @@ def of_attention(rule: OpShardingRule, sizes: Sizes) -> float:
     return float(2 * others * (sizes[of_queries] + sizes[of_values]))
 
 
+def of_scores(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Scores alone: two for each query, key and channel of both."""
+    return float(2 * math.prod(sizes))
+
+
+def of_attention_gradient(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Scores and the agreement of values, found again, and the products with their slopes."""
+    return 2 * of_attention(rule, sizes)
+
+
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
     """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
 
