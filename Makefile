@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench gpu soak golden engines site clean
+.PHONY: demo venv test check lint bench gpu soak golden engines site package clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -114,6 +114,17 @@ site: build/site-venv/.installed
 build/site-venv/.installed: pyproject.toml
 	$(PYTHON) -m venv build/site-venv
 	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	touch $@
+
+# The wheel and the source archive, in dist/, as a package index would take them.
+package: build/package-venv/.installed
+	@rm -rf dist
+	@build/package-venv/bin/python -m build --quiet --outdir dist .
+	@build/package-venv/bin/python -m twine check --strict dist/*
+
+build/package-venv/.installed: pyproject.toml
+	$(PYTHON) -m venv build/package-venv
+	build/package-venv/bin/python -m pip install --quiet --disable-pip-version-check build twine
 	touch $@
 
 # What inference engines and trainers do with the same checkpoints, each in an environment of its

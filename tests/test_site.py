@@ -60,6 +60,12 @@ def test_worked_changes_are_found_by_every_notation_and_say_what_explain_says(
     assert (tmp_path / "0" / "1-0.html").exists()
 
 
+def test_the_moving_picture_of_the_readme_is_what_its_plan_says() -> None:
+    from site_builder.moving_picture import picture_of_the_readme
+
+    assert (ROOT / "docs" / "moving.svg").read_text() == picture_of_the_readme()
+
+
 def test_faults_in_links_are_found(tmp_path: Path) -> None:
     from site_builder.links import find_faults
 
