@@ -15,10 +15,12 @@ from soak.fuzzing import Fuzzing
 from soak.jobs import Jobs
 from soak.kills import Kills
 from soak.mutations import Mutations
+from soak.uploads import Uploads
 
 # The campaign, its goal, and its share of the time.
 CAMPAIGNS: tuple[tuple[type[Campaign], int, float], ...] = (
     (Kills, 200, 3),
+    (Uploads, 200, 3),
     (BadDisks, 400, 3),
     (Jobs, 6, 2),
     (Fuzzing, 5, 3),

@@ -1,0 +1,152 @@
+"""Conversions to a bucket, killed at random points and run again, while the server goes wrong.
+
+1. Each worker has a server of its own, and conversions of every kind in processes that are killed
+   at a given system call or request (`tests/checkpoint/faulty_process.py`).
+2. A seed chooses one, the call, whether an old target is replaced, the number of threads, what the
+   server cannot answer, whether the run that goes on is killed too, and whether it is on a machine
+   that has nothing of the first.
+3. A reader sees the old target, the new one, or is told to wait; the same command makes the objects
+   that a folder's files would be. Where one thread works, no part is put twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bucket_server import BUCKET, bucket_server
+from checkpoint.campaigns.small_checkpoints import CONVERSIONS
+from checkpoint.faulty_process import FaultyProcesses, Outcome
+from checkpoint.model_files import COLUMNS, ROWS, write_model
+from reshard.checkpoint import convert, open_checkpoint
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.errors import CheckpointError
+from soak.wrong import Wrong
+
+BLOCK_BYTES = 512
+ADDRESS = f"s3://{BUCKET}/some/model"
+_LARGE = "rows to columns"
+_FAULTS = (500, 503, 429, "slam", "lost", 0.2)
+_SMALL = {row.name: row for row in CONVERSIONS}
+
+
+class Uploads:
+    """The campaign."""
+
+    goal = "uploads"
+    is_in_memory = False
+
+    def __init__(self, folder: Path) -> None:
+        warnings.simplefilter("ignore")
+        self._folder = folder
+        self._context = bucket_server(os.environ.__setitem__)
+        self._server = self._context.__enter__()
+        self._processes = FaultyProcesses()
+        self._cases: dict[str, tuple[Path, dict[str, Any], dict[str, bytes], int]] = {}
+
+    def _find_case(self, name: str) -> tuple[Path, dict[str, Any], dict[str, bytes], int]:
+        """Source and options of a conversion, the objects it gives, and how many calls it makes."""
+        if name not in self._cases:
+            folder = self._folder / name.replace(" ", "-")
+            (folder / "made").mkdir(parents=True)
+            if name == _LARGE:
+                convert(write_model(folder / "made" / "whole"), folder / "made" / "rows", **ROWS)
+                source, options = folder / "made" / "rows", {**COLUMNS, "part_bytes": 1 << 18}
+            else:
+                # So that there are several; digests of manifests are those of blocks.
+                with mock.patch.object(blocks, "BLOCK_BYTES", BLOCK_BYTES):
+                    source, options = _SMALL[name].make(folder / "made")
+                options |= {"block_bytes": BLOCK_BYTES, "part_bytes": 2 * BLOCK_BYTES}
+                options |= {"sync_bytes": 2 * BLOCK_BYTES}
+            here = folder / "here"
+            expected = self._processes.convert(source, here, **options)
+            _expect(expected.error is None, expected.error)
+            files = {
+                f"some/model/{one.relative_to(here).as_posix()}": one.read_bytes()
+                for one in here.rglob("*")
+                if one.is_file()
+            }
+            self._server.empty()
+            staging = str(folder / "staging")
+            there = self._processes.convert(source, ADDRESS, staging=staging, threads=1, **options)
+            _expect(there.error is None, there.error)
+            self._check(files)
+            self._cases[name] = source, options, files, len(there.calls)
+        return self._cases[name]
+
+    def _check(self, files: dict[str, bytes]) -> None:
+        found = self._server.objects
+        _expect(found == files, {*found} ^ {*files} or "other bytes")
+        _expect(self._server.pending == [], self._server.pending)
+
+    def run(self, seed: int) -> Counter[str]:
+        choose = random.Random(seed)
+        name = _LARGE if choose.random() < 0.4 else choose.choice(sorted(_SMALL))
+        source, options, files, calls = self._find_case(name)
+        has_old, threads = choose.random() < 0.4, choose.choice([1, 1, 2, 4])
+        is_elsewhere, is_faulty = choose.random() < 0.4, choose.random() < 0.4
+        kills_wanted = choose.choice([1, 1, 2])
+        place = self._folder / "place"
+        place.mkdir()
+        server = self._server
+        server.empty()
+        old = {"some/model/old.txt": b"old", "some/model/reshard.manifest.json": b"{}"}
+        if has_old:
+            for key, content in old.items():
+                server.put(key, content)
+            server.requests.clear()
+        if is_faulty:
+            faults = {choose.randrange(1, 60): choose.choice(_FAULTS) for _ in range(4)}
+            server.fault = lambda number, request: faults.pop(number, None)
+
+        def convert_at(folder: str, kill_at: int | None = None) -> Outcome:
+            return self._processes.convert(
+                source,
+                ADDRESS,
+                staging=str(place / folder),
+                threads=threads,
+                overwrite=has_old,
+                kill_at=kill_at,
+                **options,
+            )
+
+        kills = 0
+        try:
+            for _ in range(kills_wanted):
+                kills += convert_at("first", choose.randrange(calls)).was_killed
+                self._look(files, old if has_old else {})
+            again = convert_at("second" if is_elsewhere else "first")
+            if again.error is not None:
+                _expect("the target exists" in again.error, again.error)
+            self._check(files)
+            if threads == 1 and not is_faulty and not has_old:
+                put = server.parts_put
+                twice = [one for one in put if put.count(one) > 1]
+                _expect(not twice, f"put twice: {twice}")
+        finally:
+            shutil.rmtree(place)
+        return Counter({"uploads": kills, name: kills, "elsewhere": kills * is_elsewhere})
+
+    def _look(self, files: dict[str, bytes], old: dict[str, bytes]) -> None:
+        """Nothing of the new checkpoint is seen before all of it, but by who is told to wait."""
+        server = self._server
+        fault, server.fault = server.fault, lambda number, request: None
+        requests = list(server.requests)
+        found = server.objects
+        seen = {key: one for key, one in found.items() if "/.reshard/" not in key}
+        if seen not in (old, files):
+            with contextlib.suppress(CheckpointError):
+                raise Wrong(f"{open_checkpoint(ADDRESS)} of {sorted(seen)} was read")
+        server.fault, server.requests[:] = fault, requests
+
+
+def _expect(is_so: bool, found: object) -> None:
+    if not is_so:
+        raise Wrong(str(found))
