@@ -34,6 +34,19 @@ def gathered_once() -> None:
     print(traced.peak_bytes)
 
 
+def normalized(x: Any) -> Any:
+    """Halved until no element is above 1, then squared three times."""
+    x = sp.while_loop(lambda x: sp.max(x) > 1, lambda x: x / 2, x)
+    return sp.scan(lambda x, _: (x * x, sp.sum(x)), x, length=3)
+
+
+def loops() -> None:
+    x = sp.array(np.array([1.0, 3.0]), spec(DeviceMesh.of(x=2), "x"))
+    last, sums = sp.jit(normalized)(x)
+    assert np.allclose(last.to_dense(), [0.25**8, 0.75**8])
+    print(sums.to_dense())
+
+
 def loss(w: Any, x: Any, y: Any) -> Any:
     """Of one layer."""
     return sp.mean(sp.square(sp.silu(x @ w) - y))
@@ -63,6 +76,7 @@ def training() -> None:
 
 def main() -> None:
     gathered_once()
+    loops()
     training()
 
 

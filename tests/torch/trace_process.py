@@ -14,9 +14,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
+from reshard import spec
 from reshard.spmd.shards import process_runner
 from reshard.spmd.tracing.argument_tree import leaves
-from spmd.traced_functions import FUNCTIONS, Traced
+from spmd.traced_functions import FUNCTIONS, MESH, Traced
 
 RECEIVED_BYTES = []
 redistribute = process_runner.redistribute
@@ -63,6 +64,34 @@ def agree(found: Any, here: Any) -> None:
         np.testing.assert_allclose(np.asarray(one), other.to_dense(), 1e-12, 1e-12)
 
 
+def decided(x: Any, w: Any) -> Any:
+    """A scan, a branch and a loop, as the elements of sharded arrays decide."""
+
+    def body(c: Any, part: Any) -> Any:
+        c = sp.cond(sp.sum(c) > 0, lambda: sp.tanh(c @ w), lambda: -c)
+        c = sp.while_loop(lambda d: sp.max(sp.abs(d)) > 1, lambda d: d / 2, c + part)
+        return c, sp.sum(c, axis=0)
+
+    return sp.scan(body, x[0], x)
+
+
+def check_control_flow() -> None:
+    random = np.random.default_rng(3)
+    x, w = random.normal(size=(4, 6, 6)), random.normal(size=(6, 6))
+    expected = decided(sp.array(x), sp.array(w))
+    slope = sp.grad(lambda w: sp.sum(sp.scan(lambda c, y: (c @ w + y, None), x[0], x)[0]))
+    runner = sp.over_processes()
+    with sp.running(runner):
+        given = sp.array(x, spec(MESH, "-, x, y")), sp.array(w, spec(MESH, "y, x"))
+        jitted = sp.jit(decided)
+        for _ in range(2):
+            for one, other in zip(jitted(*given), expected, strict=True):
+                np.testing.assert_allclose(np.asarray(one), other.to_dense(), 1e-12, 1e-12)
+        found = [np.asarray(one(given[1])) for one in (slope, sp.jit(slope))]
+    for one in found:
+        np.testing.assert_allclose(one, slope(sp.array(w)).to_dense(), 1e-11, 1e-11)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -74,6 +103,7 @@ def main() -> None:
                 check(case, strategy)
             except BaseException as error:
                 raise RuntimeError(f"{case.name}, {strategy}") from error
+    check_control_flow()
     dist.destroy_process_group()
 
 

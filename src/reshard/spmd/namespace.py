@@ -55,6 +55,7 @@ _NAMES_OF = {
     "gradients.optimizers": "AdamW SGD specs_over",
     "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
+    "programs.control_flow": "cond scan while_loop",
     "programs.jit": "jit",
     "functions.windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"

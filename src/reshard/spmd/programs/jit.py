@@ -18,20 +18,14 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.programs.prepared_program import (
-    Preparation,
-    PreparedProgram,
-    UnforeseenElementsError,
-)
+from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
-from reshard.spmd.shards.operation_call import recorders, unrecorded
-from reshard.spmd.shards.runner import Runner, runner_for
-from reshard.spmd.tracing.graph_recording import Recording, filled, type_of
+from reshard.spmd.shards.operation_call import unrecorded
+from reshard.spmd.shards.runner import runner_for
+from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.trace import (
-    Shardings,
     Trace,
-    carry_out,
     check_trace_options,
     record_for,
     shardings_of,
@@ -99,7 +93,7 @@ class JittedFunction:
         self._strategy = strategy
         self._topology = topology
         self._library = library
-        self._programs: dict[Any, _Traced] = {}
+        self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
 
@@ -154,7 +148,9 @@ class JittedFunction:
         with unrecorded():
             return simplified(record_for(self._strategy, function, given, has_others=True))
 
-    def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> _Traced:
+    def _trace(
+        self, key: Any, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> RecordedProgram:
         with self._lock:
             found = self._programs.get(key)
             if found is not None:
@@ -172,94 +168,11 @@ class JittedFunction:
                 )
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = _Traced(recorded, shardings)
+            found = self._programs[key] = RecordedProgram(recorded, shardings)
             return found
 
     def __repr__(self) -> str:
         return f"<sp.jit of {self._function!r}>"
-
-
-class _Traced:
-    """A recorded function with its shardings, and its program once it was carried out."""
-
-    def __init__(self, recorded: Recording, shardings: Shardings) -> None:
-        self._recorded = recorded
-        self._shardings = shardings
-        self._program: PreparedProgram | None = None
-        self._types: tuple[ArrayType, ...] = ()
-        self._lock = RLock()
-        graph = recorded.graph
-        kinds = dict(zip(graph.inputs, recorded.types, strict=True))
-        constants = recorded.constants
-        # Inputs with the shardings that the program wants; None for numbers.
-        self._wanted = {
-            number: None if kind is None else kind.with_spec(shardings.values[number])
-            for number, kind in kinds.items()
-        }
-        self._arguments = [number for number in graph.inputs if number not in constants]
-        self._inputs = [number for number in graph.inputs if kinds[number] is not None]
-        self._outputs = tuple(dict.fromkeys(graph.outputs))
-        self._fixed: dict[int, Any] = {}
-
-    def run(self, given: Sequence[Any], runner: Runner) -> Any:
-        """The results for arrays among the arguments, in their order."""
-        arrays = {
-            number: self._enter(x, number, runner)
-            for number, x in zip(self._arguments, given, strict=True)
-        }
-        if recorders:
-            # Whoever listens, a gradient's tape for one, is to see operations.
-            return self._carry_out(arrays, runner, None)
-        program = self._program
-        if program is None:
-            with self._lock:
-                if self._program is None:
-                    return self._prepare(arrays, runner)
-                program = self._program
-        every = arrays | self._fixed if self._fixed else arrays
-        try:
-            made = program.run([every[number]._shards for number in self._inputs])
-        except UnforeseenElementsError:
-            return self._carry_out(arrays, runner, None)
-        values = {}
-        for number, kind, shards, may_view in zip(
-            self._outputs, self._types, made, program.outputs_view, strict=True
-        ):
-            # An argument that is returned is the argument.
-            known = every.get(number)
-            if known is None:
-                make = ShardedArray.given if may_view else ShardedArray.of_shards
-                known = make(kind, shards, runner)
-            values[number] = known
-        return filled(self._recorded.results, values)
-
-    def _enter(self, x: Any, number: int, runner: Runner) -> Any:
-        """An argument as the program wants it."""
-        wanted = self._wanted[number]
-        if isinstance(x, ShardedArray) and x.type is wanted and x.runner is runner:
-            return x
-        return array(x, None if wanted is None else wanted.spec, runner=runner)
-
-    def _carry_out(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> Any:
-        values = self._compute(arrays, runner, watcher)
-        return filled(self._recorded.results, values)
-
-    def _compute(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> dict[int, Any]:
-        if not self._fixed:
-            self._fixed = {
-                number: x if self._wanted[number] is None else self._enter(x, number, runner)
-                for number, x in self._recorded.constants.items()
-            }
-        return carry_out(self._recorded, self._shardings, arrays | self._fixed, watcher)
-
-    def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
-        """The results of the first run, after which there is a program."""
-        kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
-        preparation = Preparation(runner, kinds)
-        values = self._compute(arrays, runner, preparation)
-        self._types = tuple(values[number].type for number in self._outputs)
-        self._program = preparation.program(self._inputs, self._outputs)
-        return filled(self._recorded.results, values)
 
 
 def _read_kind(tree: Any, key: list[Any], arrays: list[Any]) -> None:

@@ -28,6 +28,7 @@ from reshard.spmd.shards.pending_sums import are_finite
 from reshard.spmd.shards.refusals import REFUSALS, refuse
 from reshard.spmd.shards.runner import Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
+from reshard.spmd.tracing.graph_recording import RunFunction
 
 Registers = list[Any]
 Run = Callable[[Registers], None]
@@ -93,6 +94,7 @@ class Preparation:
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
+        run: RunFunction | None,
     ) -> None:
         """An operation: its operands, those that it was called with, and its results likewise."""
         called, self._call = self._call, None
@@ -102,7 +104,9 @@ class Preparation:
             else x
             for number, x, there in zip(operation.operands, given, placed, strict=True)
         ]
-        if called is None:
+        if run is not None:
+            made_in = self._run_step(run, registers, placed, made)
+        elif called is None:
             made_in = registers
         else:
             made_in = self._call_step(called, registers, placed)
@@ -147,6 +151,26 @@ class Preparation:
         run = _make_call(called, kinds, reads, makes, self._runner)
         self._steps.append(_Step(run, reads, makes))
         if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
+            self._viewing.update(makes)
+        return makes
+
+    def _run_step(
+        self, run: RunFunction, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]
+    ) -> list[int]:
+        """A loop or a branch, on arrays of what is in registers."""
+        runner = self._runner
+        makes = [self._add() for _ in made]
+        kinds = [(type(x), x.type, register) for x, register in zip(placed, reads, strict=True)]
+
+        def step(values: Registers) -> None:
+            given = [
+                wrap.of_shards(kind, values[register], runner) for wrap, kind, register in kinds
+            ]
+            for register, result in zip(makes, run(given, runner), strict=True):
+                values[register] = result._shards
+
+        self._steps.append(_Step(step, reads, makes))
+        if not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
         return makes
 

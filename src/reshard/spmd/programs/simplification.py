@@ -43,7 +43,7 @@ def simplified(recorded: Recording) -> Recording:
     first: list[tuple[Operation, RecordedCall]] = []
     for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
         operands = tuple(same[number] for number in operation.operands)
-        said = (_freeze(action.attributes), _freeze(action.options), action.target)
+        said = (_freeze(action.attributes), _freeze(action.options), action.target, action.run)
         key = (action.name, operands, said)
         before = known.setdefault(key, operation)
         if before is operation:

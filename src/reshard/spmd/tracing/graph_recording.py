@@ -38,6 +38,9 @@ from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 WITH_SHARDING = "with_sharding"
 
+RunFunction = Callable[[Sequence[Any], Any], Sequence[Any]]
+"""From arrays and their runner to arrays."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:
@@ -75,12 +78,15 @@ class RecordedCall:
         name: of the operator.
         attributes, options: as `reshard.spmd.shards.operation_call.call` takes them.
         target: the sharding of a `with_sharding`; None for other operators.
+        run: from operands and their runner to results, of an operation that is a traced function
+            itself (a loop or a branch); None for operators.
     """
 
     name: str
     attributes: Attributes
     options: Attributes
     target: ShardingSpec | None = None
+    run: RunFunction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class Recording:
     results: Any
 
 
-class _GraphRecorder:
+class GraphRecorder:
     """Writes operations of one runner down, see `reshard.spmd.shards.operation_call.Recorder`."""
 
     def __init__(self, runner: AbstractRunner) -> None:
@@ -157,7 +163,7 @@ class _GraphRecorder:
         shapes = [() if one is None else one.shape for one in call.operands]
         rule = operator_of(call.name).rule(shapes, **call.attributes)
         action = RecordedCall(call.name, call.attributes, call.options)
-        self._add(action, operands, results, rule, call.attributes)
+        self.add(action, operands, results, rule, call.attributes)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """A sharding that the function asks for."""
@@ -167,9 +173,9 @@ class _GraphRecorder:
         mapping = tuple((dim,) for dim in range(operand.type.ndim))
         rule = OpShardingRule([mapping], [mapping], operand.type.shape)
         action = RecordedCall(WITH_SHARDING, {}, {}, spec)
-        self._add(action, [operand], [result], rule, {"sharding": str(spec)})
+        self.add(action, [operand], [result], rule, {"sharding": str(spec)})
 
-    def _add(
+    def add(
         self,
         action: RecordedCall,
         operands: Sequence[Any],
@@ -177,6 +183,7 @@ class _GraphRecorder:
         rule: OpShardingRule,
         attributes: Attributes,
     ) -> None:
+        """A new operation of the graph."""
         reads = tuple([self.value_of(one) for one in operands])
         makes = tuple(
             [self._add_value(one, one.type.shape, one.type.dtype.name) for one in results]
@@ -237,7 +244,10 @@ def _name_leaves(
 
 
 def record(
-    function: Callable[..., Any], arguments: Sequence[Any], has_others: bool = False
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    has_others: bool = False,
+    runner: AbstractRunner | None = None,
 ) -> Recording:
     """The graph of a function.
 
@@ -246,6 +256,7 @@ def record(
         arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
             dictionaries of them; all else is passed as it is.
         has_others: whether it may return other things than arrays, which are results as they are.
+        runner: of a traced function around it, whose arrays it may read as constants.
 
     Raises:
         UsageError: a function that asks for elements, or returns none but other things.
@@ -257,8 +268,8 @@ def record(
     %3: float32[4, 8] = multiply(%1, %2) ([i, j], []) -> ([i, j]) {i=4, j=8}
     return %3
     """
-    runner = AbstractRunner()
-    recorder = _GraphRecorder(runner)
+    runner = runner or AbstractRunner()
+    recorder = GraphRecorder(runner)
     # 1. Arguments become abstract arrays, each an input of the graph.
     arrays: list[Any] = []
     names = [name for name, _ in _name_leaves(function, arguments)]

@@ -39,6 +39,7 @@ from reshard.spmd.tracing.document import trace_document
 from reshard.spmd.tracing.graph_recording import (
     WITH_SHARDING,
     Recording,
+    RunFunction,
     filled,
     record,
     type_of,
@@ -208,7 +209,7 @@ def shardings_of(
     """The sharding of each value of a recorded function by a strategy."""
     mesh = _find_mesh(recorded)
     if strategy == "eager":
-        return _keep_given(recorded)
+        return keep_given(recorded)
     return _propagate(recorded, strategy, mesh, Machine(topology, library))
 
 
@@ -263,7 +264,7 @@ def _find_mesh(recorded: Recording) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def _keep_given(recorded: Recording) -> Shardings:
+def keep_given(recorded: Recording) -> Shardings:
     """Inputs as they were given; the rest as operations make it."""
     graph = recorded.graph
     values: list[Spec] = [None] * len(graph.values)
@@ -278,7 +279,7 @@ def _propagate(
 ) -> Shardings:
     """Shardings of all values, from those of the inputs and the `with_sharding`s."""
     if mesh is None:
-        return _keep_given(recorded)
+        return keep_given(recorded)
     graph = recorded.graph
     known = {
         number: kind.spec
@@ -309,8 +310,12 @@ class Watcher(Recorder, Protocol):
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
+        run: RunFunction | None,
     ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise."""
+        """An operation: its operands, those that it was called with, and its results likewise.
+
+        `run` carries out what is no operator; see `RecordedCall`.
+        """
 
 
 def carry_out(
@@ -329,15 +334,23 @@ def carry_out(
         specs = [shardings.values[number] for number in operation.results]
         if action.target is not None:
             made, specs = placed, [action.target]
+        elif action.run is not None:
+            made = list(action.run(placed, _find_runner(placed)))
         else:
             with nullcontext() if watcher is None else recording(watcher):
                 found = call(action.name, placed, action.attributes, action.options)
             made = list(found) if isinstance(found, tuple) else [found]
         results = [_reshard(x, spec) for x, spec in zip(made, specs, strict=True)]
         if watcher is not None:
-            watcher.saw(operation, given, placed, made, results)
+            watcher.saw(operation, given, placed, made, results, action.run)
         values.update(zip(operation.results, results, strict=True))
     return values
+
+
+def _find_runner(arrays: Sequence[Any]) -> Runner:
+    """The runner of arrays, an abstract one where some have no elements."""
+    found: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
+    return found
 
 
 def _reshard(x: Any, spec: Spec) -> Any:
@@ -375,8 +388,12 @@ class _Watcher:
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
+        run: RunFunction | None,
     ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise."""
+        """An operation: its operands, those that it was called with, and its results likewise.
+
+        `run` carries out what is no operator; see `RecordedCall`.
+        """
         called, self._call = self._call, None
         before: list[InsertedReshard] = []
         after: list[InsertedReshard] = []

@@ -1,0 +1,493 @@
+"""Control flow: `scan`, `cond` and `while_loop`, of functions of arrays in shards.
+
+Called at once they are Python's own loops and branches. In a function that is traced, the bodies
+and branches are recorded once (`traced_function.py`), and the program carries out what the elements
+decide when it runs. What a loop carries keeps its shape, element type and sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.functions.manipulation import stack
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
+from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.local.library import library_of
+from reshard.spmd.programs.traced_function import (
+    TracedFunction,
+    add_operation,
+    arrays_of,
+    as_abstract,
+    bring,
+    listening_recorder,
+    settled,
+)
+from reshard.spmd.shards.operation_call import recorders
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.graph_recording import GraphRecorder, ValuePlace
+
+Function = Callable[..., Any]
+
+
+def scan(
+    body: Function, init: Any, xs: Any = None, *, length: int | None = None, reverse: bool = False
+) -> tuple[Any, Any]:
+    """A loop over the first dimension of arrays, which carries values along.
+
+    Args:
+        body: of what is carried and the arrays' parts at one place; returns what is carried on, and
+            what is collected: arrays, or None.
+        init: what is carried at first: arrays, and lists, tuples and dictionaries of them.
+        xs: arrays of one length likewise, or None with a `length`.
+        length: of the loop, where there are no `xs`.
+        reverse: whether it goes from the last place to the first.
+
+    Returns:
+        What is carried at the end, and what was collected, each array with a new first dimension in
+        the order of the places.
+
+    Raises:
+        UsageError: arrays of different lengths, or no length; a body that returns no pair, or
+            carries other shapes, element types or trees on than it was given.
+
+    >>> import reshard.spmd as sp
+    >>> total, sums = sp.scan(lambda c, x: (c + x, c + x), sp.array(0), sp.array([1, 2, 3]))
+    >>> int(total), sums.to_dense().tolist()
+    (6, [1, 3, 6])
+    """
+    _check_functions("scan", body)
+    carried, given = _as_arrays("scan", init), _as_arrays("scan", xs)
+    count = _read_length(given, length)
+    parts = replaced(given, lambda x: None if x is None else _whole_first(x))
+    recorder = listening_recorder()
+    # A gradient sees each step by itself.
+    if recorder is not None and not _tapes() and count and arrays_of([carried, parts]):
+        carried, ys = _record_scan(body, carried, parts, count, reverse, recorder)
+        return carried, ys
+    carried, ys = _run_scan(body, carried, parts, count, reverse)
+    return carried, ys
+
+
+def _read_length(given: Any, length: int | None) -> int:
+    found = {path: one.type.shape[:1] for path, one in leaves(given) if one is not None}
+    sizes = {shape[0] if shape else None for shape in found.values()}
+    if length is not None:
+        sizes.add(length)
+    if len(sizes) != 1 or None in sizes:
+        raise UsageError(
+            f"sp.scan over arrays of {sorted(map(str, sizes)) or 'no'} lengths; xs of one first "
+            "dimension were expected, or None and length="
+        )
+    (count,) = sizes
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise UsageError(f"sp.scan with length={count!r}; a whole number, 0 or more, was expected")
+    return count
+
+
+def _whole_first(x: Any) -> Any:
+    """The array with its first dimension whole, so that parts of it move nothing."""
+    spec = x.type.spec
+    if spec is None or not spec.dim_specs[0].levels:
+        return x
+    return x.shard(
+        ShardingSpec(
+            spec.mesh,
+            [DimSpec(), *spec.dim_specs[1:]],
+            partial_axes=spec.partial_axes,
+            reduction=spec.reduction or "sum",
+        )
+    )
+
+
+def _run_scan(body: Function, carried: Any, parts: Any, count: int, reverse: bool) -> Any:
+    first = carried
+    collected: list[Any] = []
+    places = range(count - 1, -1, -1) if reverse else range(count)
+    for place in places:
+        at = replaced(parts, lambda x, at=place: None if x is None else x[at])  # type: ignore[misc]
+        carried, y = _split("scan", body(carried, at))
+        carried = _keep_lying(_check_carried("scan", first, carried), first)
+        collected.append(_as_arrays("scan", y))
+    if not collected:
+        return carried, None
+    if reverse:
+        collected.reverse()
+    rows = [[leaf for _, leaf in leaves(one)] for one in collected]
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise UsageError("sp.scan of a body that collects other trees at other places")
+    columns = iter(zip(*rows, strict=True))
+
+    def stacked(_: Any) -> Any:
+        column = next(columns)
+        return None if column[0] is None else stack(list(column))
+
+    return carried, replaced(collected[0], stacked)
+
+
+def _record_scan(
+    body: Function,
+    carried: Any,
+    parts: Any,
+    count: int,
+    reverse: bool,
+    recorder: GraphRecorder,
+) -> Any:
+    first = _types_of(carried)
+    at = replaced(parts, lambda x: None if x is None else _without_first(x.type))
+
+    def checked(c: Any, x: Any) -> Any:
+        c_after, y = _split("scan", body(c, x))
+        return _check_carried("scan", c, c_after), _as_arrays("scan", y)
+
+    traced = TracedFunction(checked, [first, at], recorder)
+    starts, sequences = arrays_of(carried), arrays_of(parts)
+    lead, rest_from = len(starts), len(starts) + len(sequences)
+
+    def find_kinds(types: Sequence[ArrayType]) -> tuple[list[ArrayType], list[ArrayType]]:
+        rest = [*map(_without_first, types[lead:rest_from]), *types[rest_from:]]
+        kinds = _find_stable(traced, types[:lead], rest)
+        return kinds, [_with_first(y, count) for y in traced.result_types([*kinds, *rest])[lead:]]
+
+    def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        sequence = list(map(_whole_first, arrays[lead:rest_from]))
+        rest = list(arrays[rest_from:])
+        kinds, of_ys = find_kinds([one.type for one in (*arrays[:lead], *sequence, *rest)])
+        if runner.is_abstract:
+            return [as_abstract(runner, kind) for kind in (*kinds, *of_ys)]
+        own = list(map(bring, arrays[:lead], kinds))
+
+        def step(c: list[Any], x: list[Any]) -> Any:
+            found = arrays_of(traced.run([*c, *x, *rest], runner))
+            return found[:lead], found[lead:]
+
+        last, ys = _run_scan(step, own, sequence, count, reverse)
+        return [*map(bring, last, kinds), *map(bring, ys, of_ys)]
+
+    operands = [*starts, *sequences, *traced.captured]
+    kinds = find_kinds([one.type for one in operands])
+    made = add_operation("scan", run, operands, [*kinds[0], *kinds[1]], recorder)
+    carried, ys = _fill_results(traced.results, made)
+    return carried, ys
+
+
+def _find_stable(
+    traced: TracedFunction, types: Sequence[ArrayType], rest: Sequence[ArrayType]
+) -> list[ArrayType]:
+    """The types of what a loop carries: as it begins, sharded where the body makes it so."""
+    kinds = [settled(kind) for kind in types]
+    for _ in range(len(kinds) + 1):
+        after = traced.result_types([*kinds, *rest])[: len(kinds)]
+        found = [
+            one if one.spec is not None else other for one, other in zip(kinds, after, strict=True)
+        ]
+        if found == kinds:
+            break
+        kinds = found
+    return kinds
+
+
+def _without_first(kind: ArrayType) -> ArrayType:
+    spec = kind.spec
+    if spec is not None:
+        spec = ShardingSpec(
+            spec.mesh,
+            spec.dim_specs[1:],
+            partial_axes=spec.partial_axes,
+            reduction=spec.reduction or "sum",
+        )
+    return ArrayType(kind.shape[1:], kind.dtype, spec)
+
+
+def _with_first(kind: ArrayType, count: int) -> ArrayType:
+    spec = kind.spec
+    if spec is not None:
+        spec = ShardingSpec(spec.mesh, [DimSpec(), *spec.dim_specs])
+    return ArrayType((count, *kind.shape), kind.dtype, spec)
+
+
+def cond(predicate: Any, true_function: Function, false_function: Function, *arguments: Any) -> Any:
+    """What one of two functions returns, as an element decides.
+
+    Args:
+        predicate: an array of one truth value, or a truth value.
+        true_function, false_function: of the arguments, returning arrays of one tree, shapes and
+            element types.
+        arguments: arrays, and lists, tuples and dictionaries of them.
+
+    Raises:
+        UsageError: a predicate that is not one truth value; functions that return different things,
+            where both are traced.
+
+    >>> import reshard.spmd as sp
+    >>> x = sp.array([3.0, -4.0])
+    >>> sp.cond(sp.sum(x) > 0, lambda x: x, lambda x: -x, x).to_dense().tolist()
+    [-3.0, 4.0]
+    """
+    _check_functions("cond", true_function, false_function)
+    recorder = listening_recorder()
+    if isinstance(predicate, bool) or recorder is None:
+        chosen = true_function if _read_predicate("cond", predicate) else false_function
+        return chosen(*arguments)
+    _check_predicate("cond", predicate)
+    return _record_cond(predicate, (true_function, false_function), arguments, recorder)
+
+
+def _record_cond(
+    predicate: Any,
+    functions: tuple[Function, Function],
+    arguments: Sequence[Any],
+    recorder: GraphRecorder,
+) -> Any:
+    given = _as_arrays("cond", list(arguments))
+    branches = [TracedFunction(one, _types_of(given), recorder) for one in functions]
+    own = arrays_of(given)
+    operands = [*own, *branches[0].captured, *branches[1].captured]
+    middle = len(own) + len(branches[0].captured)
+
+    def choose(number: int, arrays: Sequence[Any]) -> list[Any]:
+        captured = arrays[len(own) : middle] if number == 0 else arrays[middle:]
+        return [*arrays[: len(own)], *captured]
+
+    def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
+        both = [branches[n].result_types(choose(n, types)) for n in (0, 1)]
+        _check_same(
+            "cond",
+            "its functions return",
+            branches[0].results,
+            both[0],
+            branches[1].results,
+            both[1],
+        )
+        return [one if one.spec is not None else other for one, other in zip(*both, strict=True)]
+
+    def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        decided, *rest = arrays
+        kinds = find_kinds([one.type for one in rest])
+        if runner.is_abstract:
+            return [as_abstract(runner, kind) for kind in kinds]
+        number = 0 if _read_predicate("cond", decided) else 1
+        found = arrays_of(branches[number].run(choose(number, rest), runner))
+        return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
+
+    kinds = find_kinds([one.type for one in operands])
+    made = add_operation("cond", run, [predicate, *operands], kinds, recorder)
+    for tape in _tapes():
+        if any(map(tape.is_active, operands)):
+            pullback = JointPullback(_make_cond_pullback(branches, choose))
+            tape.add(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
+    return _fill_results(branches[0].results, made)
+
+
+def _make_cond_pullback(branches: Sequence[TracedFunction], choose: Any) -> Any:
+    """The cotangents of a `cond`: those of the branch that was taken, which is computed again."""
+
+    def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
+        given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+        predicate, *operands = step.operands
+        real = [n for n, one in enumerate(operands) if is_real_floating(one.type.dtype)]
+        real_results = [n for n, one in enumerate(step.results) if is_real_floating(one.type.dtype)]
+
+        def back(number: int) -> Function:
+            def pulled(arrays: list[Any], slopes: list[Any]) -> list[Any]:
+                def of_real(*chosen: Any) -> list[Any]:
+                    every = list(arrays)
+                    for n, one in zip(real, chosen, strict=True):
+                        every[n] = one
+                    found = arrays_of(branches[number].inline(choose(number, every)))
+                    return [found[n] for n in real_results]
+
+                _, pullback = vjp(of_real, *(arrays[n] for n in real))
+                return list(pullback(slopes))
+
+            return pulled
+
+        slopes = [given[n] for n in real_results]
+        found = cond(predicate, back(0), back(1), operands, slopes)
+        every: list[Any] = [None] * len(step.operands)
+        for n, one in zip(real, found, strict=True):
+            every[n + 1] = one
+        return every
+
+    return pull_back
+
+
+def while_loop(condition: Function, body: Function, init: Any) -> Any:
+    """What a loop carries when a condition no longer holds. It has no gradient: see `scan`.
+
+    Args:
+        condition: of what is carried; returns an array of one truth value.
+        body: of what is carried; returns what is carried on, of the same tree, shapes and element
+            types.
+        init: what is carried at first: arrays, and lists, tuples and dictionaries of them.
+
+    Raises:
+        UsageError: a condition that returns no such array; a body that carries other things on than
+            it was given; a gradient through it.
+
+    >>> import reshard.spmd as sp
+    >>> halve = sp.while_loop(lambda x: sp.max(x) > 1, lambda x: x / 2, sp.array([12.0, 5.0]))
+    >>> halve.to_dense().tolist()
+    [0.75, 0.3125]
+    """
+    _check_functions("while_loop", condition, body)
+    carried = _as_arrays("while_loop", init)
+    recorder = listening_recorder()
+    if recorder is not None and arrays_of(carried):
+        return _record_while(condition, body, carried, recorder)
+    first = carried
+    while _read_predicate("while_loop", condition(carried)):
+        carried = _keep_lying(_check_carried("while_loop", first, body(carried)), first)
+        _refuse_gradients(arrays_of(carried))
+    return carried
+
+
+def _record_while(
+    condition: Function, body: Function, carried: Any, recorder: GraphRecorder
+) -> Any:
+    first = _types_of(carried)
+
+    def checked(c: Any) -> Any:
+        return _check_carried("while_loop", c, body(c))
+
+    def asked(c: Any) -> Any:
+        found = condition(c)
+        _check_predicate("while_loop", found)
+        return found
+
+    decide = TracedFunction(asked, [first], recorder)
+    advance = TracedFunction(checked, [first], recorder)
+    starts = arrays_of(carried)
+    middle = len(starts) + len(decide.captured)
+
+    def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
+        return _find_stable(advance, types[: len(starts)], types[middle:])
+
+    def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        kinds = find_kinds([one.type for one in arrays])
+        if runner.is_abstract:
+            return [as_abstract(runner, kind) for kind in kinds]
+        own = list(map(bring, arrays[: len(starts)], kinds))
+        asks, changes = arrays[len(starts) : middle], arrays[middle:]
+        while _read_predicate("while_loop", decide.run([*own, *asks], runner)):
+            found = arrays_of(advance.run([*own, *changes], runner))
+            own = [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
+            _refuse_gradients(own)
+        return own
+
+    operands = [*starts, *decide.captured, *advance.captured]
+    _refuse_gradients(operands)
+    kinds = find_kinds([one.type for one in operands])
+    made = add_operation("while_loop", run, operands, kinds, recorder)
+    return _fill_results(advance.results, made)
+
+
+def _refuse_gradients(found: Sequence[Any]) -> None:
+    for tape in _tapes():
+        if any(map(tape.is_active, found)):
+            raise UsageError(
+                "the gradient of sp.while_loop: how often it runs is known when it has, and no "
+                "step is kept; use sp.scan with a length, or take sp.stop_gradient(x) before"
+            )
+
+
+def _tapes() -> list[Tape]:
+    return [one for one in recorders if isinstance(one, Tape)]
+
+
+def _check_functions(name: str, *functions: object) -> None:
+    for one in functions:
+        if not callable(one):
+            raise UsageError(
+                f"sp.{name} with {one!r}, a {type(one).__name__}; a function was expected"
+            )
+
+
+def _as_arrays(name: str, tree: Any) -> Any:
+    """The tree with arrays in shards for all arrays and numbers in it."""
+
+    def convert(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, ShardedArray):
+            return leaf
+        if library_of(leaf) is None and not isinstance(leaf, bool | int | float | complex):
+            raise UsageError(
+                f"sp.{name} with {leaf!r}, a {type(leaf).__name__}; arrays were expected, and "
+                "lists, tuples and dictionaries of them"
+            )
+        return array(leaf)
+
+    return replaced(tree, convert)
+
+
+def _types_of(tree: Any) -> Any:
+    return replaced(
+        tree, lambda leaf: settled(leaf.type) if isinstance(leaf, ShardedArray) else leaf
+    )
+
+
+def _check_predicate(name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        return
+    is_array = isinstance(value, ShardedArray)
+    if not is_array or value.type.shape != () or value.type.dtype.name != "bool":
+        said = str(value.type) if is_array else f"{value!r}, a {type(value).__name__}"
+        raise UsageError(
+            f"sp.{name} that is decided by {said}; one truth value was expected, an array of bool "
+            "without dimensions: x > 0, sp.any(x), sp.all(x)"
+        )
+
+
+def _read_predicate(name: str, value: Any) -> bool:
+    _check_predicate(name, value)
+    return bool(value if isinstance(value, bool) else value.to_dense())
+
+
+def _split(name: str, returned: Any) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise UsageError(
+            f"sp.{name} of a body that returned a {type(returned).__name__}; a pair of what is "
+            "carried on and what is collected was expected"
+        )
+    return returned
+
+
+def _check_carried(name: str, before: Any, after: Any) -> Any:
+    found = _as_arrays(name, after)
+    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (before, found)]
+    _check_same(name, "what is carried", before, said[0], found, said[1])
+    return found
+
+
+def _check_same(
+    name: str,
+    what: str,
+    one: Any,
+    types: Sequence[ArrayType],
+    other: Any,
+    other_types: Sequence[ArrayType],
+) -> None:
+    paths = [[path for path, _ in leaves(tree)] for tree in (one, other)]
+    texts = [[str(kind) for kind in kinds] for kinds in (types, other_types)]
+    if paths[0] != paths[1] or texts[0] != texts[1]:
+        raise UsageError(
+            f"sp.{name}: {what} {', '.join(texts[0])} in {len(paths[0])} places, and then "
+            f"{', '.join(texts[1])} in {len(paths[1])}; the same trees, shapes and element types "
+            "were expected: cast with sp.astype"
+        )
+
+
+def _keep_lying(after: Any, before: Any) -> Any:
+    """What is carried, in the shardings that it had."""
+    kinds = iter([settled(one.type) for one in arrays_of(before)])
+    return replaced(after, lambda x: x if x is None else bring(x, next(kinds)))
+
+
+def _fill_results(results: Any, made: Sequence[Any]) -> Any:
+    """A traced function's results with the arrays of an operation in their places."""
+    left = iter(made)
+    return replaced(results, lambda leaf: next(left) if isinstance(leaf, ValuePlace) else leaf)

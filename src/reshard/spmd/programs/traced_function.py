@@ -1,0 +1,146 @@
+"""Traced functions: functions within a traced function, which are carried out as elements decide.
+
+The branches of a `cond` and the bodies of loops are recorded once, by themselves, when the function
+around them is. What they read of that function beside their arguments is lifted: it becomes
+arguments of the operation that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.programs.recorded_program import RecordedProgram
+from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.tracing.abstract_runner import AbstractRunner
+from reshard.spmd.tracing.argument_tree import leaves
+from reshard.spmd.tracing.graph_recording import GraphRecorder, RecordedCall, record
+from reshard.spmd.tracing.trace import keep_given
+
+Function = Callable[..., Any]
+
+
+def listening_recorder() -> GraphRecorder | None:
+    """The recorder of the innermost function that is traced; None where none is."""
+    found = [one for one in recorders if isinstance(one, GraphRecorder)]
+    return found[-1] if found else None
+
+
+class TracedFunction:
+    """A function that was recorded within another.
+
+    Args:
+        function: of arrays, in trees.
+        arguments: types of its arguments, in trees.
+        recorder: of the function around it.
+
+    `captured` are the arrays that it reads beside its arguments, and `results` what it returned,
+    with the places of arrays.
+    """
+
+    def __init__(
+        self, function: Function, arguments: Sequence[Any], recorder: GraphRecorder
+    ) -> None:
+        with unrecorded():
+            found = simplified(record(function, arguments, True, recorder.runner))
+        self.captured = tuple(x for x in found.constants.values() if isinstance(x, ArrayValue))
+        numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
+        self._recorded = replace(found, constants=MappingProxyType(numbers))
+        self.results = found.results
+        self._programs: dict[Any, RecordedProgram] = {}
+        self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
+
+    def run(self, arrays: Sequence[Any], runner: Runner) -> Any:
+        """What it returns, for arrays among the arguments and then those that it captured."""
+        return self._program(arrays, runner).run(arrays, runner)
+
+    def inline(self, arrays: Sequence[Any]) -> Any:
+        """As `run`, operation by operation, for whoever listens."""
+        runner = next(one.runner for one in arrays)
+        return self._program(arrays, runner).carry_out(arrays, runner)
+
+    def _program(self, arrays: Sequence[Any], runner: Runner) -> RecordedProgram:
+        types = tuple(one.type for one in arrays)
+        key = (types, runner)
+        program = self._programs.get(key)
+        if program is None:
+            given = iter(types)
+            kinds = tuple(
+                None if n in self._recorded.constants else next(given)
+                for n in self._recorded.graph.inputs
+            )
+            recorded = replace(self._recorded, types=kinds)
+            program = self._programs[key] = RecordedProgram(recorded, keep_given(recorded))
+        return program
+
+    def result_types(self, types: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
+        """Types of the arrays that it returns, without contributions that wait."""
+        key = tuple(types)
+        if key not in self._kinds:
+            runner = AbstractRunner()
+            with unrecorded():
+                found = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
+            self._kinds[key] = tuple(settled(one.type) for one in arrays_of(found))
+        return self._kinds[key]
+
+
+def settled(kind: ArrayType) -> ArrayType:
+    """The type without contributions that wait."""
+    return kind if kind.spec is None else kind.with_spec(without_pending(kind.spec))
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """The arrays of a tree, in order."""
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, ArrayValue)]
+
+
+def bring(x: Any, kind: ArrayType) -> Any:
+    """An array as it lies in a type; one that is not sharded is whole on every device."""
+    spec = kind.spec
+    if x.type.spec is spec:
+        return x
+    if spec is None:
+        return x.reduced()
+    return x.shard(spec)
+
+
+def as_abstract(runner: Any, kind: ArrayType) -> Any:
+    """An array of a type without elements, of an abstract runner."""
+    return runner.array(kind, ShardedArray)
+
+
+def add_operation(
+    name: str,
+    run: Callable[[Sequence[Any], Runner], Sequence[Any]],
+    operands: Sequence[Any],
+    kinds: Sequence[ArrayType],
+    recorder: GraphRecorder,
+) -> list[Any]:
+    """The results of a new operation of a traced function, which `run` carries out."""
+    results = [recorder.runner.array(kind, ShardedArray) for kind in kinds]
+    # Nothing propagates through it: each dimension has a factor of its own.
+    sizes: list[int] = []
+
+    def mapping(kind: ArrayType) -> list[list[int]]:
+        sizes.extend(kind.shape)
+        return [[len(sizes) - kind.ndim + dim] for dim in range(kind.ndim)]
+
+    read = [mapping(one.type) for one in operands]
+    made = [mapping(kind) for kind in kinds]
+    recorder.add(
+        RecordedCall(name, {}, {}, run=run),
+        operands,
+        results,
+        OpShardingRule(read, made, sizes),
+        {},
+    )
+    return results
