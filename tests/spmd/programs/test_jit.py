@@ -300,6 +300,25 @@ def test_threads_share_programs() -> None:
     assert jitted.traced_count == 3
 
 
+def test_a_thread_s_recorder_sees_that_thread_alone() -> None:
+    class Names:
+        def __init__(self) -> None:
+            self.found: list[str] = []
+
+        def record(self, call: Any, operands: Any, results: Any) -> None:
+            self.found.append(call.name)
+
+        def record_reshard(self, operand: Any, result: Any) -> None:
+            self.found.append("reshard")
+
+    names, x = Names(), rows(np.ones((2, 2)))
+    with ThreadPoolExecutor(1) as pool, sp.recording(names):
+        pool.submit(lambda: sp.sin(x)).result()
+        sp.cos(x)
+        pool.submit(lambda: sp.jit(sp.tan)(x)).result()
+    assert names.found == ["cos"]
+
+
 def test_many_kinds_are_warned_of() -> None:
     jitted = sp.jit(lambda x, n: x * n)
     x = rows(np.ones((2, 2)))

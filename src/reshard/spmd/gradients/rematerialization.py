@@ -89,11 +89,11 @@ class _Outsiders:
 def _without(tapes: Sequence[Tape]) -> Iterator[None]:
     """Tapes see nothing inside."""
     before = list(recorders)
-    recorders[:] = [one for one in before if not any(one is tape for tape in tapes)]
+    recorders.replace(one for one in before if not any(one is tape for tape in tapes))
     try:
         yield
     finally:
-        recorders[:] = before
+        recorders.replace(before)
 
 
 def _run_hidden(

@@ -15,7 +15,8 @@ A `Recorder` sees every operation that is carried out while it is listening.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,8 +93,25 @@ class Recorder(Protocol):
         """Called after the user resharded an array."""
 
 
-recorders: list[Recorder] = []
-"""Those that are listening; `recording` adds one for a while."""
+class _Listening(threading.local):
+    """The recorders of this thread: what another one does is not theirs to see."""
+
+    def __init__(self) -> None:
+        self._own: list[Recorder] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def __iter__(self) -> Iterator[Recorder]:
+        return iter(self._own)
+
+    def replace(self, recorders: Iterable[Recorder]) -> None:
+        """Only these listen from here on."""
+        self._own = list(recorders)
+
+
+recorders = _Listening()
+"""Those that are listening in this thread; `recording` adds one for a while."""
 
 
 @contextmanager
@@ -104,22 +122,23 @@ def recording(recorder: Recorder) -> Iterator[None]:
             f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "
             "record and record_reshard was expected: see sp.Recorder"
         )
-    recorders.append(recorder)
+    before = list(recorders)
+    recorders.replace([*before, recorder])
     try:
         yield
     finally:
-        recorders.remove(recorder)
+        recorders.replace(before)
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Nobody sees the operations inside, but for recorders that are added there."""
     before = list(recorders)
-    recorders.clear()
+    recorders.replace(())
     try:
         yield
     finally:
-        recorders[:] = before
+        recorders.replace(before)
 
 
 def call(
