@@ -95,7 +95,10 @@ def test_help_says_all_there_is(command: str) -> None:
     assert 2 <= len(examples(command)) <= 5
     assert "Keys of --json:" in text
     assert all(len(line) <= 100 for line in text.splitlines())
-    for parameter in program.commands[command].params:
+    found = program.get_command(click.Context(program), command)
+    assert found is not None
+    assert found.get_short_help_str(100) == program.summaries[command]
+    for parameter in found.params:
         if isinstance(parameter, click.Option):
             assert parameter.help and parameter.help.endswith((".", "]")), parameter.name
         else:

@@ -12,51 +12,55 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from numpy.typing import NDArray
-
-from reshard.checkpoint.comparison import (
-    Comparison,
-    Difference,
-    DigestReport,
-    check_digests,
-    compare,
-)
-from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-from reshard.checkpoint.conversion.planning import plan_conversion
-from reshard.checkpoint.conversion.processes import OneProcess, running_processes
-from reshard.checkpoint.conversion.request import (
-    ConversionRequest,
-    ConvertArguments,
-    split_arguments,
-)
-from reshard.checkpoint.conversion.run import run_conversion
-from reshard.checkpoint.conversion.source_selection import select
-from reshard.checkpoint.deltas.application import apply, plan_application
-from reshard.checkpoint.deltas.delta_file import Delta, read_delta
-from reshard.checkpoint.deltas.making import DeltaReport, diff
-from reshard.checkpoint.engines.loading import load_parameters
-from reshard.checkpoint.files.progress import Progress, ProgressFunction
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    PlannedTensor,
-)
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.registry import register_format, shipped_formats
-from reshard.checkpoint.loading.arrays import read_tensor
-from reshard.checkpoint.loading.background import BackgroundWork
-from reshard.checkpoint.loading.rank_arrays import describe_ranks
-from reshard.checkpoint.loading.requested import load
-from reshard.checkpoint.pretrained.comparison import compare_pretrained
-from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
-from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.errors import UsageError
-from reshard.layout import Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reshard.checkpoint.comparison import (
+        Comparison,
+        Difference,
+        DigestReport,
+        check_digests,
+        compare,
+    )
+    from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+    from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
+    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.processes import OneProcess, running_processes
+    from reshard.checkpoint.conversion.request import (
+        ConversionRequest,
+        ConvertArguments,
+    )
+    from reshard.checkpoint.conversion.run import run_conversion
+    from reshard.checkpoint.conversion.source_selection import select
+    from reshard.checkpoint.deltas.application import apply, plan_application
+    from reshard.checkpoint.deltas.delta_file import Delta, read_delta
+    from reshard.checkpoint.deltas.making import DeltaReport, diff
+    from reshard.checkpoint.engines.loading import load_parameters
+    from reshard.checkpoint.files.progress import Progress, ProgressFunction
+    from reshard.checkpoint.formats.arrangement import (
+        Arrangement,
+        NewCheckpoint,
+        NewFile,
+        PlannedTensor,
+    )
+    from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+    from reshard.checkpoint.formats.opening import open_checkpoint
+    from reshard.checkpoint.formats.registry import register_format
+    from reshard.checkpoint.loading.arrays import read_tensor
+    from reshard.checkpoint.loading.background import BackgroundWork
+    from reshard.checkpoint.loading.rank_arrays import describe_ranks
+    from reshard.checkpoint.loading.requested import load
+    from reshard.checkpoint.pretrained.comparison import compare_pretrained
+    from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+    from reshard.checkpoint.training.state import TrainingState, find_training_state
+    from reshard.layout import Layout
+
+    open = open_checkpoint
 
 __all__ = [
     "Arrangement",
@@ -104,10 +108,65 @@ __all__ = [
     "select",
 ]
 
-open = open_checkpoint
+# Loaded when they are first used: the command starts quickly, and asks for a few of them.
+_LOADED_LATER = {
+    "apply": "reshard.checkpoint.deltas.application",
+    "Arrangement": "reshard.checkpoint.formats.arrangement",
+    "BackgroundWork": "reshard.checkpoint.loading.background",
+    "check_digests": "reshard.checkpoint.comparison",
+    "Checkpoint": "reshard.checkpoint.contents",
+    "CheckpointFormat": "reshard.checkpoint.formats.format",
+    "compare": "reshard.checkpoint.comparison",
+    "compare_pretrained": "reshard.checkpoint.pretrained.comparison",
+    "Comparison": "reshard.checkpoint.comparison",
+    "Conversion": "reshard.checkpoint.conversion.conversion",
+    "ConversionReport": "reshard.checkpoint.conversion.conversion",
+    "ConversionRequest": "reshard.checkpoint.conversion.request",
+    "ConvertArguments": "reshard.checkpoint.conversion.request",
+    "Delta": "reshard.checkpoint.deltas.delta_file",
+    "DeltaReport": "reshard.checkpoint.deltas.making",
+    "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
+    "diff": "reshard.checkpoint.deltas.making",
+    "Difference": "reshard.checkpoint.comparison",
+    "DigestReport": "reshard.checkpoint.comparison",
+    "find_training_state": "reshard.checkpoint.training.state",
+    "Holding": "reshard.checkpoint.formats.format",
+    "load": "reshard.checkpoint.loading.requested",
+    "load_parameters": "reshard.checkpoint.engines.loading",
+    "NewCheckpoint": "reshard.checkpoint.formats.arrangement",
+    "NewFile": "reshard.checkpoint.formats.arrangement",
+    "OneProcess": "reshard.checkpoint.conversion.processes",
+    "open_checkpoint": "reshard.checkpoint.formats.opening",
+    "plan_application": "reshard.checkpoint.deltas.application",
+    "plan_conversion": "reshard.checkpoint.conversion.planning",
+    "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
+    "PlannedTensor": "reshard.checkpoint.formats.arrangement",
+    "Progress": "reshard.checkpoint.files.progress",
+    "ProgressFunction": "reshard.checkpoint.files.progress",
+    "read_delta": "reshard.checkpoint.deltas.delta_file",
+    "read_tensor": "reshard.checkpoint.loading.arrays",
+    "register_format": "reshard.checkpoint.formats.registry",
+    "run_conversion": "reshard.checkpoint.conversion.run",
+    "running_processes": "reshard.checkpoint.conversion.processes",
+    "select": "reshard.checkpoint.conversion.source_selection",
+    "shipped_formats": "reshard.checkpoint.formats.registry",
+    "StoredFile": "reshard.checkpoint.contents",
+    "StoredTensor": "reshard.checkpoint.contents",
+    "TrainingState": "reshard.checkpoint.training.state",
+}
 
-# Imported here, so that the first call does not take the time.
-shipped_formats()
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used."""
+    inside = "open_checkpoint" if name == "open" else name
+    if inside in _LOADED_LATER:
+        found = globals()[name] = getattr(import_module(_LOADED_LATER[inside]), inside)
+        return found
+    raise AttributeError(f"module 'reshard.checkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def convert(
@@ -131,6 +190,10 @@ def convert(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
+    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.request import split_arguments
+    from reshard.checkpoint.conversion.run import run_conversion
+
     asked, running = split_arguments(arguments)
     return run_conversion(plan_conversion(source, target, request, **asked), **running)
 
@@ -148,7 +211,12 @@ def convert_async(
     It is planned before this returns, so that errors in arguments are raised here. `cancel()` of
     the handle ends it, in the place of `stop`, and the same call continues where it stopped.
     """
-    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.request import split_arguments
+    from reshard.checkpoint.conversion.run import run_conversion
+    from reshard.checkpoint.loading.background import BackgroundWork
+
+    asked, running = split_arguments(cast("ConvertArguments", arguments))
     if "stop" in running:
         raise UsageError("convert_async with stop; leave it out: cancel() of the handle ends it")
     conversion = plan_conversion(source, target, request, **asked)
@@ -164,4 +232,7 @@ def load_async(
     **arguments: Any,
 ) -> BackgroundWork[dict[str, NDArray[Any]]]:
     """Load in the background: `load` with the same arguments, whose arrays are the result."""
+    from reshard.checkpoint.loading.background import BackgroundWork
+    from reshard.checkpoint.loading.requested import load
+
     return BackgroundWork(partial(load, checkpoint, layouts, rank, **arguments), progress)

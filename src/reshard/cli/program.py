@@ -8,22 +8,30 @@ from typing import cast
 import click
 
 from reshard import __version__
-from reshard.cli.command_group import Commands
-from reshard.cli.commands.apply import apply
-from reshard.cli.commands.calibrate import calibrate
-from reshard.cli.commands.clean import clean
-from reshard.cli.commands.convert import convert
-from reshard.cli.commands.diff import diff
-from reshard.cli.commands.explain import explain
-from reshard.cli.commands.inspect import inspect
-from reshard.cli.commands.plan import plan
-from reshard.cli.commands.recipe import recipe
-from reshard.cli.commands.verify import verify
+from reshard.cli.command_group import ModuleCommands
 from reshard.cli.failures import DONE, report
 from reshard.cli.output import prepare_streams, settle_streams
 
+_SUMMARIES = {
+    "inspect": "Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.",
+    "plan": "What converting SOURCE would read, write and move, per rank.",
+    "convert": "Cut the checkpoint SOURCE for other ranks, as TARGET.",
+    "verify": "Whether LEFT and RIGHT hold the same tensors.",
+    "diff": "Write what changed from BEFORE to AFTER, in any cuts.",
+    "apply": "Write BASE with the changes of DELTAS as TARGET.",
+    "explain": "What moves when a tensor laid out as FROM becomes TO.",
+    "recipe": "Show recipes, and what they make of a checkpoint.",
+    "calibrate": "How fast the links of a running job are.",
+    "clean": "List what unfinished conversions left at a URL.",
+}
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["--help", "-h"]})
+
+@click.group(
+    cls=ModuleCommands,
+    package="reshard.cli.commands",
+    summaries=_SUMMARIES,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 @click.version_option(__version__, message="reshard %(version)s")
 def program() -> None:
     """Cut checkpoints of large models for other ranks, and prove that nothing was lost.
@@ -50,10 +58,6 @@ def program() -> None:
     Each command takes --json and prints one JSON object, see its --help. An error is then
     {"error": {"kind": ..., "message": ...}}.
     """
-
-
-for _command in (inspect, plan, convert, verify, diff, apply, explain, recipe, calibrate, clean):
-    program.add_command(_command)
 
 
 def run(arguments: Sequence[str]) -> int:
