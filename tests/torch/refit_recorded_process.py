@@ -6,7 +6,6 @@ The records are of `engines/megatron_core/test_links.py`, which found both to ha
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -29,30 +28,7 @@ CASES = (
     "grouped_parts",
     "copies_tied",
 )
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 Tensors = dict[str, torch.Tensor]
-
-
-def stacked(saved: Tensors) -> Tensors:
-    """The tensors as transformers has them in a module: experts in one, gate above up."""
-    found, experts = {}, {}
-    for name, tensor in saved.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            found[name.replace("block_sparse_moe", "mlp")] = tensor
-        else:
-            layer = match[1].replace("block_sparse_moe", "mlp")
-            experts.setdefault(layer, {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    for layer, of in experts.items():
-        every = [of[number] for number in range(len(of))]
-        gate, up, down = (
-            ("w1", "w3", "w2") if "w1" in every[0] else ("gate_proj", "up_proj", "down_proj")
-        )
-        found[f"{layer}.gate_up_proj"] = torch.stack(
-            [torch.cat([one[gate], one[up]]) for one in every]
-        )
-        found[f"{layer}.down_proj"] = torch.stack([one[down] for one in every])
-    return found
 
 
 def zeros(of: Tensors) -> Tensors:
@@ -64,13 +40,13 @@ def to_the_hub_and_back(case: str) -> None:
     rank, saved = dist.get_rank(), recorded["saved"]
     model = MegatronModel(model_records.rebuild(recorded["ranks"][rank]))
     # Whole tensors on one rank, by the names of a checkpoint and of a module.
-    for right in (saved, stacked(saved)):
+    for right in (saved, model_records.stacked(saved)):
         target = zeros(right)
         refit(model, target if rank == 1 else None).verify()
         expect_same(target, right if rank == 1 else zeros(right), f"{case} on one rank")
     # Parts on both, as FSDP2 has them.
     mesh = init_device_mesh("cpu", (2,))
-    for right in (saved, stacked(saved)):
+    for right in (saved, model_records.stacked(saved)):
         parts = {n: distribute_tensor(t.clone(), mesh, [Shard(0)]) for n, t in right.items()}
         target = {n: torch.zeros_like(t) for n, t in parts.items()}
         refit(model, target)

@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from engines.megatron_core import model_records
 from link_ends import NAME, PORTS, RANK, SIDE, begin_job, cut, expect_values, link, set_values
 from refit_models import expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, RunError
+from reshard.torch import MegatronModel
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.shared_memory import SharedMemory
 from reshard.torch.links.relay import BucketGate
@@ -258,6 +262,47 @@ def others() -> None:
                 expect_values(model, step)
         # Both others are of one kind, so that one is not tried.
         expect(NAME != "c" or met == [1], f"tried {met} times")
+
+
+def named() -> None:
+    """What Megatron-core had, tied and with experts that engines stack: nobody names anything."""
+    with link(engines=3) as end:
+        for case in ("stages_tied", "experts"):
+            recorded = model_records.read(case)
+            right = {**recorded["saved"]}
+            model: Any = None
+            if SIDE == "trainer":
+                model = MegatronModel(model_records.rebuild(recorded["ranks"][RANK]))
+            else:
+                model = to_hub(right if NAME == "c" else model_records.stacked(right), case)
+            sync = prepared(end, model)
+            for step in range(2):
+                report = sync.run()
+                if SIDE == "trainer":
+                    fed_by = {"a": "trainer", "b": "a", "c": "b"}
+                    expect(report.fed_by == fed_by and not report.lost, f"{case}: {report}")
+                    continue
+                whole = right if NAME == "c" else model_records.stacked(right)
+                for name, tensor in model.items():
+                    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    expect(torch.equal(found, whole[name]), f"{NAME}: {case}, {name} at {step}")
+                # Two names may be of one tensor.
+                for tensor in model.values():
+                    tensor.zero_()
+
+
+def to_hub(whole: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
+    """Zeros of an engine: rows on engine a, columns on engine b, all on c; what is tied is one."""
+    found = zeros(whole)
+    if NAME != "c":
+        mesh, dimension = init_device_mesh("cpu", (2,)), int(NAME == "b")
+        found = {
+            name: distribute_tensor(one, mesh, [Shard(min(dimension, one.ndim - 1))])
+            for name, one in found.items()
+        }
+    if case.endswith("_tied"):
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return found
 
 
 def _count_meetings() -> list[int]:

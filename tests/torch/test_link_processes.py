@@ -45,13 +45,14 @@ RELAYS = {
     "relay_dies": {3},
     "trainer_dies": {0, 1},
     "others": set(),
+    "named": set(),
 }
 
 
 @pytest.mark.parametrize("case", RELAYS)
 def test_engines_hand_on_weights(case: str) -> None:
     ports = [free_port() for _ in range(4)]
-    ended = run_ranks("relay_process.py", 7, case, *ports, timeout_s=150)
+    ended = run_ranks("relay_process.py", 7, case, *ports, timeout_s=300)
     assert {rank for rank, one in enumerate(ended) if one.code == 9} == RELAYS[case]
     expect_all_end_well([one for rank, one in enumerate(ended) if rank not in RELAYS[case]])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ CONFIGURED = (
     "rotary_interleaved",
     "attention_output_gate",
 )
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 class RecordedModel(torch.nn.Module):
@@ -105,4 +109,26 @@ def read(case: str) -> dict[str, Any]:
     """What `write` kept."""
     data = lzma.decompress((RECORDINGS / f"{case}.pt.xz").read_bytes())
     found: dict[str, Any] = torch.load(io.BytesIO(data))
+    return found
+
+
+def stacked(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as transformers has them in a module: experts in one, gate above up."""
+    found, experts = {}, {}
+    for name, tensor in saved.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            found[name.replace("block_sparse_moe", "mlp")] = tensor
+        else:
+            layer = match[1].replace("block_sparse_moe", "mlp")
+            experts.setdefault(layer, {}).setdefault(int(match[2]), {})[match[3]] = tensor
+    for layer, of in experts.items():
+        every = [of[number] for number in range(len(of))]
+        gate, up, down = (
+            ("w1", "w3", "w2") if "w1" in every[0] else ("gate_proj", "up_proj", "down_proj")
+        )
+        found[f"{layer}.gate_up_proj"] = torch.stack(
+            [torch.cat([one[gate], one[up]]) for one in every]
+        )
+        found[f"{layer}.down_proj"] = torch.stack([one[down] for one in every])
     return found

@@ -49,6 +49,7 @@ from reshard.torch.links.orders import HandOn
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.sync import WeightSync
 from reshard.torch.links.trainer_sync import TrainerEnd, TrainerSync
+from reshard.torch.models.model_pairs import is_megatrons
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import Model
 from reshard.torch.refitting.refit import Refit
@@ -148,10 +149,15 @@ class WeightLink:
                 told = _read_buckets(gather(said, group).values[group.ranks[0]])
                 side = (model, None) if is_source else (None, model)
                 given = {name: read[name] for name in _RELAYED if name in read}
+                # Between two engines that are not Megatron's, nobody finds these anew.
+                own = refit.names
                 return Refit.prepare(
                     *side,
-                    source_names=names if is_source else None,
-                    target_names=None if is_source else names,
+                    source_names=own.target if is_source else None,
+                    target_names=None if is_source else own.target,
+                    stacks=own.stacks,
+                    ties=own.ties,
+                    num_experts=read.get("num_experts") if is_megatrons(model) else None,
                     # The other engine may have more, and what it has is not the trainer's yet.
                     strict=False,
                     check_replicas=False,
@@ -345,7 +351,7 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
     "changed_only": (bool, str),
 }
 # Those of them that a hand-on takes too. Its two engines have equal types.
-_RELAYED = ("ties", "stacks", "num_experts", "extra_bytes", "changed_only")
+_RELAYED = ("extra_bytes", "changed_only")
 
 
 def _write_options(options: Mapping[str, Any]) -> bytes:

@@ -59,7 +59,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class GivenNames:
-    """What a refit was told of names, on this rank."""
+    """What a refit was told of names, on this rank; or what it found where it was told nothing."""
 
     source: Naming | None = None
     target: Naming | None = None
@@ -99,7 +99,7 @@ class ModelPair:
     @property
     def notes(self) -> tuple[int, ...]:
         """What all ranks must know of any: whether a model is Megatron's."""
-        return (int(any(isinstance(one, MegatronModel) for one in (self.source, self.target))),)
+        return (int(any(map(is_megatrons, (self.source, self.target)))),)
 
     def list_tensors(
         self,
@@ -108,8 +108,8 @@ class ModelPair:
         naming: GivenNames,
         offsets: tuple[int | None, int | None] = (None, None),
         takes_samples: bool = False,
-    ) -> tuple[LocalTensors, LocalTensors, Mapping[str, str]]:
-        """What this rank has of both models, and the ties. All ranks call this.
+    ) -> tuple[LocalTensors, LocalTensors, GivenNames]:
+        """What this rank has of both models, and the names of these. All ranks call this.
 
         Args:
             notes: the greatest of all ranks.
@@ -142,7 +142,9 @@ class ModelPair:
             )
             for one, offset, takes in zip(sides, offsets, (takes_samples, False), strict=True)
         )
-        return before, after, ties
+        # Stacks are of a side that is not Megatron's, as the target is where weights are handed on.
+        of_source, of_target = (one.naming for one in sides)
+        return before, after, GivenNames(of_source, of_target, sides[1].stacks, ties)
 
     def _name(
         self, sides: Sequence[SideModel], naming: GivenNames, group: RankGroup
@@ -208,6 +210,15 @@ def _read_module(model: Model) -> Model:
     if isinstance(model, torch.nn.Module) and find_groups(model) is not None:
         return MegatronModel(model)
     return model
+
+
+def is_megatrons(model: Model) -> bool:
+    """Whether a model is Megatron's: said to be one, or a module with its process groups.
+
+    >>> is_megatrons(torch.nn.Linear(2, 2))
+    False
+    """
+    return isinstance(_read_module(model), MegatronModel)
 
 
 def _set_num_experts(model: Model, num_experts: int | None) -> Model:

@@ -12,6 +12,7 @@ from reshard.errors import ReshardError, ShardError
 from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.model_pairs import GivenNames
 from reshard.torch.models.parameters import LocalTensors
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
@@ -33,6 +34,7 @@ class PreparedRefit:
     report: PlanningReport
     digest: bytes
     whole: RefitPlan | None
+    names: GivenNames
 
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""

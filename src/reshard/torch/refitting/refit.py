@@ -89,6 +89,11 @@ class Refit:
         self._left: tuple[object, ...] = ()
 
     @property
+    def names(self) -> GivenNames:
+        """Names, stacks and ties of this rank's models: as they were given, or found."""
+        return self._prepared.names
+
+    @property
     def sent_bytes(self) -> int:
         """What this rank sends in a run; with `changed_only` what it sent in the last one."""
         return self._batches.sent_bytes
@@ -254,7 +259,8 @@ class Refit:
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
         naming = GivenNames(source_names, target_names, stacks, ties)
         offsets, samples = (source_offset, target_offset), check_replicas is True
-        before, after, ties = given.list_tensors(notes, group, naming, offsets, samples)
+        before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
+        ties = names.ties or {}
         check_memory(before, after, ties)
         methods = RefitMethods(method, topology, find_hosts(group))
         matching = RefitPlanner(ties, cast, strict, transforms or {}, extra_bytes, methods, buckets)
@@ -265,7 +271,7 @@ class Refit:
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
         prepared = PreparedRefit(
-            part, before, after, made_by, extra_bytes, changed_only, report, digest, whole
+            part, before, after, made_by, extra_bytes, changed_only, report, digest, whole, names
         )
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": digest}, problem), group)
