@@ -14,6 +14,7 @@ from soak.conversions import Conversions
 from soak.fuzzing import Fuzzing
 from soak.jobs import Jobs
 from soak.kills import Kills
+from soak.link_failures import LinkFailures
 from soak.mutations import Mutations
 from soak.uploads import Uploads
 
@@ -23,6 +24,7 @@ CAMPAIGNS: tuple[tuple[type[Campaign], int, float], ...] = (
     (Uploads, 200, 3),
     (BadDisks, 400, 3),
     (Jobs, 6, 2),
+    (LinkFailures, 30, 3),
     (Fuzzing, 5, 3),
     (Mutations, 100_000, 4),
     (Conversions, 10_000, 10),

@@ -22,7 +22,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import RunError
+from reshard.errors import ReshardError, RunError
 
 # How often somebody who waits looks for notes, and how long they are waited for.
 _LOOK_S, _NOTES_S = 0.05, 1.0
 _PREFIX = "reshard"
 _PATIENCE, _CONNECT = datetime.timedelta(minutes=30), datetime.timedelta(minutes=1)
 _SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What ends the waiting of a meeting before its time.
+
+    Attributes:
+        find_lost: why some rank will not come, or not go on; empty where nothing is known.
+        connect_s: the most seconds until all that are here are connected.
+        opening: entered while connections are opened.
+    """
+
+    find_lost: Callable[[], str]
+    connect_s: float
+    opening: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,7 @@ class RankMeeting:
 
     `cards` are in the group's order. `store` is None where the group has none: then the group
     itself connects its ranks, and nobody leaves notes. `address` is the one of this rank, by which
-    others reach it; the one of its host's name when empty.
+    others reach it; the one of its host's name when empty. `watch` ends the connecting early.
     """
 
     cards: tuple[Card, ...]
@@ -65,6 +81,7 @@ class RankMeeting:
     store: Any = None
     group: dist.ProcessGroup | None = None
     address: str = ""
+    watch: Watch | None = None
 
     def connect(self) -> Any:
         """Connections between all ranks, for what lies on the CPU."""
@@ -73,7 +90,8 @@ class RankMeeting:
         own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
         options = dist.ProcessGroupGloo._Options()
         # All ranks are here: who does not answer at once is not reached.
-        options._timeout = min(self.timeout, _CONNECT)
+        limit = datetime.timedelta(seconds=self.watch.connect_s) if self.watch else _CONNECT
+        options._timeout = min(self.timeout, limit)
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
         if self.address:
             device = dist.ProcessGroupGloo.create_device(hostname=self.address)
@@ -84,11 +102,50 @@ class RankMeeting:
             device = dist.ProcessGroupGloo.create_default_device()
         options._devices = [device]
         try:
-            found = dist.ProcessGroupGloo(own, self.position, len(self.cards), options)
-        except RuntimeError as error:
-            raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
+            found = self._connect_watched(own, options)
+        except BaseException as error:
+            self.leave_note("" if isinstance(error, RuntimeError) else str(error))
+            if isinstance(error, RuntimeError):
+                raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
+            raise
         found._set_default_timeout(self.timeout)
         return found
+
+    def _connect_watched(self, store: Any, options: Any) -> Any:
+        """Gloo's connections. Raises RuntimeError where they fail, or a rank is lost meanwhile."""
+        found: list[Any] = []
+        error: list[BaseException] = []
+        watch = self.watch
+        if watch is None:
+            return dist.ProcessGroupGloo(store, self.position, len(self.cards), options)
+
+        def begin() -> None:
+            try:
+                with watch.opening():
+                    found.append(
+                        dist.ProcessGroupGloo(store, self.position, len(self.cards), options)
+                    )
+            except BaseException as raised:
+                error.append(raised)
+
+        # Gloo waits for all its time for a rank that has ended: then this thread is left to it.
+        thread = threading.Thread(target=begin, name="reshard connect", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and (why := watch.find_lost() or self._find_note()):
+                raise RuntimeError(why)
+        if error:
+            raise error[0]
+        return found[0]
+
+    def _find_note(self) -> str:
+        try:
+            if _has_notes(self.store, self.generation, len(self.cards)):
+                return self.find_causes(range(len(self.cards)))
+        except RuntimeError as error:
+            return f"the store does not answer: {error}"
+        return ""
 
     def leave_note(self, note: str) -> None:
         """Say why this rank fails; nothing where it only lost others."""
@@ -133,6 +190,7 @@ def meet_at(
     job: str | None = None,
     home_rank: int = 0,
     address: str = "",
+    watch: Watch | None = None,
 ) -> RankMeeting:
     """Meet at a store: all ranks call this, with one generation. Raises as `meet` does.
 
@@ -140,12 +198,13 @@ def meet_at(
         job, home_rank: one name for all ranks of this process's job, and its rank there, where
             torch does not know them.
         address: by which other ranks reach this one.
+        watch: what ends the waiting early.
     """
     if job is None or dist.is_initialized():
         home_rank = _find_home_rank()
     own = Card(job or _name_job(), home_rank, socket.gethostname(), os.getpid())
     cards: dict[int, Card] = {position: own}
-    keys = {number: f"{generation}/card/{number}" for number in range(ranks)}
+    keys = {number: card_key(generation, number) for number in range(ranks)}
     begun_s, limit_s = time.monotonic(), timeout.total_seconds()
     try:
         store.set(keys[position], json.dumps(asdict(own)))
@@ -153,20 +212,29 @@ def meet_at(
             here = [n for n, key in keys.items() if n not in cards and store.check([key])]
             cards |= {number: Card(**json.loads(store.get(keys[number]))) for number in here}
             waited_s = time.monotonic() - begun_s
-            is_lost = probe is not None and bool(probe.error)
-            if not here and (is_lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
+            lost = (probe.error if probe else "") or (watch.find_lost() if watch else "")
+            if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
                 leave_note(store, generation, position, "")
                 causes = _find_causes(store, generation, position, range(ranks), cards)
-                raise RunError(f"nothing was moved: {causes}")
+                raise RunError(f"nothing was moved: {causes or lost}")
             # Who comes late is waited for at leisure.
             time.sleep(min(waited_s / 8, _LOOK_S))
         if probe is not None:
             probe.finish()
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise _describe_loss(error) from error
+    except BaseException as error:
+        # The others must not wait for what this rank will not do.
+        leave_note(store, generation, position, "" if isinstance(error, RunError) else str(error))
+        if isinstance(error, RuntimeError | ValueError | TypeError):
+            raise _describe_loss(error) from error
+        raise
     found = tuple(cards[number] for number in range(ranks))
     given = probe and probe.group
-    return RankMeeting(found, position, generation, timeout, store, given, address)
+    return RankMeeting(found, position, generation, timeout, store, given, address, watch)
+
+
+def card_key(generation: int, position: int) -> str:
+    """Where a rank leaves its card, at the store of a meeting."""
+    return f"{generation}/card/{position}"
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -235,7 +303,7 @@ def _find_home_rank() -> int:
 def leave_note(store: Any, generation: int, position: int, note: str) -> None:
     """Say at the store of a meeting why one of its ranks fails. Who waits for it reads that."""
     # Where the store is gone with the rank that had it, others see that too.
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ReshardError):
         store.set(f"{generation}/note/{position}", json.dumps(note))
 
 

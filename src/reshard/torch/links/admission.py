@@ -7,7 +7,9 @@ since a number may be one of ranks that have died::
     first rank   number = 3   current = 3            sees the claim, welcomes it, announces 3
     rank 1                    reads 3, claims: token             finds its token: belongs to 3
 
-The announcement says how many ranks a side has, and which protocol it speaks. Between two sides,
+The announcement says how many ranks a side has, by which tokens others see that they are there
+(`presence`), and which protocol it speaks. An engine is admitted once all of its ranks wait at the
+place where it and the trainer meet: so the trainer waits for none. Between two sides,
 all ranks meet (`reshard.torch.exchange.meeting`), and each proves to every other, over the
 connection that they have, that it knows the secret: it answers a number that nobody used before by
 a code of it.
@@ -21,16 +23,17 @@ import hmac
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from reshard.errors import LinkError
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.meeting import card_key
+from reshard.torch.links.presence import Presence
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
 # Of what both sides say to each other; releases of one protocol understand each other.
-PROTOCOL = 2
+PROTOCOL = 3
 TRAINER = "trainer"
 _LOOK_S = 0.05
 _CODE_BYTES = 32
@@ -44,16 +47,21 @@ class Announcement:
     name: str
     ranks: int
     protocol: int = PROTOCOL
+    tokens: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, text: bytes) -> Announcement:
         """Raises LinkError for what is no announcement."""
         try:
-            found = cls(**json.loads(text))
+            told = json.loads(text)
+            # Other protocols may say more.
+            found = cls(**{one.name: told[one.name] for one in fields(cls) if one.name in told})
+            object.__setattr__(found, "tokens", tuple(found.tokens))
         except (TypeError, ValueError) as error:
             raise LinkError(f"{text[:80]!r} announces no side of a link") from error
         numbers = (found.number, found.ranks, found.protocol)
-        if not all(type(one) is int and one >= 0 for one in numbers):
+        is_told = all(isinstance(one, str) for one in (found.name, *found.tokens))
+        if not is_told or not all(type(one) is int and one >= 0 for one in numbers):
             raise LinkError(f"{text[:80]!r} announces no side of a link")
         return found
 
@@ -67,20 +75,27 @@ class Announcement:
 
 
 def announce(
-    store: SealedStore, name: str, rank: int, ranks: int, timeout_s: float
+    store: SealedStore,
+    name: str,
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    presence: Presence | None = None,
 ) -> Announcement:
     """The announcement of the side that this process is `rank` of. All of its ranks call this.
 
     Raises LinkError where a rank does not come in time, or has another number of ranks.
     """
+    presence = presence or Presence()
     deadline_s = time.monotonic() + timeout_s
     if rank:
-        return _ask_to_be_let_in(store, name, rank, ranks, deadline_s)
+        return _ask_to_be_let_in(store, name, rank, ranks, deadline_s, presence)
     number = store.add("sides", 1) - 1
     store.set(f"side/{name}", str(number))
+    tokens = [presence.token]
     for other in range(1, ranks):
         claim = f"claim/{number}/{other}"
-        if not _comes(lambda claim=claim: store.check([claim]), deadline_s):  # type: ignore[misc]
+        if not _comes(lambda claim=claim: store.check([claim]), deadline_s, presence):  # type: ignore[misc]
             raise LinkError(f"rank {other} of {name} did not come within {timeout_s:g} s")
         token, its_ranks = json.loads(store.get(claim))
         if its_ranks != ranks:
@@ -88,15 +103,16 @@ def announce(
             store.set(f"welcome/{number}/{other}", json.dumps(["", problem]))
             raise LinkError(f"{problem}; give all ranks of a side the same")
         store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
-    found = Announcement(number, name, ranks)
+        tokens.append(token)
+    found = Announcement(number, name, ranks, tokens=tuple(tokens))
     store.set(f"announcement/{number}", json.dumps(asdict(found)))
     return found
 
 
 def _ask_to_be_let_in(
-    store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float
+    store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float, presence: Presence
 ) -> Announcement:
-    token, claimed = uuid.uuid4().hex, ""
+    token, claimed = presence.token, ""
     current = f"side/{name}"
     welcome = ""
     while True:
@@ -112,9 +128,10 @@ def _ask_to_be_let_in(
                 break
         if time.monotonic() > deadline_s:
             raise LinkError(f"rank 0 of {name} did not let rank {rank} in; start it as well")
+        presence.check()
         time.sleep(_LOOK_S)
     key = f"announcement/{claimed}"
-    if not _comes(lambda: store.check([key]), deadline_s):
+    if not _comes(lambda: store.check([key]), deadline_s, presence):
         raise LinkError(f"rank 0 of {name} did not announce it")
     return Announcement.read(store.get(key))
 
@@ -143,18 +160,39 @@ def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     return found
 
 
-def wait_for_engines(
-    store: SealedStore, seen: set[int], fewest: int, timeout_s: float
-) -> list[Announcement]:
-    """Engines as `find_engines` finds them, once there are `fewest` names of them.
+def place_of(number: int) -> str:
+    """Where the trainer and an engine meet, at the store."""
+    return f"pair/{number}"
 
-    Raises LinkError where they do not come.
+
+def wait_for_engines(
+    store: SealedStore,
+    seen: set[int],
+    fewest: int,
+    timeout_s: float,
+    trainer: Announcement,
+    presence: Presence,
+) -> list[Announcement]:
+    """Engines not among `seen` that wait to be met, once there are `fewest` names of them.
+
+    Those of which a process has ended meanwhile are passed over, and `seen` from then on. Raises
+    LinkError where they do not come, or a process of the trainer has ended.
     """
     found: list[Announcement] = []
 
     def are_here() -> bool:
-        found[:] = find_engines(store, seen)
+        if gone := presence.find_gone(trainer.tokens):
+            rank = trainer.tokens.index(gone)
+            raise LinkError(f"rank {rank} of the trainer has ended, or closed the link")
+        announced = find_engines(store, seen)
+        seen.update(one.number for one in announced if presence.find_gone(one.tokens))
+        found[:] = [one for one in announced if one.number not in seen and waits(one)]
         return len({one.name for one in found}) >= fewest
+
+    def waits(one: Announcement) -> bool:
+        first = trainer.ranks
+        cards = [card_key(0, first + rank) for rank in range(one.ranks)]
+        return store.check([f"{place_of(one.number)}/{card}" for card in cards])
 
     if not _comes(are_here, time.monotonic() + timeout_s):
         raise LinkError(f"{len(found)} of {fewest} engines came within {timeout_s:g} s")
@@ -185,9 +223,13 @@ def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
         return group.swap_bytes(given, dict.fromkeys(given, _CODE_BYTES))
 
 
-def _comes(is_there: Callable[[], bool], deadline_s: float) -> bool:
-    """Wait for something; whether it comes in time."""
+def _comes(
+    is_there: Callable[[], bool], deadline_s: float, presence: Presence | None = None
+) -> bool:
+    """Wait for something; whether it comes in time. Raises LinkError where the link is gone."""
     while not is_there():
+        if presence is not None:
+            presence.check()
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_LOOK_S)

@@ -34,19 +34,22 @@ from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.integers import as_integer
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.meeting import leave_note, meet_at
+from reshard.torch.exchange.meeting import Watch, leave_note, meet_at
 from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,
     Announcement,
     announce,
     find_trainer,
+    place_of,
     prove_secret,
     wait_for_engines,
 )
 from reshard.torch.links.engine_sync import EngineEnd, EngineSync
 from reshard.torch.links.orders import HandOn
+from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
 from reshard.torch.links.sealed_store import SealedStore
+from reshard.torch.links.silence import ending_when_silent
 from reshard.torch.links.sync import WeightSync
 from reshard.torch.links.trainer_sync import TrainerEnd, TrainerSync
 from reshard.torch.models.model_pairs import is_megatrons
@@ -57,7 +60,10 @@ from reshard.torch.refitting.transforms import Transform
 
 Side = Literal["trainer", "engine"]
 _PATIENCE_S = 1800.0
+_SILENCE_S = 3.0
 _LINGER_S = 1.0
+# The most seconds until processes that are all here are connected.
+_CONNECT_S = 60.0
 
 
 class WeightLink:
@@ -77,15 +83,18 @@ class WeightLink:
         rank: int,
         address: LinkAddress,
         store: SealedStore,
+        presence: Presence,
         timeout_s: float,
+        silence_s: float,
     ) -> None:
-        self._own, self._trainer = own, trainer
-        self._address, self._store, self._timeout_s = address, store, timeout_s
+        self._own, self._trainer, self._presence = own, trainer, presence
+        self._address, self._store = address, store
+        self._timeout_s, self._silence_s = timeout_s, silence_s
         self.side: Side = "trainer" if own == trainer else "engine"
         self.name, self.rank, self.ranks = own.name, rank, own.ranks
         self.url = str(address)
         self.is_closed = False
-        # Of a trainer: its engines by number, with the group of each; of an engine, the one group.
+        # Of a trainer: each engine's group by number; of an engine, the one group.
         self._groups: dict[int, tuple[str, RankGroup]] = {}
         self._seen: set[int] = set()
         self._lost: dict[str, str] = {}
@@ -210,6 +219,7 @@ class WeightLink:
             group.break_off(closed)
         for sync in self._engine_syncs:
             sync.close(closed)
+        self._presence.close()
         if groups and self.side == "trainer" and self.rank == 0:
             time.sleep(_LINGER_S)
 
@@ -240,7 +250,9 @@ class WeightLink:
         self._steps += 1
         with self._store_errors():
             if self.rank == 0:
-                came = wait_for_engines(self._store, self._seen, fewest, self._timeout_s)
+                came = wait_for_engines(
+                    self._store, self._seen, fewest, self._timeout_s, self._own, self._presence
+                )
                 left = [n for n in self._groups if self._store.check([f"left/{n}/0"])]
                 numbers = [one.number for one in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
@@ -256,9 +268,12 @@ class WeightLink:
                 if name == one.name:
                     self._drop(number, "it came again")
             try:
-                self._groups[one.number] = (one.name, self._meet(one))
+                # The engines that are there already wait meanwhile: not as long as they would.
+                group = self._meet(one, self._timeout_s / 2)
+                self._groups[one.number] = (one.name, group)
                 for sync in self._syncs:
-                    sync.prepare_for(one.number, self._groups[one.number][1])
+                    sync.prepare_for(one.number, group)
+                group.set_patience(self._timeout_s)
             except ReshardError as error:
                 self._give_up(one.number, str(error), one.name)
 
@@ -270,19 +285,24 @@ class WeightLink:
                 told = "; ".join(f"{name}: {why}" for name, why in self._take_lost().items())
                 raise LinkError(f"no engine could be linked: {told}")
             return
-        self._groups[self._own.number] = (TRAINER, self._meet(self._own))
+        self._groups[self._own.number] = (TRAINER, self._meet(self._own, self._timeout_s))
 
-    def _meet(self, engine: Announcement) -> RankGroup:
+    def _meet(self, engine: Announcement, limit_s: float) -> RankGroup:
         """The group of the trainer's ranks and then an engine's."""
         ahead = self._trainer.ranks if self.side == "engine" else 0
-        return self._meet_at(f"pair/{engine.number}", ahead, self._trainer.ranks + engine.ranks)
+        ranks = self._trainer.ranks + engine.ranks
+        sides = (self._trainer, engine)
+        return self._meet_at(place_of(engine.number), ahead, ranks, sides, limit_s)
 
     def _meet_engine(self, hand_on: HandOn) -> RankGroup:
         """The group of the ranks of an engine and then those of the one that it hands on to."""
         ahead = 0 if hand_on.source == self._own.number else hand_on.source_ranks
         ranks = hand_on.source_ranks + hand_on.target_ranks
         with self._store_errors():
-            return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks)
+            # The trainer knows first of one that is lost, and ends the waiting.
+            sides = (self._trainer,)
+            limit_s = self._timeout_s / 2
+            return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
 
     def _interrupt(self, hand_on: HandOn, number: int) -> None:
         """End the waiting for an engine that is lost."""
@@ -293,13 +313,28 @@ class WeightLink:
             store = dist.PrefixStore(f"relay/{hand_on.meeting}", self._store)
             leave_note(store, 0, position, "the trainer lost this engine")
 
-    def _meet_at(self, place: str, ahead: int, ranks: int) -> RankGroup:
-        """The group of all that meet at a place of the store, `ahead` of them before this side."""
+    def _meet_at(
+        self,
+        place: str,
+        ahead: int,
+        ranks: int,
+        sides: tuple[Announcement, ...],
+        limit_s: float,
+    ) -> RankGroup:
+        """The group of all that meet at a place of the store, `ahead` of them before this side.
+
+        Whoever else waits for this process must not be kept for all of its patience: `limit_s`.
+        """
         meeting = meet_at(
             dist.PrefixStore(place, self._store),
             ahead + self.rank,
             ranks,
-            datetime.timedelta(seconds=self._timeout_s),
+            datetime.timedelta(seconds=limit_s),
+            watch=Watch(
+                lambda: self._find_lost(sides),
+                min(limit_s, _CONNECT_S),
+                lambda: ending_when_silent(self._silence_s),
+            ),
             job=f"{self.name}/{self._own.number}",
             home_rank=self.rank,
             address=self._address.own_address(),
@@ -308,6 +343,19 @@ class WeightLink:
         group = RankGroup(meeting, None, compares_threads=False)
         prove_secret(group, self._store.key)
         return group
+
+    def _find_lost(self, sides: tuple[Announcement, ...]) -> str:
+        """Which process of some sides has ended; empty where all are there."""
+        try:
+            self._presence.check()
+        except LinkError as error:
+            return str(error)
+        for side in sides:
+            token = self._presence.find_gone(side.tokens)
+            if token:
+                rank = side.tokens.index(token)
+                return f"rank {rank} of {side.name} has ended, or closed the link"
+        return ""
 
     def _give_up(self, number: int, why: str, name: str = "") -> None:
         found = self._groups.get(number)
@@ -396,6 +444,7 @@ def connect(
     engines: int = 1,
     secret: str | None = None,
     timeout_s: float = _PATIENCE_S,
+    silence_s: float = _SILENCE_S,
 ) -> WeightLink:
     """Connect this process with the other side, which is a job of its own.
 
@@ -413,6 +462,7 @@ def connect(
         secret: what only processes of the link know; the environment variable
             RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
         timeout_s: how long to wait for others, here and in every run.
+        silence_s: after how long a host that cannot be reached counts as gone.
 
     Raises:
         LinkError: the other side does not come, has another secret, or does not fit.
@@ -427,18 +477,31 @@ def connect(
         raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
     if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
         raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise UsageError(f"timeout_s={timeout_s!r}; give a number of seconds above 0")
+    for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+            raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
     address = LinkAddress.of(url)
     is_server = side == "trainer" and rank == 0
-    store = address.open_store(is_server, address.find_secret(secret), timeout_s)
+    with ending_when_silent(silence_s):
+        store = address.open_store(is_server, address.find_secret(secret), timeout_s)
+    presence: Presence | None = None
     try:
         trainer = None if side == "trainer" else find_trainer(store, timeout_s)
-        own = announce(store, TRAINER if side == "trainer" else name, rank, ranks, timeout_s)
-        link = WeightLink(own, trainer or own, rank, address, store, timeout_s)
+        if is_server:
+            presence = PresenceDesk(store, address.own_address(), silence_s)
+        else:
+            presence = PresenceLine(store, timeout_s, silence_s)
+        store.check_others = presence.check
+        own_name = TRAINER if side == "trainer" else name
+        own = announce(store, own_name, rank, ranks, timeout_s, presence)
+        link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
         link._join(engines)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, ReshardError):
+    except BaseException as error:
+        # Who waits for this process learns that it does not come.
+        if presence is not None:
+            presence.close()
+        is_ours = isinstance(error, ReshardError)
+        if is_ours or not isinstance(error, RuntimeError | ValueError | OSError):
             raise
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise LinkError(f"the store at {address} does not answer: {line}") from error

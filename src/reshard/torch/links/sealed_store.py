@@ -18,7 +18,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import hmac
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from reshard.errors import LinkError
 _SALT_KEY = "reshard/link/salt"
 _SALT_BYTES, _CODE_BYTES = 16, 32
 _SCRYPT_COST, _SCRYPT_BLOCK = 1 << 14, 8
+_LOOK_S = 0.02
 
 
 def derive_key(secret: str, salt: bytes) -> bytes:
@@ -76,13 +78,16 @@ def seal(store: dist.Store, secret: str, salt: bytes | None) -> SealedStore:
 class SealedStore(dist.Store):  # type: ignore[misc]
     """A store whose keys and values are sealed by `key`. Counters of `add` have sealed keys only.
 
-    Raises LinkError for a value that is not sealed by it.
+    Raises LinkError for a value that is not sealed by it. Whoever waits for one asks again and
+    again, so that other threads can use the store meanwhile, and calls `check_others`, which raises
+    where nobody will write it.
     """
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
         self._store = store
         self.key = key
+        self.check_others: Callable[[], None] | None = None
 
     def _seal_key(self, key: str) -> str:
         return code_of(self.key, b"key", key.encode()).hex()
@@ -103,6 +108,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Wait for a value and read it."""
+        self.wait([key])
         return self._open_value(key, bytes(self._store.get(self._seal_key(key))))
 
     def add(self, key: str, value: int) -> int:
@@ -114,9 +120,16 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         return bool(self._store.check([self._seal_key(key) for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all keys are there."""
-        sealed = [self._seal_key(key) for key in keys]
-        self._store.wait(sealed, *([] if timeout is None else [timeout]))
+        """Wait until all keys are there. Raises LinkError where they do not come."""
+        begun_s = time.monotonic()
+        limit_s = (timeout or self._store.timeout).total_seconds()
+        while not self.check(keys):
+            if self.check_others is not None:
+                self.check_others()
+            waited_s = time.monotonic() - begun_s
+            if waited_s > limit_s:
+                raise LinkError(f"{', '.join(keys)} did not come to the store in {limit_s:g} s")
+            time.sleep(min(waited_s / 8, _LOOK_S))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""

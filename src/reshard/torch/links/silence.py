@@ -1,0 +1,76 @@
+"""Silence of other hosts: connections that end where the other end's host cannot be reached.
+
+A process that ends closes its connections, which the other end sees at once. A host that loses its
+link closes nothing: whoever waits for it would wait for hours. The system can ask hosts that are
+silent for a sign of life, and end connections to those that give none. The host's kernel answers,
+so a process that is busy, stopped or swapped out does not count as silent.
+
+Source: RFC 1122 (keep-alives), RFC 5482 (user timeout).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+# How often a silent host is asked.
+_ASKED_S = 1
+
+
+def end_when_silent(connected: socket.socket, silence_s: float) -> None:
+    """Let a TCP connection end after its other end's host was silent for so long."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _ASKED_S,
+        "TCP_KEEPINTVL": _ASKED_S,
+        "TCP_KEEPCNT": max(1, round(silence_s / _ASKED_S)),
+        # What was sent and is not acknowledged; without it the system tries for a quarter of an
+        # hour.
+        "TCP_USER_TIMEOUT": max(1, round(1000 * silence_s)),
+    }
+    for name, value in options.items():
+        # Not every system has all of them.
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@contextlib.contextmanager
+def ending_when_silent(silence_s: float) -> Iterator[None]:
+    """Connections between hosts that libraries open meanwhile end when silent.
+
+    What other threads open meanwhile is taken, too.
+    """
+    before = {key for key, _ in _list_sockets()}
+    yield
+    for key, number in _list_sockets():
+        if key in before:
+            continue
+        # The number may be another's by now, which does no harm either.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            if found.type == socket.SOCK_STREAM and not _is_of_this_host(found):
+                end_when_silent(found, silence_s)
+
+
+def _list_sockets() -> Iterator[tuple[int, int]]:
+    """Sockets of this process: inode and number."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            found = os.fstat(number)
+            if stat.S_ISSOCK(found.st_mode):
+                yield found.st_ino, number
+
+
+def _is_of_this_host(connected: socket.socket) -> bool:
+    """Whether both ends are on one host. Raises OSError for what is not connected."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    other = connected.getpeername()[0]
+    return other == connected.getsockname()[0] or ipaddress.ip_address(other).is_loopback

@@ -1,0 +1,113 @@
+"""Who of a link has ended is known to all others, and strangers change nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from reshard.errors import LinkError  # noqa: E402
+from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine  # noqa: E402
+from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+
+# Generous: what is waited for comes at once.
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def store() -> SealedStore:
+    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+
+
+@pytest.fixture
+def desk(store: SealedStore) -> Iterator[PresenceDesk]:
+    found = PresenceDesk(store, "127.0.0.1", 3.0)
+    yield found
+    found.close()
+
+
+def line(store: SealedStore) -> PresenceLine:
+    return PresenceLine(store, PATIENCE_S, 3.0)
+
+
+def comes(is_so: Callable[[], object]) -> bool:
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return bool(is_so())
+
+
+def test_all_learn_who_has_ended(store: SealedStore, desk: PresenceDesk) -> None:
+    ends: list[Presence] = [desk, line(store), line(store), line(store)]
+    tokens = [one.token for one in ends]
+    assert [one.find_gone(tokens) for one in ends] == ["", "", "", ""]
+    ends[2].close()
+    for number in (0, 1, 3):
+        assert comes(lambda one=ends[number]: one.find_gone(tokens) == tokens[2])
+        ends[number].check()
+    # Who comes late learns of those that went before.
+    late = line(store)
+    assert comes(lambda: late.find_gone(tokens) == tokens[2])
+    assert late.find_gone(tokens[:2]) == ""
+    for one in (ends[1], ends[3], late):
+        one.close()
+
+
+def test_the_end_of_the_first_rank(store: SealedStore) -> None:
+    desk = PresenceDesk(store, "127.0.0.1", 3.0)
+    found = line(store)
+    # Once it is known, nobody comes between.
+    found.check()
+    desk.close()
+
+    def is_over() -> bool:
+        try:
+            found.check()
+        except LinkError as error:
+            return "has ended" in str(error)
+        return False
+
+    assert comes(is_over)
+    found.close()
+    with pytest.raises(LinkError, match=r"does not answer at 127\.0\.0\.1"):
+        line(store)
+
+
+GARBAGE = (b"", b"\0" * 10, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, os.urandom(1 << 20))
+
+
+@pytest.mark.parametrize("said", GARBAGE, ids=["nothing", "little", "http", "much"])
+def test_strangers_are_turned_away(store: SealedStore, desk: PresenceDesk, said: bytes) -> None:
+    own = line(store)
+    host, _, port = store.get("presence").decode().rpartition(" ")
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
+            assert len(stranger.recv(16)) == 16
+            try:
+                stranger.sendall(said)
+            except OSError:
+                assert len(said) > 48
+    other = line(store)
+    other.close()
+    assert comes(lambda: own.find_gone([other.token]) == other.token)
+    own.check()
+    own.close()
+
+
+def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: PresenceDesk) -> None:
+    own = line(store)
+    stranger = SealedStore(dist.HashStore(), b"another key")
+    stranger.set("presence", store.get("presence"))
+    found = line(stranger)
+    # Its connection is closed, and the others are not told of it.
+    assert comes(lambda: found.find_gone([]) == "" and found._is_over)
+    assert own.find_gone([found.token]) == "" and desk.find_gone([found.token]) == ""
+    found.close()
+    own.close()

@@ -1,0 +1,41 @@
+"""Connections between hosts that are opened meanwhile ask silent hosts for a sign of life."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from reshard.torch.links import silence
+from reshard.torch.links.silence import end_when_silent, ending_when_silent
+
+pytest.importorskip("torch")
+
+
+def asks(connected: socket.socket) -> bool:
+    return bool(connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+
+def test_what_is_asked() -> None:
+    with socket.socket() as one:
+        end_when_silent(one, 2.5)
+        assert asks(one)
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+
+
+def test_only_connections_that_are_opened_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as before:
+            with ending_when_silent(3.0):
+                here = socket.create_connection(address)
+            # Nothing is between the ends on one host.
+            assert not asks(here)
+            monkeypatch.setattr(silence, "_is_of_this_host", lambda _: False)
+            with ending_when_silent(3.0), socket.socket() as gone:
+                far = socket.create_connection(address)
+            del gone
+            assert asks(far) and not asks(before) and not asks(here)
+            here.close()
+            far.close()
