@@ -25,7 +25,7 @@ PROCESSES = 5
 STAGES = ("connect", "prepare", "run", "verify", "leave")
 WAYS = ("killed", "raises", "stalls", "memory", "cut", "slow")
 # Where processes may not know of each other yet, they wait for as long as they are told to.
-EARLY_S, PATIENT_S, STALLED_S = 6.0, 60.0, 4.0
+EARLY_S, PATIENT_S, STALLED_S = 6.0, 60.0, 8.0
 # Packets wait for up to seconds: netem, which would delay each alike, is not in every kernel.
 _SLOW = ("tbf", "rate", "200kbit", "burst", "2000", "latency", "5000ms")
 

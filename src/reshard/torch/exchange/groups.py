@@ -22,7 +22,6 @@ them.
 
 from __future__ import annotations
 
-import datetime
 import re
 import threading
 import weakref
@@ -113,12 +112,6 @@ class RankGroup:
     def has_failed(self) -> bool:
         """Whether its connections are closed, since a rank failed."""
         return self._transport is None
-
-    def set_patience(self, timeout_s: float) -> None:
-        """How long to wait for any other rank, from here on."""
-        self._connections()._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        for peer in self.shared_memory.ranks.values() if self.shared_memory else ():
-            peer.set_patience(timeout_s)
 
     @property
     def slots(self) -> int:

@@ -119,7 +119,8 @@ class SharedMemory:
     ) -> None:
         self.is_complete = is_complete
         self._segments: dict[int, _Segment] = {}
-        self._free, self._count = list[_Segment](), 0
+        self._free: list[_Segment] = []
+        self._count = 0
         self._lock = threading.Lock()
         self.ranks = {rank: NearRank(rank, one, timeout_s) for rank, one in sockets.items()}
 
@@ -201,9 +202,11 @@ class NearRank:
         self._rank = rank
         self._socket = connected
         weakref.finalize(self, connected.close)
-        self.set_patience(timeout_s)
+        self._timeout_s = timeout_s
+        _limit_waits(connected, timeout_s)
         self._changed = threading.Condition()
-        self._is_read, self._error = False, ""
+        self._is_read = False
+        self._error = ""
         self._lent: dict[int, LentMessage] = {}
         self._count = 0
         # What is waited for, and what came before anybody did.
@@ -211,11 +214,6 @@ class NearRank:
         self._early: dict[int, deque[tuple[int, ...]]] = {}
         # Segments of that rank, by number.
         self.mapped: dict[int, torch.Tensor] = {}
-
-    def set_patience(self, timeout_s: float) -> None:
-        """How long to wait for any note, from here on."""
-        self._timeout_s = timeout_s
-        _limit_waits(self._socket, timeout_s)
 
     def lend(self, segment: _Segment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Say that a message lies in a segment of the own rank."""

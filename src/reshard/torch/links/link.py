@@ -46,7 +46,14 @@ from reshard.torch.links.admission import (
     wait_for_engines,
 )
 from reshard.torch.links.engine_sync import EngineEnd, EngineSync
-from reshard.torch.links.orders import HandOn
+from reshard.torch.links.orders import (
+    OPTIONS,
+    RELAYED,
+    HandOn,
+    read_buckets,
+    read_options,
+    write_options,
+)
 from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.silence import ending_when_silent
@@ -62,6 +69,9 @@ Side = Literal["trainer", "engine"]
 _PATIENCE_S = 1800.0
 _SILENCE_S = 3.0
 _LINGER_S = 1.0
+# Who keeps others waiting gives up before they do: engines each other, then the trainer an engine,
+# then engines the trainer. These parts of `timeout_s` are theirs.
+_TRAINER_SHARE, _HAND_ON_SHARE = 1 / 2, 1 / 4
 # The most seconds until processes that are all here are connected.
 _CONNECT_S = 60.0
 
@@ -139,15 +149,15 @@ class WeightLink:
             UsageError: an option that there is not, or one on an engine.
         """
         self._check_open()
-        unknown = sorted(set(options) - set(_OPTIONS))
+        unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            raise UsageError(f"options {unknown}; a link takes {', '.join(_OPTIONS)}")
+            raise UsageError(f"options {unknown}; a link takes {', '.join(OPTIONS)}")
         if self.side == "engine" and options:
             raise UsageError(f"options {sorted(options)} on an engine; the trainer says them")
         given = {"transforms": transforms, "topology": topology}
         if self.side == "engine":
             (group,) = (group for _, group in self._groups.values())
-            read = _read_options(gather(b"", group).values[group.ranks[0]])
+            read = read_options(gather(b"", group).values[group.ranks[0]])
             refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
             gather(refit.target_digest.encode(), group)
 
@@ -155,9 +165,9 @@ class WeightLink:
                 group: RankGroup, is_source: bool, batches: Mapping[str, int]
             ) -> Refit:
                 said = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
-                told = _read_buckets(gather(said, group).values[group.ranks[0]])
+                told = read_buckets(gather(said, group).values[group.ranks[0]])
                 side = (model, None) if is_source else (None, model)
-                given = {name: read[name] for name in _RELAYED if name in read}
+                given = {name: read[name] for name in RELAYED if name in read}
                 # Between two engines that are not Megatron's, nobody finds these anew.
                 own = refit.names
                 return Refit.prepare(
@@ -180,8 +190,8 @@ class WeightLink:
             engine = EngineEnd(label, self._own.number, self._meet_engine, prepare_relay)
             self._engine_syncs.append(EngineSync(engine, refit, group))
             return self._engine_syncs[-1]
-        said = _write_options({"buckets": "auto", **options})
-        read = _read_options(said)
+        said = write_options({"buckets": "auto", **options})
+        read = read_options(said)
 
         def prepare_with(group: RankGroup) -> Refit:
             gather(said if self.rank == 0 else b"", group)
@@ -269,11 +279,10 @@ class WeightLink:
                     self._drop(number, "it came again")
             try:
                 # The engines that are there already wait meanwhile: not as long as they would.
-                group = self._meet(one, self._timeout_s / 2)
+                group = self._meet(one, self._timeout_s * _TRAINER_SHARE)
                 self._groups[one.number] = (one.name, group)
                 for sync in self._syncs:
                     sync.prepare_for(one.number, group)
-                group.set_patience(self._timeout_s)
             except ReshardError as error:
                 self._give_up(one.number, str(error), one.name)
 
@@ -301,7 +310,7 @@ class WeightLink:
         with self._store_errors():
             # The trainer knows first of one that is lost, and ends the waiting.
             sides = (self._trainer,)
-            limit_s = self._timeout_s / 2
+            limit_s = self._timeout_s * _HAND_ON_SHARE
             return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
 
     def _interrupt(self, hand_on: HandOn, number: int) -> None:
@@ -386,54 +395,6 @@ class WeightLink:
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
 
 
-# What the trainer says of a refit, and an engine learns: the JSON types of each.
-_OPTIONS: dict[str, tuple[type, ...]] = {
-    "ties": (dict,),
-    "stacks": (dict,),
-    "num_experts": (int,),
-    "cast": (bool, str, dict),
-    "strict": (bool,),
-    "method": (str,),
-    "extra_bytes": (int,),
-    "buckets": (int, str),
-    "changed_only": (bool, str),
-}
-# Those of them that a hand-on takes too. Its two engines have equal types.
-_RELAYED = ("extra_bytes", "changed_only")
-
-
-def _write_options(options: Mapping[str, Any]) -> bytes:
-    said = {name: value for name, value in options.items() if value is not None}
-    try:
-        return json.dumps(said).encode()
-    except TypeError as error:
-        raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
-
-
-def _read_buckets(said: bytes) -> dict[str, int]:
-    """Raises LinkError for what says no numbers of buckets."""
-    try:
-        found = json.loads(said)
-    except ValueError as error:
-        raise LinkError(f"{said[:80]!r} are no buckets of an engine") from error
-    if not isinstance(found, dict) or not all(type(one) is int for one in found.values()):
-        raise LinkError(f"{said[:80]!r} are no buckets of an engine")
-    return found
-
-
-def _read_options(said: bytes) -> dict[str, Any]:
-    """Raises LinkError for what is no trainer's word."""
-    try:
-        found = json.loads(said)
-    except ValueError as error:
-        raise LinkError(f"{said[:80]!r} are no options of a trainer") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(value, _OPTIONS.get(name, ())) for name, value in found.items()
-    ):
-        raise LinkError(f"{said[:80]!r} are no options of a trainer")
-    return found
-
-
 def connect(
     url: str,
     side: Side,
@@ -461,7 +422,9 @@ def connect(
         engines: how many engines the trainer waits for.
         secret: what only processes of the link know; the environment variable
             RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
-        timeout_s: how long to wait for others, here and in every run.
+        timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
+            for an engine, so that engines that wait for the trainer do not lose it by one that
+            hangs.
         silence_s: after how long a host that cannot be reached counts as gone.
 
     Raises:

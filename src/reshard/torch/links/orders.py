@@ -8,17 +8,18 @@ One run, between the trainer and each engine::
                                <---  outcome: empty where all is well
     [where it lacks weights: another order, and the weights from the trainer]
 
-Nothing that arrives is unpickled; what is no order or outcome is a LinkError.
+Before the first run a trainer says the options of a refit, and an engine in how many buckets its
+weights come. Nothing that arrives is unpickled; what is none of these is a LinkError.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reshard.errors import LinkError
+from reshard.errors import LinkError, UsageError
 
 # Why a hand-on ended: models that do not fit; engines that cannot reach each other; anything else.
 MISFIT, UNREACHABLE, BROKE = "misfit", "unreachable", "broke"
@@ -128,3 +129,52 @@ def _is_reason(found: Any) -> bool:
 
 def _refuse(text: bytes, what: str) -> LinkError:
     return LinkError(f"{text[:80]!r} is no {what}; give both sides one release")
+
+
+# What the trainer says of a refit, and an engine learns: the JSON types of each.
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "ties": (dict,),
+    "stacks": (dict,),
+    "num_experts": (int,),
+    "cast": (bool, str, dict),
+    "strict": (bool,),
+    "method": (str,),
+    "extra_bytes": (int,),
+    "buckets": (int, str),
+    "changed_only": (bool, str),
+}
+# Those of them that a hand-on takes too. Its two engines have equal types.
+RELAYED = ("extra_bytes", "changed_only")
+
+
+def write_options(options: Mapping[str, Any]) -> bytes:
+    """Raises UsageError for options that JSON has no words for."""
+    said = {name: value for name, value in options.items() if value is not None}
+    try:
+        return json.dumps(said).encode()
+    except TypeError as error:
+        raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
+
+
+def read_buckets(said: bytes) -> dict[str, int]:
+    """Raises LinkError for what says no numbers of buckets."""
+    try:
+        found = json.loads(said)
+    except ValueError as error:
+        raise LinkError(f"{said[:80]!r} are no buckets of an engine") from error
+    if not isinstance(found, dict) or not all(type(one) is int for one in found.values()):
+        raise LinkError(f"{said[:80]!r} are no buckets of an engine")
+    return found
+
+
+def read_options(said: bytes) -> dict[str, Any]:
+    """Raises LinkError for what is no trainer's word."""
+    try:
+        found = json.loads(said)
+    except ValueError as error:
+        raise LinkError(f"{said[:80]!r} are no options of a trainer") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(value, OPTIONS.get(name, ())) for name, value in found.items()
+    ):
+        raise LinkError(f"{said[:80]!r} are no options of a trainer")
+    return found

@@ -20,11 +20,8 @@ from live_processes import expect_all_end_well, free_port, run_ranks
 # Far beyond the second or two that it takes, and far below the 60 that they would wait.
 LIMIT_S = 40.0
 CASES = (
-    Case("after its card", 3, "killed"),
     Case("in gloo's connect", 1, "killed"),
-    Case("while it prepares", 4, "raises", 1),
     Case("in a bucket", 1, "killed", 2),
-    Case("after a bucket", 2, "raises", 1),
     Case("in a bucket", 4, "stalls"),
     Case("before a bucket", 3, "memory", 0),
 )
@@ -35,7 +32,9 @@ def test_a_process_fails(case: Case, tmp_path: Path) -> None:
     seen = run_case(case, tmp_path, LIMIT_S)
     assert seen.came or case.way == "memory"
     # Whoever runs already goes on without an engine that is lost.
-    assert seen.went_on >= 2 or case.victim < 2 or POINTS[case.point].stage != "run"
+    if case.victim >= 2 and POINTS[case.point].stage == "run":
+        # All of the trainer and of the other engine, also where an engine hangs.
+        assert seen.went_on >= (4 if case.victim == 4 else 3)
 
 
 def test_a_host_loses_its_link(tmp_path: Path) -> None:
