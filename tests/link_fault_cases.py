@@ -1,4 +1,4 @@
-"""Runs a case of `link_faults` as processes, and holds what they saw against what must be so."""
+"""Runs links of which processes fail or come and go, and holds what they saw to what must be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from host_network import HostNetwork
 from link_faults import PROCESSES, Case
-from live_processes import free_port, run_ranks
+from live_processes import expect_all_end_well, free_port, run_ranks
 
 RATE_BITS_PER_S = 250_000_000
 
@@ -22,6 +22,34 @@ class Seen:
     went_on: int
     mixtures: int
     came: bool
+
+
+@dataclass(frozen=True)
+class Grown:
+    """By how much a trainer's resident memory grew, in KiB."""
+
+    joins_kib: int
+    runs_kib: int
+
+
+def run_leaks(joins: int, runs: int, timeout_s: float) -> Grown:
+    """Engines join and leave so often, and then a link runs so often.
+
+    Raises AssertionError where a run misses the engine that stays, or anything is left behind.
+    """
+    ended = run_ranks("link_leaks_process.py", 4, free_port(), joins, runs, timeout_s=timeout_s)
+    expect_all_end_well(ended)
+    first, after_joins, warm, after_runs = json.loads(ended[0].output.splitlines()[-1])
+    # At the first look engines were there beside the one that stays. A thread that has ended may
+    # be seen for a moment longer; what each join or run left behind would be far more.
+    for what in ("files", "threads", "segments"):
+        assert after_joins[what] <= first[what] + 2, (what, first, after_joins)
+        assert after_runs[what] <= warm[what] + 2, (what, warm, after_runs)
+    grown = [
+        after["resident_kib"] - before["resident_kib"]
+        for before, after in ((first, after_joins), (warm, after_runs))
+    ]
+    return Grown(*grown)
 
 
 def run_case(case: Case, folder: Path, limit_s: float) -> Seen:

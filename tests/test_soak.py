@@ -28,9 +28,8 @@ def run(*arguments: str, program: str = "-m soak") -> subprocess.CompletedProces
 def test_a_few_cases_of_the_quick_campaigns() -> None:
     counts = {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8}
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    left_out = [
-        word for name in ("jobs", "failures", "fuzzers", "uploads") for word in (f"--{name}", "0")
-    ]
+    names = ("jobs", "failures", "joins", "fuzzers", "uploads")
+    left_out = [word for name in names for word in (f"--{name}", "0")]
     done = run(*options, *left_out, "--seed", "1", "--workers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, wanted in counts.items():

@@ -15,6 +15,7 @@ from soak.fuzzing import Fuzzing
 from soak.jobs import Jobs
 from soak.kills import Kills
 from soak.link_failures import LinkFailures
+from soak.link_leaks import LinkLeaks
 from soak.mutations import Mutations
 from soak.uploads import Uploads
 
@@ -25,6 +26,7 @@ CAMPAIGNS: tuple[tuple[type[Campaign], int, float], ...] = (
     (BadDisks, 400, 3),
     (Jobs, 6, 2),
     (LinkFailures, 30, 3),
+    (LinkLeaks, 200, 3),
     (Fuzzing, 5, 3),
     (Mutations, 100_000, 4),
     (Conversions, 10_000, 10),
