@@ -195,6 +195,24 @@ def test_parts_that_the_store_lost_are_done_again(
     assert server.objects == expected
 
 
+def test_files_that_are_visible_are_not_sent_again(
+    server: BucketServer,
+    processes: FaultyProcesses,
+    rows: Path,
+    expected: dict[str, bytes],
+    calls: list[str],
+    tmp_path: Path,
+) -> None:
+    """Killed when all uploads are complete, before the manifest is there."""
+    staging = str(tmp_path / "here")
+    last = max(at for at, name in enumerate(calls) if name == "complete done")
+    killed = processes.convert(rows, ADDRESS, staging=staging, kill_at=last, **COLUMNS, **SMALL)
+    assert killed.was_killed and server.pending == []
+    again = processes.convert(rows, ADDRESS, staging=staging, **COLUMNS, **SMALL)
+    assert again.error is None and server.objects == expected
+    assert len(server.parts_put) == len(set(server.parts_put))
+
+
 def test_what_a_server_cannot_answer_is_asked_again(
     server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from reshard.checkpoint.files.descriptors import CONTINUES, reason
 from reshard.errors import RunError
 
-#: The name under which an object says which conversion wrote it.
-CONVERSION_KEY = "reshard_conversion"
+#: The name under which an object says which conversion wrote it: letters alone, since servers turn
+#: underscores of headers into hyphens, or drop them, and Azure takes no hyphens.
+CONVERSION_KEY = "reshardconversion"
 #: Attempts at a request before it is an error, where the store has a setting for that.
 ATTEMPTS = 8
 
