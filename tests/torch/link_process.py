@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from link_ends import (
     NAME,
     NUMBER,
     PORTS,
     RANK,
+    RANKS,
     SIDE,
     TIMEOUT_S,
     begin_job,
@@ -30,9 +33,11 @@ from link_ends import (
     link,
     set_values,
 )
-from refit_models import CUTS, expect, expect_same, refused, values, zeros
+from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
 from reshard.checkpoint.files.progress import Progress
 from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError, UsageError
+from reshard.layout import Box, Layout
+from reshard.torch import BlockQuantized
 from reshard.torch.exchange.changes import ChangeExchange
 from reshard.torch.links.sync import WeightSync
 
@@ -426,6 +431,70 @@ def changes() -> None:
             expect_weights(model, report.version)
             sizes.append(report.received_bytes)
         expect(max(sizes[1:]) < sizes[0] / 2, f"{sizes}")
+
+
+def quantised() -> None:
+    """Engine a has float8 with scales, b what the trainer has; a block that changes is sent."""
+    shapes = {"mlp.up_proj.weight": (256, 384), "norm": (128,)}
+    columns = {"mlp.up_proj.weight": [Shard(1)], "norm": [Replicate()]}
+    name, block = "mlp.up_proj.weight", BlockQuantized()
+
+    def at_step(step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        given = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+        given[name][200, 300] += 9 * step
+        return given
+
+    with link() as end:
+        whole = at_step(0)
+        if NAME == "b":
+            model = zeros(whole)
+        elif NAME == "trainer":
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+            rows = {one: [Shard(0)] for one in whole}
+            model = distributed(whole, mesh, rows)
+        else:
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+            blank: dict[str, Any] = distributed(zeros(whole), mesh, columns)
+            # Of three blocks one and a half each are no whole ones: two and one.
+            layouts = {
+                n: Layout.from_boxes(s, [(0, Box((0, 0), (s[0], k))), (1, Box((0, k), s))])
+                for n, s, k in ((name, (256, 384), 256), (f"{name}_scale_inv", (2, 3), 2))
+            }
+            model = {"norm": blank["norm"]}
+            for one, layout in layouts.items():
+                dtype = torch.float32 if "scale" in one else torch.float8_e4m3fn
+                model[one] = (torch.zeros(layout.local_shape(RANK), dtype=dtype), layout)
+        if SIDE == "trainer":
+            sync = end.prepare(model, quantize="fp8-block128", changed_only=True)
+        else:
+            sync = end.prepare(model)
+        sizes = []
+        for step in range(3):
+            whole = at_step(step)
+            if SIDE == "trainer":
+                for one, tensor in distributed(whole, mesh, rows).items():
+                    model[one].to_local().copy_(tensor.to_local())
+            report = sync.run()
+            sizes.append(report.received_bytes)
+            if NAME == "b":
+                expect_same(model, whole, f"wide, step {step}")
+            elif NAME == "a":
+                made = {
+                    name: torch.zeros(256, 384).to(torch.float8_e4m3fn),
+                    f"{name}_scale_inv": torch.zeros(2, 3),
+                }
+                block.finish_receive(name, whole[name], made)
+                for one, layout in layouts.items():
+                    (box,) = layout.boxes(RANK)
+                    wanted = made[one].view(torch.uint8).view(*made[one].shape, -1)
+                    wanted = wanted[tuple(map(slice, box.start, box.stop))].contiguous()
+                    found = model[one][0].view(torch.uint8).view(wanted.shape)
+                    expect(torch.equal(found, wanted), f"{one}, step {step}")
+        expect(SIDE == "trainer" or max(sizes[1:]) < sizes[0] // 2, f"{NAME}: {sizes}")
+        if NAME == "a":
+            # A byte each of half the rows in 256 or 128 columns, not two.
+            expect(sizes[0] < 256 * 256 + 2000, f"{sizes}")
 
 
 def shared_by_first(told: bool) -> bool:

@@ -26,6 +26,7 @@ CASES = (
     "trainer_dies",
     "secrets",
     "changes",
+    "quantised",
     "dies_among_changes",
 )
 

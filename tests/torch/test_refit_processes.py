@@ -45,6 +45,10 @@ def test_latent_attention_and_shared_experts() -> None:
     expect_all_end_well(run_ranks("refit_latent_process.py", 4))
 
 
+def test_weights_that_are_quantised_on_the_way() -> None:
+    expect_all_end_well(run_ranks("quantize_process.py", 4))
+
+
 def test_consumers_that_are_compiled_or_captured() -> None:
     expect_all_end_well(run_ranks("refit_compiled_process.py", 2))
 

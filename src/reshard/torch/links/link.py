@@ -140,8 +140,8 @@ class WeightLink:
             relays: on the trainer, whether engines on hosts of their own hand on weights to each
                 other, so that they leave the trainer's host once.
             options: of the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
-                `extra_bytes`, `buckets`, `changed_only` of `reshard.torch.refit`. An engine learns
-                them.
+                `extra_bytes`, `buckets`, `changed_only`, `quantize` of `reshard.torch.refit`. An
+                engine learns them.
 
         Raises:
             ShardError: on every process, all that does not fit.

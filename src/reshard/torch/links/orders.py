@@ -142,6 +142,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "extra_bytes": (int,),
     "buckets": (int, str),
     "changed_only": (bool, str),
+    "quantize": (str,),
 }
 # Those of them that a hand-on takes too. Its two engines have equal types.
 RELAYED = ("extra_bytes", "changed_only")

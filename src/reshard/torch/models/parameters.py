@@ -267,7 +267,14 @@ class _Lister:
                 self._shifted[given] = shift_ranks(given, self.first_rank)
             layout = self._shifted[given]
         # This rank has no part of the tensor, and knows its layout.
+        pattern = member_pattern(name, self._stacks) if self._stacks else None
         if value is None and layout is not None:
+            if pattern is not None and layout.ndim:
+                for number in range(layout.shape[0]):
+                    its_layout = member_layout(layout, number)
+                    member = pattern.replace("{}", str(number))
+                    self._list_member(member, own_name, None, None, its_layout)
+                return
             self._list_laid(name, own_name, (None, None, layout, fusion, None))
             return
         if not isinstance(value, torch.Tensor):
@@ -286,7 +293,6 @@ class _Lister:
         local = self._local(name, value)
         if local is None:
             return
-        pattern = member_pattern(name, self._stacks) if self._stacks else None
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
@@ -391,7 +397,7 @@ class _Lister:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
                 self._register_member(member, value, local, view)
-                self._list_member(member, dtype, tuple(view.shape), None, own_name)
+                self._list_member(member, own_name, dtype, tuple(view.shape), None)
             return
         expected = layout.local_shapes.get(rank)
         if any(len(layout.cells_of(rank)) != 1 for rank in layout.holders):
@@ -404,7 +410,7 @@ class _Lister:
             view = None if at is None or expected != tuple(local.shape) else local[at]
             self._register_member(member, value, local, view)
             shape = None if view is None else tuple(view.shape)
-            self._list_member(member, dtype, shape, its_layout, own_name)
+            self._list_member(member, own_name, dtype, shape, its_layout)
 
     def _register_member(
         self, name: str, value: torch.Tensor, whole: torch.Tensor, view: torch.Tensor | None
@@ -415,7 +421,12 @@ class _Lister:
             self.locals[name] = view
 
     def _list_member(
-        self, name: str, dtype: str, shape: Shape | None, layout: Layout | None, own_name: str
+        self,
+        name: str,
+        own_name: str,
+        dtype: str | None,
+        shape: Shape | None,
+        layout: Layout | None,
     ) -> None:
         """A member of a stack has its common name, and may be fused itself."""
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None

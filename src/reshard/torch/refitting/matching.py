@@ -42,7 +42,7 @@ from reshard.torch.refitting.members import (
 )
 
 if TYPE_CHECKING:
-    from reshard.torch.refitting.transforms import Transform
+    from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 CastOption = bool | str | Mapping[str, str]
 Where = Literal["", "source", "target"]
@@ -102,6 +102,7 @@ def match_tensors(
     strict: bool,
     transforms: Mapping[str, Transform],
     one_tensor: Mapping[str, str] = MappingProxyType({}),
+    quantized: BlockQuantized | None = None,
 ) -> tuple[list[Match], list[str]]:
     """The tensors to move, in the order of the target, and what does not fit.
 
@@ -114,8 +115,10 @@ def match_tensors(
         transforms: what makes a target of other elements, by its name.
         one_tensor: names of sources whose memory is that of another source, and that one's name.
             It is enough that one of them serves.
+        quantized: what makes those targets in float8 that have scales beside them, where the
+            source has neither.
     """
-    found = _Matcher(source, target, ties, cast, transforms)
+    found = _Matcher(source, target, ties, cast, dict(transforms), quantized)
     found.run()
     if strict:
         found.problems += [f"{name}: in the source only" for name in found.unused(one_tensor)]
@@ -128,13 +131,15 @@ class _Matcher:
     target: Mapping[str, ModelTensor]
     ties: Mapping[str, str]
     cast: CastOption
-    transforms: Mapping[str, Transform]
+    transforms: dict[str, Transform]
+    quantized: BlockQuantized | None = None
     matches: list[Match] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     # Of tensors that are alike on both sides, but for their names; they are one object each.
     _known: dict[tuple[int, int], _WholeMatch] = field(default_factory=dict)
 
     def run(self) -> None:
+        self._add_quantized()
         transforms = self.transforms.items()
         # What a transform makes beside the tensor it is named for is filled with that one.
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
@@ -164,6 +169,19 @@ class _Matcher:
                 self.problems += misfit.problems
             except ReshardError as error:
                 self.problems.append(f"{name}: {error}")
+
+    def _add_quantized(self) -> None:
+        """Transforms of targets in float8 with scales that nothing else fills."""
+        if self.quantized is None:
+            return
+        for name, wanted in self.target.items():
+            scales = self.target.get(f"{name}{self.quantized.suffix}")
+            if not self.quantized.makes(wanted.dtype) or scales is None or name in self.transforms:
+                continue
+            # Where the source has scales, it is quantised already.
+            has_scales = serving_name(name + self.quantized.suffix, self.source, self.ties)
+            if has_scales is None and scales.fusion is None:
+                self.transforms[name] = self.quantized
 
     @cached_property
     def members(self) -> dict[str, Member]:
@@ -236,7 +254,7 @@ class _Matcher:
         """The moves of all pieces of one member."""
         transform = self.transforms.get(name)
         if transform is not None:
-            return self._match_transformed(name, member, part, transform)
+            return self._match_transformed(name, member, part, transform, label=member_name)
         travels = self._choose_dtype(name, member.tensor, wanted)
         return [
             Match(
@@ -253,15 +271,19 @@ class _Matcher:
         ]
 
     def _match_transformed(
-        self, name: str, member: Member, part: Member, transform: Transform
+        self, name: str, member: Member, part: Member, transform: Transform, label: str = ""
     ) -> list[Match]:
-        """The moves of what a transform makes at the source, or makes a target of."""
+        """The moves of what a transform makes at the source, or makes a target of.
+
+        `label` is the member's name, where the target may have several.
+        """
+        label = label or name
         pieces = list(common_ranges(member, part))
         travels = transform.sent_dtype(member.tensor.dtype)
         # 1. What would travel if the target's ranks made the output.
         wide = [
             Match(
-                name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]",
+                label if piece.is_whole else f"{label}[{piece.start}:{piece.stop}]",
                 member.name,
                 name,
                 _select_layout(member.tensor, piece.source),
@@ -338,6 +360,15 @@ class _Matcher:
             return tensor.dtype
         cast = self.cast
         allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
+        quantized = self.quantized
+        made = [] if quantized is None else [*map(quantized.makes, (tensor.dtype, wanted.dtype))]
+        if quantized is not None and made == [False, True]:
+            scales = f"{name}{quantized.suffix}"
+            has = "and so has the source" if scales in self.target else "which the target has not"
+            raise _Misfit(
+                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; to be "
+                f"quantised it needs scales {scales!r}, {has}"
+            )
         if allowed is False:
             raise _Misfit(
                 f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; to convert, say "

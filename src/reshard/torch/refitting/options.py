@@ -17,7 +17,7 @@ from reshard.torch.models.naming import Naming, tied_root
 from reshard.torch.refitting.matching import CastOption
 from reshard.torch.refitting.methods import RefitMethod
 from reshard.torch.refitting.planning import Buckets, Planning
-from reshard.torch.refitting.transforms import Transform
+from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 
 
 class RefitOptions(TypedDict, total=False):
@@ -33,6 +33,7 @@ class RefitOptions(TypedDict, total=False):
     source_offset: int | None
     target_offset: int | None
     transforms: Mapping[str, Transform] | None
+    quantize: str | None
     planning: Planning
     method: RefitMethod
     topology: Topology | None
@@ -84,6 +85,17 @@ def find_problem_of_changes(changed_only: object) -> str | None:
     if isinstance(changed_only, bool) or changed_only in UNITS:
         return None
     return f"changed_only={changed_only!r}; it is True, False, 'elements' or 'blocks'"
+
+
+def find_problem_of_quantize(quantize: object) -> str | None:
+    """Why targets cannot be quantised like this; None where they can.
+
+    >>> find_problem_of_quantize("fp8")
+    "quantize='fp8'; it is one of 'fp8-block128', or None"
+    """
+    if quantize is None or (isinstance(quantize, str) and quantize in QUANTIZATIONS):
+        return None
+    return f"quantize={quantize!r}; it is one of {', '.join(map(repr, QUANTIZATIONS))}, or None"
 
 
 def find_problem_of_names(stacks: object, *offsets: object) -> str | None:

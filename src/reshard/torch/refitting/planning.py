@@ -49,7 +49,7 @@ from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod, job_of
 from reshard.torch.refitting.preparation import KnownPlans, make_key
 from reshard.torch.refitting.report import PlanningReport, report_methods
-from reshard.torch.refitting.transforms import Transform
+from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 Planning = Literal["local", "centralized"]
 # The most bytes of a bucket, or which one each tensor of the source is in; one for all when None.
@@ -325,9 +325,15 @@ class RefitPlanner:
     extra_bytes: int
     methods: RefitMethods = field(default_factory=RefitMethods)
     buckets: Buckets = None
+    quantized: BlockQuantized | None = None
+
+    def transforms_made(self, names: Iterable[str]) -> dict[str, Transform]:
+        """Those of tensors that are known to be made by one; where none is given, quantised."""
+        found, quantized = self.transforms_of(names), self.quantized
+        return {name: found.get(name, quantized) for name in names} if quantized else found
 
     def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
-        """The transform of every tensor that one makes; what it makes besides has none."""
+        """The transform of every tensor that one is given for; what it makes besides has none."""
         found: dict[str, Transform] = {}
         made: set[str] = set()
         for name in names:
@@ -346,7 +352,7 @@ class RefitPlanner:
         )
         methods = self.methods
         hosts = [one and one.interning_key() for one in (methods.topology, methods.hosts)]
-        others = self.strict, self.extra_bytes, methods.method, hosts
+        others = self.strict, self.extra_bytes, methods.method, hosts, repr(self.quantized)
         return None if self.transforms else (*tables, *others)
 
     def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
@@ -367,7 +373,7 @@ class RefitPlanner:
         made_by = self.transforms_of(target)
         one = one_tensor_names(before)
         matches, more = match_tensors(
-            source, target, self.ties, self.cast, self.strict, made_by, one
+            source, target, self.ties, self.cast, self.strict, made_by, one, self.quantized
         )
         problems += more
         if problems:

@@ -52,6 +52,7 @@ from reshard.torch.refitting.options import (
     find_problem_of_buckets,
     find_problem_of_changes,
     find_problem_of_names,
+    find_problem_of_quantize,
     sort_table,
 )
 from reshard.torch.refitting.planning import (
@@ -64,7 +65,7 @@ from reshard.torch.refitting.planning import (
 from reshard.torch.refitting.preparation import paused_collection
 from reshard.torch.refitting.prepared import PreparedRefit
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
-from reshard.torch.refitting.transforms import Transform
+from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 
 _SHOWN = 8
@@ -119,6 +120,7 @@ class Refit:
         source_offset: int | None = None,
         target_offset: int | None = None,
         transforms: Mapping[str, Transform] | None = None,
+        quantize: str | None = None,
         planning: Planning = "local",
         method: RefitMethod = "auto",
         topology: Topology | None = None,
@@ -153,6 +155,8 @@ class Refit:
                 the `first_rank` of `by_recipe`. DTensors and process groups say theirs.
             transforms: what makes targets of other elements, by their common names or patterns;
                 the first that fits counts.
+            quantize: the format of the target's tensors in float8 that have scales beside them,
+                where the source has neither: "fp8-block128", `BlockQuantized()` of them all.
             planning: whether every rank plans its own part, or the group's first rank plans all.
             method: "exchange" moves all tensors in one exchange of messages; "program" every
                 tensor by the collectives that `reshard.collectives.find_program` finds; "stages"
@@ -195,6 +199,7 @@ class Refit:
                 source_offset=source_offset,
                 target_offset=target_offset,
                 transforms=transforms,
+                quantize=quantize,
                 planning=planning,
                 method=method,
                 topology=topology,
@@ -221,6 +226,7 @@ class Refit:
         source_offset: int | None,
         target_offset: int | None,
         transforms: Mapping[str, Transform] | None,
+        quantize: str | None,
         planning: Planning,
         method: RefitMethod,
         topology: Topology | None,
@@ -243,6 +249,7 @@ class Refit:
             "buckets": sort_table(buckets),
             "changed_only": changed_only,
             "transforms": transforms,
+            "quantize": quantize,
         }
         # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
         problem = find_problem(ties or {}, transforms or {}, extra_bytes, check_replicas)
@@ -253,6 +260,7 @@ class Refit:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
         problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
         problem = problem or find_problem_of_changes(changed_only)
+        problem = problem or find_problem_of_quantize(quantize)
         given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
@@ -263,9 +271,19 @@ class Refit:
         ties = names.ties or {}
         check_memory(before, after, ties)
         methods = RefitMethods(method, topology, find_hosts(group))
-        matching = RefitPlanner(ties, cast, strict, transforms or {}, extra_bytes, methods, buckets)
+        matching = RefitPlanner(
+            ties,
+            cast,
+            strict,
+            transforms or {},
+            extra_bytes,
+            methods,
+            buckets,
+            # A format that there is not was refused by all ranks.
+            QUANTIZATIONS.get(quantize or ""),
+        )
         part, report, whole = plan_part(matching, before.roster, after.roster, planning, group)
-        made_by = matching.transforms_of(
+        made_by = matching.transforms_made(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
         # Of refits that are alike, ranks must run the same one too.

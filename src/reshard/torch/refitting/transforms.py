@@ -138,6 +138,14 @@ class BlockQuantized(Transform):
     block: tuple[int, int] = (128, 128)
     suffix: str = "_scale_inv"
 
+    def makes(self, dtype: str) -> bool:
+        """Whether targets of a type can be made.
+
+        >>> BlockQuantized().makes("float8_e4m3fn"), BlockQuantized().makes("bfloat16")
+        (True, False)
+        """
+        return _is_float8(dtype)
+
     def outputs(self, name: str) -> tuple[str, ...]:
         """The tensor and its scales."""
         return name, name + self.suffix
@@ -189,19 +197,35 @@ class BlockQuantized(Transform):
                 f"{name}: {values.dtype} of shape {list(values.shape)} cannot be quantised in "
                 "blocks; the target is a float8 tensor of two dimensions or more"
             )
-        boxes = layout.boxes(rank)
-        for box in boxes:
+        for box in layout.boxes(rank):
             for d, size in zip((-2, -1), self.block, strict=True):
                 if box.start[d] % size or (box.stop[d] % size and box.stop[d] != layout.shape[d]):
                     raise ShardError(
                         f"{name}: this rank has {box.start[d]}:{box.stop[d]} of dimension "
                         f"{layout.ndim + d}, which cuts a block of {size}; cut targets at blocks"
                     )
-        expected = self._scales_shape(tuple(values.shape))
-        if len(boxes) != 1 or tuple(scales.shape) != expected or not scales.is_floating_point():
+        cells = layout.cells_of(rank)
+        if len(cells) != 1:
             raise ShardError(
-                f"{name}: scales {scales.dtype} {list(scales.shape)} for {len(boxes)} box of shape "
-                f"{list(values.shape)}; expected floating point {list(expected)} and one box"
+                f"{name}: this rank has it in {len(cells)} pieces, whose blocks do not lie in rows "
+                "and columns; give it one box, or stretches of each dimension"
+            )
+        # Stretches that lie one behind the other, such as of a fused tensor.
+        for d, size in zip((-2, -1), self.block, strict=True):
+            runs = layout.tables[d].single_runs()
+            own = runs.take(runs.part == layout.cell_part[cells[0], d])
+            inside = own.local_start % size != 0
+            if inside.any():
+                raise ShardError(
+                    f"{name}: on this rank {int(own.start[inside][0])} of dimension "
+                    f"{layout.ndim + d} lies at {int(own.local_start[inside][0])}, inside a block "
+                    f"of {size}; give fused parts whole blocks"
+                )
+        expected = self._scales_shape(tuple(values.shape))
+        if tuple(scales.shape) != expected or not scales.is_floating_point():
+            raise ShardError(
+                f"{name}: scales {scales.dtype} {list(scales.shape)} for elements of shape "
+                f"{list(values.shape)}; expected floating point {list(expected)}"
             )
 
     def _scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,6 +245,10 @@ class BlockQuantized(Transform):
             for column, scale in enumerate(found):
                 scales[..., begin // rows, column] = scale
             values[..., begin : begin + rows, :] = part.to(values.dtype)
+
+
+#: What formats of `quantize=` make of a weight, by the names that `reshard convert` has for them.
+QUANTIZATIONS: Mapping[str, BlockQuantized] = {"fp8-block128": BlockQuantized()}
 
 
 def _is_float8(dtype: str) -> bool:
