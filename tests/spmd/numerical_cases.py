@@ -343,6 +343,59 @@ drawn(
 )
 
 
+def _turning_scores(
+    q: Array, k: Array, turn: int, query_parts: Any, key_parts: Any, **options: Any
+) -> Array:
+    scores = _seen_scores(q, k, part=None, **options)
+    seen = np.zeros(scores.shape[-2:], dtype=bool)
+    for number, own in enumerate(query_parts):
+        seen[slice(*own), slice(*key_parts[(number + turn) % len(key_parts)])] = True
+    return np.where(seen, scores, -np.inf)
+
+
+def _turn(q: Array, k: Array, v: Array, part: Part | None, **options: Any) -> list[Array]:
+    weights = np.exp(_turning_scores(q, k, **options))
+    total = weights.sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        logs = np.log(total)
+    shares = weights / np.where(total == 0, 1, total)[..., None]
+    return [shares @ np.repeat(v, _each(q, k), axis=-3), logs]
+
+
+def _turn_back(*operands: Array, part: Part | None, **options: Any) -> list[Array]:
+    q, k, v, sums, shift, g = operands
+    weights = np.exp(_turning_scores(q, k, **options) - sums[..., None])
+    agreed = g @ np.swapaxes(np.repeat(v, _each(q, k), axis=-3), -1, -2)
+    slopes = weights * (agreed + shift[..., None]) / 8
+    made = [slopes @ np.repeat(k, _each(q, k), axis=-3)]
+    for found, rows, like in ((slopes, q, k), (weights, g, v)):
+        every = np.swapaxes(found, -1, -2) @ rows
+        grouped = every.reshape((*k.shape[:-2], _each(q, k), *like.shape[-2:]))
+        made.append(grouped.sum(axis=-3))
+    return made
+
+
+def _turns_drawn(draw: Draw, count: int) -> Trial:
+    trial = _heads_drawn(draw, count)
+    parts = []
+    for operand in trial.operands[:2]:
+        size = operand.shape[-2]
+        middle = draw(st.integers(0, size))
+        parts.append(((0, middle), (middle, size)))
+    more = {"turn": draw(st.integers(0, 1)), "query_parts": parts[0], "key_parts": parts[1]}
+    return Trial(trial.operands, {**trial.attributes, **more})
+
+
+@case("attention_turn", _turn)
+def _attention_turn(draw: Draw) -> Trial:
+    return _turns_drawn(draw, 3)
+
+
+@case("attention_turn_gradient", _turn_back)
+def _attention_turn_gradient(draw: Draw) -> Trial:
+    return _turns_drawn(draw, 6)
+
+
 # Linear algebra
 
 

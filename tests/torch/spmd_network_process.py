@@ -5,18 +5,39 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
-from reshard import DeviceMesh
+from reshard import DeviceMesh, spec
 from spmd.network_cases import CASES
 
 MESHES = {2: DeviceMesh.of(x=2), 4: DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])}
 SHARDINGS = {2: 2, 4: 2}
+
+
+def check_ring(mesh: DeviceMesh) -> None:
+    """Ring attention of a sequence that is cut in uneven parts, and its gradients."""
+    draw = np.random.default_rng(0)
+    arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (4, 2, 2)]
+    cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}, -")
+
+    def weigh(*heads: Any) -> Any:
+        return sp.sum(sp.square(sp.attention(*heads, is_causal=True)))
+
+    with sp.running(sp.in_process("numpy")):
+        expected = sp.grad(weigh, (0, 1, 2))(*map(sp.array, arrays))
+    found = sp.grad(weigh, (0, 1, 2))(*[sp.array(one, cut) for one in arrays])
+    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+    weigh(*[sp.array(one, cut) for one in leaves]).to_dense().backward()
+    for one, leaf, right in zip(found, leaves, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
+        np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
 
 
 def main() -> None:
@@ -24,6 +45,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = MESHES[dist.get_world_size()]
     with sp.running(sp.over_processes()):
+        check_ring(mesh)
         for case in CASES:
             for given in case.shardings(mesh, SHARDINGS[mesh.size]):
                 try:

@@ -77,6 +77,7 @@ _CONSTANTS = {
 }
 # Names that their modules have by another one.
 _OTHERS = {
+    "ring_attention": ("gradients.ring_attention", "ring_attention"),
     "__array_namespace_info__": ("functions.inspection", "namespace_info"),
 }
 

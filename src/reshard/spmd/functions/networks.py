@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import SpecError, UsageError
+from reshard.spmd import namespace
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import of_arrays, whole_number
 from reshard.spmd.functions.elementwise import (
@@ -31,6 +32,7 @@ from reshard.spmd.functions.elementwise import (
 from reshard.spmd.functions.indexing import take, take_along_axis
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
 from reshard.spmd.functions.wide_types import in_wide_types
+from reshard.spmd.operators.networks import may_turn
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.array_value import ArrayValue
@@ -262,7 +264,13 @@ def attention(
     factor = 1 / math.sqrt(size) if scale is None else scale
     if mask is None and _may_go_by_blocks(queries, keys, values):
         attributes = {"is_causal": bool(is_causal), "window": window}
-        return call("attention", operands(queries, keys, values), attributes, {"scale": factor})
+        queries, keys, values = operands(queries, keys, values)
+        specs = [one.type.spec for one in (queries, keys, values)]
+        if None not in specs and may_turn(specs, (queries.shape, keys.shape)):
+            # It stands above this module, with the gradient that is its own.
+            go_round = namespace.find("ring_attention")
+            return go_round(queries, keys, values, bool(is_causal), window, factor)
+        return call("attention", (queries, keys, values), attributes, {"scale": factor})
     # 2. Scores. Queries are put into groups, so that keys broadcast and need no copies.
     if groups != heads:
         queries = reshape(queries, (*lead, groups, heads // groups, length, size))

@@ -86,7 +86,7 @@ class _Outsiders:
 
 
 @contextmanager
-def _without(tapes: Sequence[Tape]) -> Iterator[None]:
+def without(tapes: Sequence[Tape]) -> Iterator[None]:
     """Tapes see nothing inside."""
     before = list(recorders)
     recorders.replace(one for one in before if not any(one is tape for tape in tapes))
@@ -104,13 +104,13 @@ def _run_hidden(
     given = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
     # Arguments go in as other arrays, so that those the function has from elsewhere are told apart.
     outsiders = _Outsiders(tapes)
-    with _without(tapes):
+    with without(tapes):
         entered = replaced(everything, _enter)
         with recording(outsiders):
             returned = function(*entered[0], **entered[1])
     results = [leaf for _, leaf in leaves(returned) if isinstance(leaf, ArrayValue)]
     # An argument that is returned as it is, or an array from elsewhere, is a result of its own.
-    with _without(tapes):
+    with without(tapes):
         left = [call("identity", (one,)) for one in results]
     operands = (*given, *outsiders.found.values())
 

@@ -147,7 +147,10 @@ PULLBACKS: dict[str, Pullback] = {
 """By operator."""
 
 _MADE = "softmax log_softmax layer_norm rms_norm cross_entropy"
-_SECOND = "attention_logsumexp attention_queries_gradient attention_keys_gradient"
+_SECOND = """
+attention_logsumexp attention_queries_gradient attention_keys_gradient attention_turn
+attention_turn_gradient
+"""
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),

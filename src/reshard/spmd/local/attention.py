@@ -297,7 +297,7 @@ def attention_queries_gradient(work: LocalWork) -> list[Function]:
 
     def make(kernel: Attention) -> Function:
         def function(*operands: Any) -> Any:
-            return kernel.queries_back(*_as_groups(*operands)).reshape(operands[0].shape)
+            return kernel.queries_back(*as_groups(*operands)).reshape(operands[0].shape)
 
         return function
 
@@ -309,7 +309,7 @@ def attention_keys_gradient(work: LocalWork) -> list[Function]:
 
     def make(kernel: Attention) -> Function:
         def function(*operands: Any) -> Any:
-            of_keys, of_values = kernel.keys_back(*_as_groups(*operands))
+            of_keys, of_values = kernel.keys_back(*as_groups(*operands))
             return of_keys.reshape(operands[1].shape), of_values.reshape(operands[2].shape)
 
         return function
@@ -317,7 +317,8 @@ def attention_keys_gradient(work: LocalWork) -> list[Function]:
     return [make(kernel) for kernel in _kernels(work)]
 
 
-def _as_groups(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> tuple[Any, ...]:
+def as_groups(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> tuple[Any, ...]:
+    """The operands of a gradient with heads by groups, as `Attention` takes them."""
     groups = k.shape[-3]
     numbers = (grouped(one[..., None], groups)[..., 0] for one in (sums, shift))
     return (

@@ -41,6 +41,13 @@ Example = tuple[Sequence[Shape], Mapping[str, Any]]
 KnowsPlace = Callable[[Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]], bool]
 """From operands' shardings and shapes and the attributes to whether ranks find their own places."""
 
+Placed = Callable[
+    [Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]],
+    tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]] | None,
+]
+"""From operands' shardings and shapes and the attributes to the shardings that an operation runs
+with, of operands and of results; None where its rule is to say so."""
+
 Fails = Literal["never", "any", "whole numbers"]
 """The element types for which an operation may fail by its values: none, any, or integers."""
 
@@ -77,6 +84,8 @@ class Operator:
         local: makes what each rank computes; the library's function of that name when not given.
         knows_place: whether the local function finds its own places along adjusted factors, so
             that these may be cut; never when None.
+        placed: shardings that no rule can say, of ranks that need other parts of an operand than
+            they have; its rule alone when not given.
         fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
         work: additions and multiplications, from the rule and the sizes of its factors on a rank.
         reads_part: whether it reads no more of its first operand than it writes.
@@ -97,6 +106,7 @@ class Operator:
     operator_class: OperatorClass | None = OperatorClass.OTHER
     local: MakeLocal = by_name
     knows_place: KnowsPlace | None = None
+    placed: Placed | None = None
     fails: Fails = "never"
     work: Work = no_operations
     reads_part: bool = False

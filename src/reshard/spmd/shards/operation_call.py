@@ -256,6 +256,10 @@ def laid_out(
         else without_pending(one.spec)
         for one, shape in zip(operands, shapes, strict=True)
     ]
+    if operator.placed is not None:
+        chosen = operator.placed(specs, shapes, attributes)
+        if chosen is not None:
+            return _Layout(*chosen, tuple(inferred.result_shapes), False)
     # Adjusted factors are cut only where the local function finds the place of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)

@@ -1,0 +1,93 @@
+"""Ring attention: keys and values go round, and no rank ever has all of them.
+
+Queries, keys and values are cut alike along their sequences. In each turn a rank gets the keys and
+values of one other part, attends to them, and joins what it found to what it has, by the
+logarithms of the sums. On the way back they go round once more, and their cotangents go home.
+
+Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from reshard.spmd.functions import elementwise as e
+from reshard.spmd.functions.elementwise import where
+from reshard.spmd.functions.manipulation import expand_dims
+from reshard.spmd.functions.statistics import sum as sum_over
+from reshard.spmd.gradients.rematerialization import without
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.local.ring_attention import is_reached
+from reshard.spmd.operators.networks import parts_of
+from reshard.spmd.shards.operation_call import call, recorders
+
+Attributes = dict[str, Any]
+
+
+def ring_attention(
+    q: Any, k: Any, v: Any, is_causal: bool, window: int | None, scale: float
+) -> Any:
+    """Attention of sequences that are cut alike; see `sp.attention`, which calls it."""
+    shared = {"is_causal": is_causal, "window": window}
+    tapes = [one for one in recorders if isinstance(one, Tape)]
+    with without(tapes):
+        found, sums = _attend(q, k, v, shared, scale)
+
+    def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
+        q, k, v = step.operands
+        return _pull_back(q, k, v, step.result, sums, g, shared, scale)
+
+    step = TapeStep("attention", {}, (q, k, v), (found,), JointPullback(pull_back))
+    for tape in tapes:
+        if any(map(tape.is_active, step.operands)):
+            tape.add(step)
+    return found
+
+
+def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
+    """The attributes of all turns in which some query sees some key."""
+    queries, keys = (parts_of(x.type.spec, -2, x.shape[-2]) for x in (q, k))
+    for turn in range(len(queries)):
+        if any(
+            is_reached(shared, own, keys[(number + turn) % len(keys)])
+            for number, own in enumerate(queries)
+        ):
+            yield {**shared, "turn": turn, "query_parts": queries, "key_parts": keys}
+
+
+def _in_passing(x: Any) -> Any:
+    """The same array, which does not keep what it is moved to: each part is there for a turn."""
+    return x if x.runner.is_abstract else type(x).given(x.type, x._shards, x.runner)
+
+
+def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[Any, Any]:
+    """What is weighed, and the logarithms of the sums."""
+    k, v = _in_passing(k), _in_passing(v)
+    found, sums = None, None
+    for attributes in _list_turns(q, k, shared):
+        part, logs = call("attention_turn", (q, k, v), attributes, {"scale": scale})
+        if sums is None:
+            found, sums = part, logs
+            continue
+        both = e.logaddexp(sums, logs)
+        # Where nothing is seen yet, both are zeros.
+        level = where(e.isfinite(both), both, 0.0)
+        shares = (expand_dims(e.exp(one - level), axis=-1) for one in (sums, logs))
+        found, sums = found * next(shares) + part * next(shares), both
+    return found, sums
+
+
+def _pull_back(
+    q: Any, k: Any, v: Any, found: Any, sums: Any, g: Any, shared: Attributes, scale: float
+) -> tuple[Any, ...]:
+    """The cotangents of queries, keys and values, in the shardings of those."""
+    shift = e.negative(sum_over(g * found, axis=-1))
+    passing = _in_passing(k), _in_passing(v)
+    every: list[Any] = []
+    for attributes in _list_turns(q, k, shared):
+        operands = (q, *passing, sums, shift, g)
+        made = call("attention_turn_gradient", operands, attributes, {"scale": scale})
+        home = [placed(one, x.type.spec) for one, x in zip(made, (q, k, v), strict=True)]
+        every = [a + b for a, b in zip(every, home, strict=True)] if every else home
+    return tuple(every)

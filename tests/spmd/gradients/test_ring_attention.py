@@ -1,0 +1,127 @@
+"""Ring attention: sequences that are cut alike stay so, right for every mask, cut and library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+from reshard.errors import UsageError
+
+MESH = DeviceMesh.of(x=2, y=3)
+MASKS = [(False, None), (True, None), (True, 3), (False, 2)]
+CUTS = ("-, -, y, -", "x, -, y, -", "-, y, x, -", "-, -, x y, -", "-, -, y x, -", "-, x, y, -")
+
+
+def seen_by(length: int, is_causal: bool, window: int | None) -> np.ndarray:
+    before = np.subtract.outer(np.arange(length), np.arange(length))
+    return (np.abs(before) < (window or length)) & ((before >= 0) | (not is_causal))
+
+
+@pytest.mark.parametrize("groups", [6, 3])
+@pytest.mark.parametrize("length", [12, 7, 5])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+def test_as_pytorch_in_every_cut(
+    is_causal: bool, window: int | None, length: int, groups: int
+) -> None:
+    """Of even and uneven parts, and of 6 parts of 5 places: one is empty."""
+    draw = np.random.default_rng(length)
+    arrays = [draw.normal(size=(2, heads, length, 4)) for heads in (6, groups, groups)]
+    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *leaves,
+        attn_mask=torch.from_numpy(seen_by(length, is_causal, window)),
+        enable_gqa=True,
+    )
+    weights = draw.normal(size=expected.shape)
+    (expected * torch.from_numpy(weights)).sum().backward()
+
+    def weigh(*heads: Any) -> Any:
+        found = sp.attention(*heads, is_causal=is_causal, window=window)
+        return sp.sum(found * sp.array(weights)), found
+
+    for cut in CUTS:
+        for library in ("numpy", "torch") if cut == CUTS[0] else ("numpy",):
+            with sp.running(sp.in_process(library)):
+                heads = [sp.array(one, spec(MESH, cut)) for one in arrays]
+                found, result = sp.grad(weigh, (0, 1, 2), has_aux=True)(*heads)
+                # Three groups over x=2 are no parts of their own: their keys are gathered.
+                assert str(result.spec) == cut or (groups == 3 and " x, " in cut)
+                np.testing.assert_allclose(np.asarray(result), expected.detach(), 1e-10, 1e-12)
+                for one, leaf in zip(found, leaves, strict=True):
+                    assert str(one.spec) == cut
+                    np.testing.assert_allclose(np.asarray(one), leaf.grad, 1e-10, 1e-12)
+        own = [torch.tensor(one, requires_grad=True) for one in arrays]
+        weigh(*[sp.array(one, spec(MESH, cut)) for one in own])[0].to_dense().backward()
+        for one, leaf in zip(own, leaves, strict=True):
+            np.testing.assert_allclose(one.grad, leaf.grad, 1e-10, 1e-12)
+
+
+def test_keys_go_round_once_and_no_rank_has_them_all() -> None:
+    cut = spec(MESH, "-, -, x y, -")
+    q, k, v = (sp.array(np.zeros((1, 2, 60, 4)), cut) for _ in range(3))
+    heads = 2 * 60 * 4 * 8
+    trace = sp.trace(lambda q, k, v: sp.attention(q, k, v, is_causal=True), q, k, v)
+    # Each rank gets the keys and values of the five others.
+    assert trace.moved_bytes == 2 * 5 * heads
+    assert max(trace.peak_bytes.values()) < 2 * heads
+    both = sp.trace(sp.grad(lambda q, k, v: sp.sum(sp.attention(q, k, v)), (0, 1, 2)), q, k, v)
+    # Their cotangents go home. A traced program moves a value once, and keeps it for the way back.
+    assert both.moved_bytes == 4 * 5 * heads
+
+
+def test_turns_in_which_no_query_sees_a_key_are_left_out() -> None:
+    q = sp.array(np.zeros((1, 2, 60, 4)), spec(MESH, "-, -, x y, -"))
+    trace = sp.trace(lambda q: sp.attention(q, q, q, is_causal=True, window=11), q)
+    # Of the part before one's own alone.
+    assert trace.moved_bytes == 2 * 60 * 4 * 8
+
+
+def test_keys_that_went_round_are_not_kept() -> None:
+    q, k, v = (
+        sp.array(np.random.default_rng(n).normal(size=(1, 2, 12, 4)), spec(MESH, "-, -, y, -"))
+        for n in range(3)
+    )
+    q, k, v = q + 0, k + 0, v + 0
+    sp.attention(q, k, v)
+    assert not k.kept_reshards()
+    assert not v.kept_reshards()
+
+
+def test_heads_that_are_cut_apart_from_their_groups_go_another_way() -> None:
+    draw = np.random.default_rng(0)
+    arrays = [draw.normal(size=(2, heads, 6, 4)) for heads in (4, 2, 2)]
+    expected = sp.attention(*map(sp.array, arrays), is_causal=True).to_dense()
+    found = sp.attention(
+        *[sp.array(one, spec(MESH, "-, y, x, -")) for one in arrays], is_causal=True
+    )
+    np.testing.assert_allclose(found.to_dense(), expected, 1e-12)
+
+
+def test_its_second_derivative_is_refused() -> None:
+    q = sp.array(np.ones((2, 6, 4)), spec(MESH, "-, y, -"))
+
+    def slope(q: Any) -> Any:
+        return sp.sum(sp.grad(lambda q: sp.sum(sp.square(sp.attention(q, q, q))))(q))
+
+    with pytest.raises(UsageError, match="a gradient of the first order"):
+        sp.grad(slope)(q)
+
+
+def test_rematerialized_and_traced_programs() -> None:
+    arrays = [np.random.default_rng(n).normal(size=(2, 12, 4)) for n in range(3)]
+    heads = [sp.array(one, spec(MESH, "-, y, -")) for one in arrays]
+
+    def weigh(*heads: Any) -> Any:
+        return sp.sum(sp.square(sp.attention(*heads, is_causal=True)))
+
+    expected = sp.grad(weigh, (0, 1, 2))(*heads)
+    again = sp.grad(sp.rematerialized(weigh), (0, 1, 2))(*heads)
+    compiled = sp.jit(sp.grad(weigh, (0, 1, 2)))(*heads)
+    for one, two, three in zip(expected, again, compiled, strict=True):
+        np.testing.assert_allclose(two.to_dense(), one.to_dense(), 1e-12)
+        np.testing.assert_allclose(three.to_dense(), one.to_dense(), 1e-12)
