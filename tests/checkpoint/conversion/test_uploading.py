@@ -231,6 +231,24 @@ def test_what_a_server_cannot_answer_is_asked_again(
     assert len(completed) > len(set(completed))
 
 
+def test_an_upload_that_was_begun_twice_leaves_nothing(
+    server: BucketServer, rows: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The answer is lost, so the store's package asks again; of the first nobody knows the id."""
+    begun: list[str] = []
+
+    def lose_the_first(number: int, request: Request) -> str | None:
+        if request.method == "POST" and "uploads" in request.query:
+            begun.append(request.key)
+            return "lost" if len(begun) == 1 else None
+        return None
+
+    server.fault = lose_the_first
+    put(rows, tmp_path)
+    assert begun.count(begun[0]) == 2
+    assert server.objects == expected and server.pending == []
+
+
 def test_a_store_that_refuses(server: BucketServer, rows: Path, tmp_path: Path) -> None:
     server.fault = lambda number, request: 403 if request.part is not None else None
     with pytest.raises(RunError, match=r"cannot send bytes 0:262144: s3://weights/some/model/.*"):

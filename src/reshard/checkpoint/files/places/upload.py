@@ -343,12 +343,20 @@ class Upload(Closing):
             kept = {self._key(name) for name in (*names, *beside)}
             if self._replaces:
                 self._store.delete([key for key in old if key not in kept])
+            self._abort_repeated()
             # What hides the rest from readers goes last.
             hides = self._key_of_marker(COMMIT_NAME)
             left = self._store.list_objects(self._key_of_marker(""))
             self._store.delete([key for key in left if key != hides])
             self._store.delete([hides])
         forget_place(self.target.root_parts)
+
+    def _abort_repeated(self) -> None:
+        """Abort the uploads of these files that were begun twice, since the answer was lost."""
+        keys = {self._key(one.name) for one in self.files}
+        for one in self._store.list_uploads(f"{self._folder}/"):
+            if one.key in keys and not one.size_bytes:
+                self._store.abort(one.key, one.upload)
 
     def finish_earlier(self) -> None:
         """Forget what was seen of a target that an earlier run put in its place."""
