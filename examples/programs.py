@@ -52,20 +52,23 @@ def loss(w: Any, x: Any, y: Any) -> Any:
     return sp.mean(sp.square(sp.silu(x @ w) - y))
 
 
+ADAM = sp.AdamW(learning_rate=1e-2)
+
+
+@sp.jit
+def step(w: Any, state: Any, x: Any, y: Any) -> Any:
+    """A step of training: the loss, the new weights and the optimizer's new state."""
+    value, slope = sp.value_and_grad(loss)(w, x, y)
+    return value, *ADAM.update(w, slope, state)
+
+
 def training() -> None:
     mesh = DeviceMesh.of(dp=2, tp=2)
     w = sp.array(RANDOM.normal(size=(16, 8)) / 4, spec(mesh, "-, tp"))
     x = sp.array(RANDOM.normal(size=(32, 16)), spec(mesh, "dp, -"))
     y = sp.array(RANDOM.normal(size=(32, 8)), spec(mesh, "dp, -"))
 
-    adam = sp.AdamW(learning_rate=1e-2)
-
-    @sp.jit
-    def step(w: Any, state: Any, x: Any, y: Any) -> Any:
-        value, slope = sp.value_and_grad(loss)(w, x, y)
-        return value, *adam.update(w, slope, state)
-
-    state = adam.init(w) | {"step": sp.array(0)}
+    state = ADAM.init(w) | {"step": sp.array(0)}
     losses = []
     for _ in range(20):
         value, w, state = step(w, state, x, y)
