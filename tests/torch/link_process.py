@@ -39,6 +39,7 @@ from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError,
 from reshard.layout import Box, Layout
 from reshard.torch import BlockQuantized
 from reshard.torch.exchange.changes import ChangeExchange
+from reshard.torch.links.orders import RunOutcome
 from reshard.torch.links.sync import WeightSync
 
 
@@ -82,7 +83,7 @@ def steps() -> None:
 
 
 def beside() -> None:
-    """Runs in the background; two models in one link."""
+    """Runs in the background; two models in one link; an engine that one rank does not hear."""
     with link() as end:
         models = [own_model(), own_model()]
         syncs: list[WeightSync] = [end.prepare(model) for model in models]
@@ -96,6 +97,41 @@ def beside() -> None:
                 expect(sync.is_done, "done")
                 if SIDE == "engine":
                     expect_values(model, 7 * number + step)
+        lose_b(syncs[0])
+
+
+def lose_b(sync: WeightSync) -> None:
+    """Rank 1 of the trainer alone loses b, as b has all: both ranks report the same."""
+    board, read = open_board(), RunOutcome.read
+
+    def hear(kind: type[RunOutcome], texts: Any) -> RunOutcome:
+        found = read(texts)
+        if threading.current_thread().name == "reshard engine b":
+            if RANK == 0:
+                board.set("rank 0 heard b", "")
+            else:
+                board.wait(["rank 0 heard b", "b has all"])
+                raise LinkError("not heard")
+        return found
+
+    if SIDE == "trainer":
+        RunOutcome.read = classmethod(hear)  # type: ignore[assignment, method-assign]
+    report = sync.run()
+    RunOutcome.read = read  # type: ignore[method-assign]
+    expect(report is not None and report.version == 2, f"{report}")
+    if NAME == "b":
+        board.set("b has all", "")
+        refused(sync.run, LinkError, "still has version 2")
+        return
+    last = sync.run()
+    if SIDE == "trainer":
+        expect(sorted(report.engines) == ["a", "b"], f"{report}")
+        expect(report.lost == {"b": "not heard"}, f"{report}")
+        expect(list(last.engines) == ["a"] and not last.lost, f"{last}")
+        told = [report.engines, report.fed_by, report.trainer_bytes, last.engines]
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, told)
+        expect(both[0] == both[1], f"{both}")
 
 
 def buckets() -> None:
@@ -260,6 +296,7 @@ def misfits() -> None:
 def later() -> None:
     """An engine that comes while the trainer runs, leaves, and comes again."""
     if NAME == "b":
+        open_board().wait(["a is linked"])
         for _ in range(2):
             with link() as end:
                 model = own_model()
@@ -269,6 +306,8 @@ def later() -> None:
                     expect_values(model, report.version)
         return
     with link(engines=1) as end:
+        if NAME == "a":
+            open_board().set("a is linked", "")
         model = own_model()
         sync = end.prepare(model)
         seen, step = 0, 0
@@ -393,20 +432,20 @@ def changes() -> None:
     """Engine a is there always, b comes late, leaves, misses runs, and comes again."""
     if NAME == "b":
         for turn in range(2):
-            if turn:
-                open_board().wait(["b missed some"])
+            open_board().wait(["b missed some" if turn else "a is linked"])
             first, second, third, fourth = engine_runs(4, lambda model: model["norm"].add_(1))
             # By its own writing the third is whole again, the others have what changed.
             expect(first == third and max(second, fourth) < first / 2, f"{first} {second} {third}")
             open_board().set(f"b left {turn}", "")
         return
     with link(engines=1) as end:
+        if NAME == "a":
+            open_board().set("a is linked", "")
         model = own_model()
         if SIDE == "trainer":
             sync = end.prepare(model, changed_only="elements", method="exchange")
             board, version, missed = open_board(), 0, 0
-            # An engine that leaves after a run may be lost to one rank in that run, and to the
-            # other after it: what b says is read by the first rank, for both.
+            # What b says is read by the first rank, for both.
             while not shared_by_first(board.check(["b left 1"])):
                 set_weights(model, version)
                 has_left = shared_by_first(board.check(["b left 0"]))

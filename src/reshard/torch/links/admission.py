@@ -23,7 +23,7 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from reshard.errors import LinkError
@@ -197,6 +197,32 @@ def wait_for_engines(
     if not _comes(are_here, time.monotonic() + timeout_s):
         raise LinkError(f"{len(found)} of {fewest} engines came within {timeout_s:g} s")
     return found
+
+
+def wait_for_words(
+    store: SealedStore,
+    keys: Mapping[int, str],
+    timeout_s: float,
+    side: Announcement,
+    presence: Presence,
+) -> None:
+    """Wait until ranks of a side have written at the store: the key of each, by rank.
+
+    Raises LinkError where one does not within a time, for all of them together, or has ended
+    without.
+    """
+    begun_s = time.monotonic()
+    for rank, key in keys.items():
+        while not store.check([key]):
+            waited_s = time.monotonic() - begun_s
+            # It may have written just before it ended.
+            if presence.find_gone([side.tokens[rank]]) and not store.check([key]):
+                raise LinkError(f"rank {rank} of the {side.name} has ended, or closed the link")
+            if waited_s > timeout_s:
+                raise LinkError(
+                    f"rank {rank} of the {side.name} does not answer for {timeout_s:g} s"
+                )
+            time.sleep(min(waited_s / 8, _LOOK_S))
 
 
 def prove_secret(group: RankGroup, key: bytes) -> None:

@@ -58,7 +58,7 @@ from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.silence import ending_when_silent
 from reshard.torch.links.sync import WeightSync
-from reshard.torch.links.trainer_sync import TrainerEnd, TrainerSync
+from reshard.torch.links.trainer_sync import RunAccount, TrainerEnd, TrainerSync, settle
 from reshard.torch.models.model_pairs import is_megatrons
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import Model
@@ -204,6 +204,7 @@ class WeightLink:
             self._give_up,
             self._take_lost,
             self._interrupt,
+            self._settle,
         )
         sync = TrainerSync(trainer, len(self._syncs), self.ranks, relays, bool(transforms))
         for number, (_, group) in self._groups.items():
@@ -248,14 +249,14 @@ class WeightLink:
         if self.is_closed:
             raise LinkError("this end of the link is closed; connect again")
 
-    def _begin_run(self) -> Iterator[tuple[int, str, RankGroup]]:
+    def _begin_run(self) -> tuple[str, list[tuple[int, str, RankGroup]]]:
         """Admit engines that came and leave out those that left; all that are there then."""
         self._check_open()
-        self._admit(0)
-        yield from [(number, *both) for number, both in self._groups.items()]
+        place = self._admit(0)
+        return place, [(number, *both) for number, both in self._groups.items()]
 
-    def _admit(self, fewest: int) -> None:
-        """All ranks of the trainer learn from the first which engines come and go."""
+    def _admit(self, fewest: int) -> str:
+        """All ranks of the trainer learn from the first which engines come and go, and where."""
         key = f"step/{self._steps}"
         self._steps += 1
         with self._store_errors():
@@ -285,6 +286,13 @@ class WeightLink:
                     sync.prepare_for(one.number, group)
             except ReshardError as error:
                 self._give_up(one.number, str(error), one.name)
+        return key
+
+    def _settle(self, place: str, own: RunAccount) -> RunAccount:
+        """What a run came to, as all ranks of the trainer saw it."""
+        with self._store_errors():
+            limit_s = self._timeout_s * _TRAINER_SHARE
+            return settle(self._store, place, own, self._own, self.rank, limit_s, self._presence)
 
     def _join(self, engines: int) -> None:
         """Meet the other side."""

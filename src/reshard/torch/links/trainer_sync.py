@@ -6,22 +6,28 @@
    One that lacks weights, since who was to hand them on failed, gets them from the trainer then.
 3. What an engine says of its hand-ons decides the next run: models that do not fit, and engines
    that do not reach each other, are not tried again.
+4. What one rank of the trainer saw of an engine counts for all: they report the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.admission import Announcement, wait_for_words
 from reshard.torch.links.bucket_events import BucketCounter, RunOptions, SentBuckets
 from reshard.torch.links.fan_out import FedEngine, assign_turns, plan_feeds
 from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
+from reshard.torch.links.presence import Presence
+from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.refitting.refit import Refit
 
@@ -33,19 +39,123 @@ class TrainerEnd:
     Attributes:
         label: what people call this process.
         prepare: makes a refit with the ranks of an engine.
-        begin: finds the engines of a run, prepares those that are new, and gives number, name and
-            group of each.
+        begin: finds the engines of a run, prepares those that are new, and gives the run's place
+            at the store, and number, name and group of each engine.
         give_up: leaves out an engine that failed, for a reason.
         take_lost: the engines that were left out since the last call, and why.
         interrupt: ends the waiting at a meeting, on behalf of a rank that cannot come.
+        settle: what a run came to, as all ranks of the trainer saw it, from its place at the
+            store and what this rank saw.
     """
 
     label: str
     prepare: Callable[[RankGroup], Refit]
-    begin: Callable[[], Iterable[tuple[int, str, RankGroup]]]
+    begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]]
     give_up: Callable[[int, str], None]
     take_lost: Callable[[], dict[str, str]]
     interrupt: Callable[[HandOn, int], None]
+    settle: Callable[[str, RunAccount], RunAccount]
+
+
+@dataclass(frozen=True, slots=True)
+class RunAccount:
+    """What a run came to, as ranks of a trainer saw it.
+
+    An engine may leave once it has the weights, before each of the trainer's ranks has heard that
+    it has them: it counts as served where one rank has, and is given up where one rank has not.
+
+    Attributes:
+        engines: by name, seconds until it had the weights, and who gave them.
+        lost: why engines were given up, by name.
+        given_up: their numbers, where they were there as the run began.
+        trainer_bytes: that left all ranks of the trainer.
+
+    >>> seen = RunAccount({"a": (0.5, "trainer")}), RunAccount({}, {"a": "it left"}, (3,))
+    >>> found = RunAccount.merge(seen)
+    >>> found.engines, found.lost, found.given_up
+    ({'a': (0.5, 'trainer')}, {'a': 'it left'}, (3,))
+    """
+
+    engines: Mapping[str, tuple[float, str]]
+    lost: Mapping[str, str] = field(default_factory=dict)
+    given_up: tuple[int, ...] = ()
+    trainer_bytes: int = 0
+
+    def write(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str | bytes) -> RunAccount:
+        """Raises LinkError for what is no account."""
+        try:
+            found = json.loads(text)
+            engines = {name: (float(one[0]), str(one[1])) for name, one in found["engines"].items()}
+            given_up = tuple(map(int, found["given_up"]))
+            return cls(engines, dict(found["lost"]), given_up, int(found["trainer_bytes"]))
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise LinkError(
+                f"{text[:80]!r} is no account of a run; give all ranks one release"
+            ) from error
+
+    @classmethod
+    def merge(cls, accounts: Sequence[RunAccount]) -> RunAccount:
+        """The account of all ranks; where they differ, the first counts."""
+        told = accounts[::-1]
+        return cls(
+            {name: one for account in told for name, one in account.engines.items()},
+            {name: why for account in told for name, why in account.lost.items()},
+            tuple(sorted({number for account in told for number in account.given_up})),
+            max(account.trainer_bytes for account in told),
+        )
+
+
+def settle(
+    store: SealedStore,
+    place: str,
+    own: RunAccount,
+    trainer: Announcement,
+    rank: int,
+    timeout_s: float,
+    presence: Presence,
+) -> RunAccount:
+    """The account of a run, the same on all ranks of a trainer. All of them call this.
+
+    The first rank makes it of what each says, and returns once all have read it: the store is in
+    its process, which may end then. Nothing is left at the store.
+
+    Args:
+        place: at the store, of this run only; what stands there, all have read.
+        own: what this rank saw.
+        rank: of this process among the trainer's.
+        timeout_s: how long the first rank waits for others.
+
+    Raises:
+        LinkError: a rank does not say what it saw.
+    """
+    if trainer.ranks == 1:
+        store.delete_key(place)
+        return own
+    found_at = f"{place}/account"
+    said_at, read_at = (
+        {one: f"{place}/{what}/{one}" for one in range(1, trainer.ranks)}
+        for what in ("said", "read")
+    )
+    if rank:
+        store.set(said_at[rank], own.write())
+        found = RunAccount.read(store.get(found_at))
+        store.set(read_at[rank], "")
+        return found
+    wait_for_words(store, said_at, timeout_s, trainer, presence)
+    told = [RunAccount.read(store.get(key)) for key in said_at.values()]
+    found = RunAccount.merge([own, *told])
+    store.set(found_at, found.write())
+    # Who ends before it has read it needs it no longer, and the next run raises.
+    with contextlib.suppress(LinkError):
+        wait_for_words(store, read_at, timeout_s, trainer, presence)
+        for key in (place, found_at, *said_at.values(), *read_at.values()):
+            store.delete_key(key)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +288,7 @@ class TrainerSync(WeightSync):
         if counter.is_stopped():
             raise InterruptedRunError(f"stopped before version {version} was sent")
         begun_s = time.perf_counter()
-        engines = list(self._end.begin())
+        place, engines = self._end.begin()
         names = {number: name for number, name, _ in engines}
         orders = self._write_orders(version, [(number, group) for number, _, group in engines])
         services = [
@@ -196,17 +306,33 @@ class TrainerSync(WeightSync):
         for service in services:
             service.join()
         served = [service for service in services if service.error is None]
+        failed: BaseException | None = None
         for service in services:
             if isinstance(service.error, ReshardError):
                 # The other engines go on, and this one may come again.
                 self._end.give_up(service.number, str(service.error))
-            elif service.error is not None:
-                raise service.error
+            else:
+                failed = failed or service.error
         for service in served:
             self._note_ended(service.outcome.ended)
-        lost = self._end.take_lost()
-        if not served:
-            told = "; ".join(f"{name}: {why}" for name, why in lost.items())
+        own = RunAccount(
+            {one.name: (one.seconds, self._name_feed(one, names)) for one in served},
+            self._end.take_lost(),
+            tuple(one.number for one in services if one.error is not None),
+            sum(one.prepared.sent_bytes for one in served if one.is_direct),
+        )
+        if failed is not None:
+            # The other ranks are not kept waiting by it.
+            with contextlib.suppress(LinkError):
+                self._end.settle(place, own)
+            raise failed
+        account = self._end.settle(place, own)
+        for service in served:
+            if service.number in account.given_up:
+                self._end.give_up(service.number, account.lost.get(service.name, "it is lost"))
+                self._end.take_lost()
+        if not account.engines:
+            told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
             if counter.is_stopped():
                 raise InterruptedRunError(f"stopped; no engine has version {version}: {told}")
             raise LinkError(
@@ -215,12 +341,12 @@ class TrainerSync(WeightSync):
         self.version = version
         return SyncReport(
             version,
-            {one.name: one.seconds for one in served},
-            lost,
+            {name: seconds for name, (seconds, _) in account.engines.items()},
+            account.lost,
             time.perf_counter() - begun_s,
             sum(one.sent_bytes for one in served),
-            fed_by={one.name: self._name_feed(one, names) for one in served},
-            trainer_bytes=sum(one.prepared.sent_bytes for one in served if one.is_direct),
+            fed_by={name: feed for name, (_, feed) in account.engines.items()},
+            trainer_bytes=account.trainer_bytes,
         )
 
     def _name_feed(self, service: _Service, names: Mapping[int, str]) -> str:

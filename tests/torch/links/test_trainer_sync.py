@@ -1,0 +1,137 @@
+"""What the ranks of a trainer saw of a run becomes one account, the same on all."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from reshard.errors import LinkError  # noqa: E402
+from reshard.torch.links.admission import Announcement  # noqa: E402
+from reshard.torch.links.presence import Presence  # noqa: E402
+from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+from reshard.torch.links.trainer_sync import RunAccount, settle  # noqa: E402
+
+FIRST = RunAccount({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
+OTHER = RunAccount({"b": (0.6, "a")}, trainer_bytes=8)
+PATIENCE_S = 60.0
+
+
+class Seen(Presence):
+    """A trainer's first rank, which knows who has ended."""
+
+    def end(self, token: str) -> None:
+        self._gone.add(token)
+
+
+class Asked(SealedStore):
+    """A store at which the second rank reads the account only once the first has asked for that."""
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == ["step/7/read/1"] and not super().check(keys):
+            self.account = self.get("step/7/account")
+            self.set("step/7/read/1", "")
+            return False
+        return super().check(keys)
+
+
+def open_store() -> SealedStore:
+    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+
+
+def trainer_of(ranks: int) -> Announcement:
+    return Announcement(0, "trainer", ranks, tokens=tuple(f"token {rank}" for rank in range(ranks)))
+
+
+def test_an_engine_counts_where_one_rank_heard_of_it() -> None:
+    first = RunAccount({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
+    other = RunAccount({"a": (0.7, "trainer"), "b": (0.6, "a")}, {"c": "it died"}, (5,), 8)
+    found = RunAccount.merge([first, other])
+    assert found.engines == {"a": (0.5, "trainer"), "b": (0.6, "a")}
+    assert found.lost == {"b": "it left", "c": "it died"}
+    assert found.given_up == (4, 5) and found.trainer_bytes == 8
+
+
+def test_where_ranks_differ_the_first_counts() -> None:
+    told = [RunAccount({}, {"b": why}) for why in ("it left", "rank 3 does not answer")]
+    assert RunAccount.merge(told).lost == {"b": "it left"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engines": 3},
+        {"engines": {"a": 1}},
+        {"lost": 3},
+        {"given_up": ["x"]},
+        {"trainer_bytes": ""},
+    ],
+)
+def test_what_is_no_account(change: dict[str, object]) -> None:
+    text = json.dumps({**json.loads(RunAccount({}).write()), **change})
+    with pytest.raises(LinkError, match="is no account of a run"):
+        RunAccount.read(text)
+    with pytest.raises(LinkError, match="is no account of a run"):
+        RunAccount.read("{")
+
+
+def test_all_ranks_have_one_account() -> None:
+    store, trainer, found = open_store(), trainer_of(3), {}
+    store.set("step/7", "told")
+
+    def take_part(rank: int, own: RunAccount) -> None:
+        found[rank] = settle(store, "step/7", own, trainer, rank, PATIENCE_S, Presence())
+
+    others = [threading.Thread(target=take_part, args=(rank, OTHER)) for rank in (1, 2)]
+    for one in others:
+        one.start()
+    take_part(0, FIRST)
+    for one in others:
+        one.join()
+    assert found == dict.fromkeys(range(3), RunAccount.merge([FIRST, OTHER]))
+    # However often a link runs, its store does not grow.
+    paths = ("said/1", "said/2", "read/1", "read/2", "account")
+    assert not any(store.check([f"step/7/{path}"]) for path in paths)
+    assert not store.check(["step/7"])
+
+
+def test_the_first_rank_waits_until_others_have_read() -> None:
+    store = open_store()
+    store = Asked(store._store, store.key)
+    store.set("step/7/said/1", OTHER.write())
+    found = settle(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, Presence())
+    # With the first rank the store would have ended, and nobody could have read this.
+    assert RunAccount.read(store.account) == found == RunAccount.merge([FIRST, OTHER])
+
+
+def test_one_that_ends_before_it_has_read_is_not_waited_for() -> None:
+    store, seen = open_store(), Seen()
+    store.set("step/7/said/1", OTHER.write())
+    seen.end("token 1")
+    found = settle(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
+    assert found == RunAccount.merge([FIRST, OTHER])
+
+
+def test_one_that_does_not_read_is_waited_for_as_long_as_was_said() -> None:
+    store = open_store()
+    store.set("step/7/said/1", OTHER.write())
+    found = settle(store, "step/7", FIRST, trainer_of(2), 0, 0.01, Presence())
+    assert found == RunAccount.merge([FIRST, OTHER])
+
+
+def test_one_that_says_nothing() -> None:
+    with pytest.raises(LinkError, match=r"rank 1 of the trainer does not answer for 0\.01 s"):
+        settle(open_store(), "step/7", FIRST, trainer_of(2), 0, 0.01, Presence())
+    seen = Seen()
+    seen.end("token 1")
+    with pytest.raises(LinkError, match="rank 1 of the trainer has ended"):
+        settle(open_store(), "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
+
+
+def test_a_trainer_of_one_rank_asks_nobody() -> None:
+    assert settle(open_store(), "step/7", FIRST, trainer_of(1), 0, 0.01, Presence()) is FIRST
