@@ -47,6 +47,38 @@ def loops() -> None:
     print(sums.to_dense())
 
 
+def distances_here(x: Any, y: Any) -> Any:
+    """Between rows of both: of the parts that one rank has, NumPy's or PyTorch's."""
+    return abs(x[:, None] - y).sum(-1)
+
+
+def distances_back(cotangent: Any, x: Any, y: Any, result: Any) -> tuple[Any, Any]:
+    """The cotangents of both operands, with functions of `sp`."""
+    slopes = sp.expand_dims(cotangent, axis=-1) * sp.sign(sp.expand_dims(x, axis=1) - y)
+    return sp.sum(slopes, axis=1), -sp.sum(slopes, axis=0)
+
+
+distances = sp.operator(
+    "([i, k], [j, k]) -> ([i, j]) reduction={k}",
+    distances_here,
+    name="distances",
+    gradient=distances_back,
+    operations=lambda x, y: 3 * x[0] * x[1] * y[0],
+)
+
+
+def own_operator() -> None:
+    mesh = DeviceMesh.of(dp=2, tp=2)
+    x = sp.array(RANDOM.normal(size=(6, 8)), spec(mesh, "dp, tp"))
+    y = sp.array(RANDOM.normal(size=(5, 8)), spec(mesh, "-, tp"))
+    found = distances(x, y)
+    assert str(found.spec) == "dp, - | sum(tp)"
+    assert np.allclose(found.to_dense(), distances_here(x.to_dense(), y.to_dense()))
+
+    slope = sp.grad(lambda x: sp.sum(sp.square(distances(x, y))))(x)
+    assert str(slope.spec) == "dp, tp"
+
+
 def loss(w: Any, x: Any, y: Any) -> Any:
     """Of one layer."""
     return sp.mean(sp.square(sp.silu(x @ w) - y))
@@ -80,6 +112,7 @@ def training() -> None:
 def main() -> None:
     gathered_once()
     loops()
+    own_operator()
     training()
 
 

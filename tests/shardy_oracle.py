@@ -38,12 +38,14 @@ PASSES = {
     "basic": "sdy-basic-propagate",
     "aggressive": "sdy-aggressive-propagate",
     "op-priority": "sdy-op-priority-propagate",
+    "user-priority, basic": "sdy-user-priority-propagate{propagation-strategy=basic}",
     "user-priority": "sdy-user-priority-propagate",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "basic": {"strategy": "basic", "operator_priorities": False, "user_priorities": False},
     "aggressive": {"operator_priorities": False, "user_priorities": False},
     "op-priority": {"user_priorities": False},
+    "user-priority, basic": {"strategy": "basic"},
     "user-priority": {},
 }
 

@@ -148,7 +148,7 @@ def test_every_derivative_is_tried() -> None:
         with sp.recording(Names()):
             case.function(sp, *[sp.array(one) for one in case.arrays()])
     # Other names of operators above, which no function of the namespace carries out.
-    untried = set(pullbacks) - seen - {"identity", "copy", "real"}
+    untried = (set(pullbacks) & SHIPPED) - seen - {"identity", "copy", "real"}
     assert not untried
 
 

@@ -13,7 +13,7 @@ import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.errors import MissingExtraError, SpecError, UsageError
+from reshard.errors import ArrayIndexError, MissingExtraError, SpecError, UsageError
 
 MESH = DeviceMesh.of(x=2, y=3)
 DATA = np.arange(35.0).reshape(7, 5)
@@ -106,6 +106,8 @@ def test_sums_that_wait_stay_so_in_a_wider_type() -> None:
         (lambda: sp.tril(sp.ones(3)), SpecError, r"triangle of shape \[3\]"),
         (lambda: sp.triu(sp.ones((3, 3)), k=0.5), UsageError, r"diagonal 0\.5"),
         (lambda: sp.full((2,), [1, 2]), UsageError, r"full of \[1, 2\].*one number"),
+        (lambda: sp.expand_dims(sp.ones(3), 2), ArrayIndexError, "at 2; a place from -2 to 1"),
+        (lambda: sp.expand_dims(sp.ones(3), -3), ArrayIndexError, "at -3; a place from -2 to 1"),
         (lambda: sp.expand_dims(sp.ones(3), axis=(0, 1)), SpecError, "dimensions"),
         (lambda: sp.expand_dims(sp.ones(3), axis=()), SpecError, "dimensions"),
         (lambda: sp.permute_dims(sp.ones(3), None), SpecError, "permutation None"),

@@ -57,6 +57,7 @@ _NAMES_OF = {
     "gradients.transforms": "grad value_and_grad vjp",
     "programs.control_flow": "cond scan while_loop",
     "programs.jit": "jit",
+    "programs.own_operators": "operator",
     "functions.windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
     ),

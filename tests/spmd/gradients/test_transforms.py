@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_every_strategy_places_gradients() -> None:
     w = sp.array(array(4, 4, seed=1), spec(MESH, "-, tp"))
     step = sp.value_and_grad(lambda w, x: cubes(sp.tanh(x @ w)))
     value, found = step(w, x)
-    for strategy in ("eager", "basic", "aggressive", "cost"):
+    for strategy in ("eager", "basic", "aggressive", "widest", "cost"):
         traced = sp.trace(step, w, x, strategy=strategy)
         assert traced.outputs[1].spec is w.spec
         again, other = traced.run(w, x)
@@ -246,3 +247,48 @@ def test_an_array_of_another_library_is_refused_not_forgotten() -> None:
         sp.grad(lambda x: sp.sum(other * x).to_dense())(X)
     found = sp.grad(lambda x: sp.sum(x * sp.array(np.ones(3))))(other)
     assert found.to_dense().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_two_threads_differentiate_at_once() -> None:
+    data = array(8, 6)
+    shared = sp.array(data, spec(MESH, "dp, tp"))
+    # The first is within its function when the second begins, and has its gradient before the
+    # second goes on: what one has begun or ended must not be the other's.
+    first_began, second_began, first_ended = (threading.Event() for _ in range(3))
+
+    def squares(x: Any) -> Any:
+        y = x * x
+        first_began.set()
+        assert second_began.wait(timeout=60)
+        return sp.sum(y * sp.sum(x, axis=0))
+
+    def exponentials(x: Any) -> Any:
+        y = sp.exp(x)
+        second_began.set()
+        assert first_ended.wait(timeout=60)
+        return sp.sum(y @ sp.permute_dims(x, (1, 0)))
+
+    found: dict[str, Any] = {}
+
+    def run_first() -> None:
+        found["squares"] = sp.grad(squares)(shared)
+        first_ended.set()
+
+    def run_second() -> None:
+        assert first_began.wait(timeout=60)
+        found["exponentials"] = sp.grad(exponentials)(shared)
+
+    threads = [threading.Thread(target=one) for one in (run_first, run_second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    exp = np.exp(data)
+    expected = {
+        "squares": 2 * data * data.sum(0) + np.square(data).sum(0),
+        "exponentials": exp * data.sum(0) + exp.sum(0),
+    }
+    assert set(found) == set(expected)
+    for name, slope in found.items():
+        assert str(slope.spec) == "dp, tp"
+        assert np.allclose(slope.to_dense(), expected[name])

@@ -81,7 +81,7 @@ def test_contributions_to_it_wait() -> None:
 
 
 @pytest.mark.usefixtures("weigh")
-@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "cost"])
+@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "widest", "cost"])
 def test_it_is_traced_and_costed(strategy: str) -> None:
     rows = sp.abstract((64, 32), "bfloat16", spec(MESH, "x, -"))
     weights = sp.abstract((32,), "float32")

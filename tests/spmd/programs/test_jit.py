@@ -21,7 +21,7 @@ from reshard.spmd.tracing.argument_tree import leaves
 from spmd.traced_functions import FUNCTIONS, Traced
 
 MESH = DeviceMesh.of(x=2, y=3)
-STRATEGIES = ["eager", "basic", "aggressive", "cost"]
+STRATEGIES = ["eager", "basic", "aggressive", "widest", "cost"]
 
 
 def rows(data: Any, text: str = "x, -") -> sp.ShardedArray:

@@ -11,7 +11,7 @@ from reshard import DeviceMesh, spec
 MESH = DeviceMesh.of(x=2, y=2)
 
 
-@pytest.mark.parametrize("strategy", ["basic", "aggressive", "cost"])
+@pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest", "cost"])
 def test_a_level_is_taken_whole_or_not_at_all(strategy: str) -> None:
     data = np.arange(64.0).reshape(8, 8)
     q = sp.array(data, spec(MESH, "-, y x@cyclic1"))
@@ -19,7 +19,7 @@ def test_a_level_is_taken_whole_or_not_at_all(strategy: str) -> None:
     np.testing.assert_array_equal(np.asarray(traced.run(q)), data @ data)
 
 
-@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "cost"])
+@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "widest", "cost"])
 @pytest.mark.parametrize("other", ["x, -", "-, x", "-, - | sum(x)", "y, -", "-, - | sum(x y)"])
 @pytest.mark.parametrize("pending", ["-, - | sum(x)", "y, - | sum(x)", "-, - | max(x)"])
 def test_contributions_along_an_axis_of_one_device(pending: str, other: str, strategy: str) -> None:

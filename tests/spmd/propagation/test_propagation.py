@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,38 @@ class TestOneOperator:
         found = shardings(self.mesh, ADD, ["-, a", "b a, -"], [None], "aggressive")
         assert found == ["-, a", "b a, -", "b a ?, ?"]
 
+    def test_widest_takes_the_cut_into_more_parts(self) -> None:
+        mesh = DeviceMesh.of(a=2, b=4)
+        line = "([i], [i]) -> ([i]) {i=8}"
+        assert shardings(mesh, line, ["a ?", "b ?"], [None], "aggressive")[2] == "none"
+        assert shardings(mesh, line, ["a ?", "b ?"], [None], "widest")[2] == "b ?"
+        assert shardings(mesh, line, ["b ?", "a ?"], [None], "widest")[2] == "b ?"
+        # Parts without elements do not count: of 2 elements b makes no more than a.
+        assert shardings(mesh, line.replace("8", "2"), ["a ?", "b ?"], [None], "widest")[2] == "a ?"
+        # What is cut stays as it is, and no axis cuts twice.
+        assert shardings(mesh, ADD, ["a, -", "-, b a"], [None], "widest")[2] == "?, b a ?"
+        assert shardings(mesh, ADD, ["a, -", "-, b a"], [None], "aggressive")[2] == "?, b a ?"
+        assert shardings(mesh, ADD, ["b, -", "-, b"], ["-, ? | replicated(b)"], "widest")[2] == (
+            "-, ? | replicated(b)"
+        )
+
+    def test_of_as_many_parts_the_larger_tensor_decides(self) -> None:
+        outer = "([i, j], [j]) -> ([i, j]) {i=8, j=8}"
+        assert shardings(self.mesh, outer, ["?, a", "b"], [None], "widest")[2] == "?, a ?"
+        assert shardings(self.mesh, ADD, ["?, a", "?, b"], [None], "widest")[2] == "?, a ?"
+
+    def test_widest_only_goes_where_it_may(self) -> None:
+        mesh = DeviceMesh.of(a=2, b=4)
+        rule = OpShardingRule.parse(NEGATE)
+        given = [spec(mesh, "a ?, ?")], [spec(mesh, "?, b ?")]
+        ways = {
+            Direction.FORWARD: ["a ?, ?", "a ?, b ?"],
+            Direction.BACKWARD: ["a ?, b ?", "?, b ?"],
+        }
+        for direction, expected in ways.items():
+            found = propagate(rule, *given, strategy="widest", direction=direction)
+            assert [str(one) for side in found for one in side] == expected
+
     def test_a_dot_with_one_axis_in_two_places(self) -> None:
         assert shardings(self.mesh, DOT, ["a, -", "-, b a"], [None], "aggressive")[2] == "a ?, b ?"
         assert shardings(self.mesh, DOT, ["a, -", "-, b a"], [None], "basic")[2] == "?, b ?"
@@ -105,6 +139,15 @@ def graph(*operations: tuple[str, list[int], str], inputs: int = 2) -> Graph:
     return Graph.of([(8, 8)] * inputs, operations, [count - 1])
 
 
+def _without(one: ShardingSpec) -> ShardingSpec:
+    """A sharding whose dimensions all join in at once."""
+    return spec(one.mesh, re.sub("!\\d", "", str(one)))
+
+
+def _plain(one: ShardingSpec | None) -> str:
+    return "?, ?" if one is None else str(_without(one))
+
+
 class TestPriorities:
     mesh = DeviceMesh.of(a=2, b=2)
 
@@ -121,6 +164,40 @@ class TestPriorities:
         given = {0: spec(self.mesh, "a !1, -"), 1: spec(self.mesh, "-, a")}
         found = propagate_graph(one, given, user_priorities=False)
         assert str(found.values[2]) == "a ?, ?"
+
+    @pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest"])
+    @pytest.mark.parametrize("rule", [ADD, DOT])
+    def test_one_operator_heeds_them_as_a_graph_of_it_does(self, rule: str, strategy: str) -> None:
+        parsed = OpShardingRule.parse(rule)
+        name = "add" if rule == ADD else "matmul"
+        texts = ("a !1, -", "-, a", "?, a !1", "a ?!2, b ?!1", "b !1, ?", "a b !1, ?", "?, ?!1")
+        different = 0
+        for first, second, result in itertools.product(texts, texts, ("?, ?", "?, b ?!1", "a, -")):
+            given = [spec(self.mesh, text) for text in (first, second, result)]
+            operands, results = propagate(parsed, given[:2], given[2:], strategy=strategy)
+            whole = Graph.of([(8, 8)] * 2, [(name, [0, 1], parsed)], [])
+            found = propagate_graph(
+                whole, dict(enumerate(given)), strategy=strategy, operator_priorities=False
+            )
+            alone = [_plain(one) for one in (*operands, *results)]
+            assert alone == [_plain(one) for one in found.values], (first, second, result)
+            at_once = propagate(
+                parsed,
+                *[[_without(one) for one in side] for side in (given[:2], given[2:])],
+                strategy=strategy,
+            )
+            different += alone != [_plain(one) for side in at_once for one in side]
+        # The order of the priorities decides in some of these cases. What all operands of a sum
+        # agree on, as the strategy "basic" asks, is the same in any order.
+        assert (different == 0) == ((rule, strategy) == (ADD, "basic"))
+
+    def test_what_has_priorities_keeps_them(self) -> None:
+        operands, results = propagate(
+            OpShardingRule.parse(ADD),
+            [spec(self.mesh, "a !1, ?!2"), spec(self.mesh, "?, a")],
+            [None],
+        )
+        assert [str(one) for one in (*operands, *results)] == ["a !1, ?!2", "?, a", "?, a ?"]
 
     def test_elementwise_operators_come_before_products(self) -> None:
         two = graph(("matmul", [0, 1], DOT), ("exp", [2], NEGATE))
@@ -297,7 +374,7 @@ def test_the_example_runs() -> None:
     assert "reduced over tp from `dp, - | sum(tp)` to `dp, -`" in done.stdout
 
 
-@pytest.mark.parametrize("strategy", ["basic", "aggressive"])
+@pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest"])
 def test_maxima_are_no_sums(strategy: str) -> None:
     """A result that is asked for as a sum is what the operator makes, and then moves."""
     mesh = DeviceMesh.of(x=2)

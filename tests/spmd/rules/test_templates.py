@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.errors import SpecError
+from reshard.errors import NotationError, SpecError
 from reshard.spmd.rules.reshape_factors import reshape_factors
 from reshard.spmd.rules.templates import (
+    Template,
     broadcast_with_shapes_template,
     einsum_template,
     elementwise_template,
@@ -154,3 +155,41 @@ def test_templates_that_do_not_fit(build: Any, part: str) -> None:
     with pytest.raises(SpecError) as caught:
         build()
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "([i, k], [k, j]) -> ([i, j]) reduction={k}",
+        "([i, j], ...) -> ([i, j])",
+        "([i, j]) -> ([i]) reduction={j:max}",
+        "([i, j]) -> ([i]) need_replication={j}",
+        "([i, j]) -> ([i, j]) permutation={j} blocked={i}",
+        "([1, i]) -> ([i])",
+    ],
+)
+def test_a_template_is_read_as_it_is_written(text: str) -> None:
+    assert str(Template.parse(text)) == text
+    assert Template.parse(str(Template.parse(text))) == Template.parse(text)
+
+
+def test_sizes_that_are_said_hold() -> None:
+    split = Template.parse("([ij]) -> ([i, j]) {i=2, j=4}")
+    assert str(split.rule((8,))) == "([ij]) -> ([i, j]) {i=2, j=4}"
+    with pytest.raises(SpecError, match="has 9 in dimension 0"):
+        split.rule((9,))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        (3, NotationError, "3 is no text of a sharding rule"),
+        ("[i] -> [i]", NotationError, "is not a sharding rule; write it as"),
+        ("([ij]) -> ([i, j])", SpecError, "tells the size of factor i"),
+        ("([i], [j], ...) -> ([i])", NotationError, "stands behind one operand"),
+        ("([i]) -> ([i]) sideways={i}", NotationError, "'sideways'"),
+    ],
+)
+def test_texts_that_are_no_template(text: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        Template.parse(text)

@@ -36,7 +36,7 @@ from reshard.topology import Link, Topology
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
 
-STRATEGIES = ("eager", "basic", "aggressive", "cost")
+STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "traces"
 NEED_ELEMENTS = {"mask", "nonzero", "unique_counts"}
@@ -602,7 +602,7 @@ def test_the_golden_page() -> None:
     golden("layer.html", layer_trace("eager").html("a layer"))
 
 
-@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "cost"])
+@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "widest", "cost"])
 def test_queries_keys_and_values_gather_a_sequence_once(strategy: str) -> None:
     mesh = DeviceMesh.of(tp=4)
     x = sp.abstract((64, 32), "float32", spec(mesh, "tp, -"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from reshard.errors import SpecError, UsageError
+from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.elementwise import operands, whole
@@ -51,7 +52,15 @@ def broadcast_arrays(*arrays: Any) -> list[Any]:
 
 @of_arrays
 def expand_dims(x: Any, /, axis: int = 0) -> Any:
-    """A new dimension of size 1, at that place of the result."""
+    """A new dimension of size 1, at that place of the result.
+
+    Raises ArrayIndexError for a place that the result has not.
+    """
+    if hasattr(axis, "__index__") and not -x.ndim - 1 <= index(axis) <= x.ndim:
+        raise ArrayIndexError(
+            f"expand_dims of {x.ndim} dimensions at {axis}; a place from {-x.ndim - 1} to {x.ndim} "
+            "was expected"
+        )
     return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
 
 

@@ -76,7 +76,8 @@ def find_pullback(call: CompiledCall) -> Pullback | None:
     reason = REFUSED.get(call.name, "nobody has said what its derivative is")
     raise UsageError(
         f"the gradient of {call.name}: {reason}; give one with "
-        f'@sp.gradient("{call.name}"), or take sp.stop_gradient(x) before'
+        f'@sp.gradient("{call.name}"), or gradient= of sp.operator, or take sp.stop_gradient(x) '
+        "before"
     )
 
 
@@ -120,6 +121,12 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
         return function
 
     return add
+
+
+def remove_gradient(name: str) -> None:
+    """Forgets how an operator of the user's own is differentiated."""
+    if name not in _SHIPPED_PULLBACKS:
+        _pullbacks.pop(name, None)
 
 
 _SHIPPED_PULLBACKS = frozenset(_pullbacks)

@@ -3,4 +3,5 @@
 `jit.py` is the front. `simplification.py` leaves out of a recorded function what is there twice or
 is not needed; `prepared_program.py` has what is left as calls of local kernels and movements.
 `control_flow.py` has loops and branches, whose bodies are `traced_function.py`s.
+`own_operators.py` makes operators of local functions.
 """

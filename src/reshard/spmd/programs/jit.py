@@ -60,8 +60,8 @@ def jit(
         function: of arrays, and lists, tuples and dictionaries of them. What is no array is part of
             the kind: other numbers and texts are traced anew. It returns arrays likewise; what is
             none among its results stays as it was.
-        strategy: where reshards are placed, as of `sp.trace`: "eager", "basic", "aggressive" or
-            "cost".
+        strategy: where reshards are placed, as of `sp.trace`: "eager", "basic", "aggressive",
+            "widest" or "cost".
         topology, library: of the times by which "cost" decides, as of `sp.trace`.
 
     Raises:

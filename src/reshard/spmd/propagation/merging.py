@@ -14,8 +14,14 @@ reshards. Where two factors want the same axis of one tensor, the one goes first
 largest tensor that has the agreed axes already) is larger; for elementwise operators then the one
 with more shards; then that whose source comes first; then the factor that comes first.
 
-Both only ever extend what is there. The answers are Shardy's: its basic and its aggressive factor
-propagation (OpenXLA, `docs/propagation.md`).
+WIDEST is for tensors that disagree: they agree on the cut into the most parts that have elements,
+that of the larger tensor where several have as many, then that of the first. Where two factors want
+the same axis of one tensor, the one with more parts goes first::
+
+    i: a (2) | b (4) | (none)     b to the third
+
+All only ever extend what is there. The answers of the first two are Shardy's: its basic and its
+aggressive factor propagation (OpenXLA, `docs/propagation.md`).
 """
 
 from __future__ import annotations
@@ -105,10 +111,24 @@ def merge_basic(tensors: OperatorTensors, directions: Sequence[Direction]) -> No
 def merge_aggressive(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
     """Extend each tensor by what fits there, the preferred factors first."""
     agreed = [_find_agreed(tensors, factor, way) for factor, way in enumerate(directions)]
-    if not any(agreed):
-        return
+    if any(agreed):
+        _extend_each(tensors, agreed, _sort_by_preference(tensors, agreed))
+
+
+def merge_widest(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
+    """Extend each tensor by the cut into the most parts, as far as it fits there."""
+    widest = [_find_widest(tensors, factor, way) for factor, way in enumerate(directions)]
+    if any(widest):
+        # The sort is stable: of factors in as many parts the preferred one goes first.
+        preferred = _sort_by_preference(tensors, widest)
+        by_parts = sorted(preferred, key=lambda f: -_count_parts(tensors, f, widest[f]))
+        _extend_each(tensors, widest, by_parts)
+
+
+def _extend_each(tensors: OperatorTensors, agreed: Sequence[Parts], factors: Sequence[int]) -> None:
+    """Extend each tensor by what fits there of each factor, in the order of the factors."""
     count = tensors.count_of_operands
-    for factor in _sort_by_preference(tensors, agreed):
+    for factor in factors:
         # Results first: what they could not take, elementwise operands do not take either.
         for tensor in (*range(count, len(tensors.factors)), *range(count)):
             axes = _fit_one(tensors, tensor, factor, agreed[factor])
@@ -118,7 +138,33 @@ def merge_aggressive(tensors: OperatorTensors, directions: Sequence[Direction]) 
                 tensors.extend(tensor, factor, axes)
 
 
-STRATEGIES: dict[str, Strategy] = {"basic": merge_basic, "aggressive": merge_aggressive}
+STRATEGIES: dict[str, Strategy] = {
+    "basic": merge_basic,
+    "aggressive": merge_aggressive,
+    "widest": merge_widest,
+}
+
+
+def _find_widest(tensors: OperatorTensors, factor: int, direction: Direction) -> Parts:
+    """The cut of a factor into the most parts, of the tensors that a direction comes from."""
+    count = tensors.count_of_operands
+    from_operands, from_results = direction & Direction.FORWARD, direction & Direction.BACKWARD
+    best: tuple[int, int] = (1, -1)
+    axes: Parts = ()
+    for number, factors in enumerate(tensors.factors):
+        cut = factors.get(factor)
+        if cut is None or not (from_operands if number < count else from_results):
+            continue
+        elements = math.prod(tensors.rule.sizes[one] for one in factors)
+        found = (_count_parts(tensors, factor, cut.axes), elements)
+        if cut.axes and found > best:
+            best, axes = found, cut.axes
+    return axes
+
+
+def _count_parts(tensors: OperatorTensors, factor: int, axes: Parts) -> int:
+    """Into how many parts that have elements axes cut a factor."""
+    return min(size_of(axes), max(tensors.rule.sizes[factor], 1))
 
 
 def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) -> Parts:

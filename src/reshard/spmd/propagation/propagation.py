@@ -22,7 +22,7 @@ alike. Strategy "cost" settles them by estimated seconds: see `cost_propagation`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import SpecError
@@ -85,10 +85,12 @@ def propagate(
 ) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
     """What an operator carries between its operands and results, in one step.
 
+    Dimensions of higher priorities join in after those of lower ones, as in a graph.
+
     Args:
         rule: of the operator.
         operands, results: what is known of their shardings, None where nothing is.
-        strategy: "basic" or "aggressive".
+        strategy: "basic", "aggressive" or "widest".
         direction: in which it may carry.
         is_elementwise: whether the operator is; derived from its rule when not given.
 
@@ -119,10 +121,25 @@ def propagate(
     ways = tuple(
         Direction.NONE if factor in rule.blocked else direction for factor in range(len(rule.sizes))
     )
-    found = carried(rule, table, shardings, ways, merge, kind.is_elementwise)
+    state = [
+        None if sharding is None else waiting(sharding, priorities_of(spec))
+        for spec, sharding in zip(known, shardings, strict=True)
+    ]
+    for level in (0, *levels_of(known)):
+        if level:
+            state = [
+                None
+                if now is None
+                else now
+                if user is None
+                else joined(now, user, priorities_of(spec), level)
+                for now, user, spec in zip(state, shardings, known, strict=True)
+            ]
+        found = carried(rule, table, state, ways, merge, kind.is_elementwise)
+        state = [now if new is None else new for now, new in zip(state, found, strict=True)]
     specs = [
-        spec if new is None else table.decoded(new, priorities_of(spec))
-        for spec, new in zip(known, found, strict=True)
+        spec if new == old or new is None else table.decoded(new, priorities_of(spec))
+        for spec, old, new in zip(known, shardings, state, strict=True)
     ]
     return tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
 
@@ -136,7 +153,7 @@ def propagate_by_rules(
     operator_priorities: bool = True,
     user_priorities: bool = True,
 ) -> PropagatedGraph:
-    """The shardings of all values of a graph by the strategy "basic" or "aggressive".
+    """The shardings of all values of a graph by the strategy "basic", "aggressive" or "widest".
 
     Arguments and errors are those of `propagate_graph`, which has the strategy "cost" as well.
     """
@@ -156,13 +173,12 @@ def propagate_by_rules(
     places = {number: run.interned(spec) for number, spec in annotations.items()}
     places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
     specs = {**annotations, **{-1 - place: spec for place, spec in asked.items()}}
-    levels = sorted({p for spec in specs.values() for p in priorities_of(spec) if p})
-    if not user_priorities:
-        levels = []
+    levels = levels_of(specs.values()) if user_priorities else []
     for place, sharding in places.items():
         run.state[place] = sharding
         if levels:
-            run.state[place] = run.waiting(sharding, priorities_of(specs[place]))
+            reserved = waiting(run.shardings[sharding], priorities_of(specs[place]))
+            run.state[place] = run.number(reserved)
     # 3. For each user priority, and in it each stage of operators: carry until nothing changes.
     stages = range(STAGES) if operator_priorities else [ANY_STAGE]
     for level in [0, *levels]:
@@ -188,6 +204,39 @@ def merge_of(strategy: str) -> Strategy:
 def priorities_of(spec: ShardingSpec | None) -> tuple[int, ...]:
     """The priorities of a sharding's dimensions."""
     return () if spec is None else tuple(dim.priority for dim in spec.dim_specs)
+
+
+def levels_of(known: Iterable[ShardingSpec | None]) -> list[int]:
+    """The priorities of any dimension, but for the first, in order."""
+    return sorted({priority for spec in known for priority in priorities_of(spec) if priority})
+
+
+def waiting(sharding: Sharding, priorities: Sequence[int]) -> Sharding:
+    """The sharding without its dimensions of higher priorities, whose axes are reserved."""
+    # Reserved axes are entered as replicated, which keeps propagation from using them elsewhere.
+    later = [place for place, priority in enumerate(priorities) if priority]
+    if not later:
+        return sharding
+    reserved = [part for place in later for part in sharding.dims[place]]
+    return sharding._replace(
+        dims=tuple(() if place in later else axes for place, axes in enumerate(sharding.dims)),
+        is_closed=tuple(
+            place in later or closed for place, closed in enumerate(sharding.is_closed)
+        ),
+        replicated=tuple(sorted((*sharding.replicated, *reserved))),
+    )
+
+
+def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int) -> Sharding:
+    """The sharding with those dimensions of the user's that have the priority `level`."""
+    joining = [dim for dim, priority in enumerate(priorities) if priority == level]
+    freed = {part for dim in joining for part in user.dims[dim]}
+    sources = [user if dim in joining else now for dim in range(len(now.dims))]
+    return now._replace(
+        dims=tuple(one.dims[dim] for dim, one in enumerate(sources)),
+        is_closed=tuple(one.is_closed[dim] for dim, one in enumerate(sources)),
+        replicated=tuple(part for part in now.replicated if part not in freed),
+    )
 
 
 def carriers_of(rule: OpShardingRule) -> frozenset[int]:
@@ -353,44 +402,12 @@ class _Propagation:
         """The number of a user's sharding."""
         return self.number(self.table.encoded(spec))
 
-    def waiting(self, number: int, priorities: Sequence[int]) -> int:
-        """The sharding without its dimensions of higher priorities, whose axes are reserved."""
-        sharding = self.shardings[number]
-        # Reserved axes are entered as replicated, which keeps propagation from using them
-        # elsewhere.
-        later = [place for place, priority in enumerate(priorities) if priority]
-        reserved = [part for place in later for part in sharding.dims[place]]
-        return self.number(
-            sharding._replace(
-                dims=tuple(
-                    () if place in later else axes for place, axes in enumerate(sharding.dims)
-                ),
-                is_closed=tuple(
-                    place in later or closed for place, closed in enumerate(sharding.is_closed)
-                ),
-                replicated=tuple(sorted((*sharding.replicated, *reserved))),
-            )
-        )
-
     def join(self, place: int, given: int, priorities: Sequence[int], level: int) -> None:
         """Give a value its dimensions of the priority `level`."""
         current = self.state[place]
-        if current is None:
-            return
-        now, user = self.shardings[current], self.shardings[given]
-        joining = [dim for dim, priority in enumerate(priorities) if priority == level]
-        freed = {part for dim in joining for part in user.dims[dim]}
-        self.state[place] = self.number(
-            now._replace(
-                dims=tuple(
-                    (user if dim in joining else now).dims[dim] for dim in range(len(now.dims))
-                ),
-                is_closed=tuple(
-                    (user if dim in joining else now).is_closed[dim] for dim in range(len(now.dims))
-                ),
-                replicated=tuple(part for part in now.replicated if part not in freed),
-            )
-        )
+        if current is not None:
+            now, user = self.shardings[current], self.shardings[given]
+            self.state[place] = self.number(joined(now, user, priorities, level))
 
     def settle(self, stage: int) -> None:
         """Ask operators, each again when a value of it changed, with one stage's directions.

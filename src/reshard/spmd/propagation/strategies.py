@@ -1,4 +1,4 @@
-"""Propagation over a graph by any strategy: "basic", "aggressive", or "cost" for least time."""
+"""Propagation over a graph by any strategy: "basic", "aggressive", "widest", "cost"."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def propagate_graph(
         graph: the function.
         annotations: shardings of some values, by their numbers.
         outputs: shardings in which outputs are asked for, by their position.
-        strategy: "basic", "aggressive", or "cost": the shardings of least estimated time on
-            the default machine, see `reshard.spmd.propagation.cost_propagation`.
+        strategy: "basic", "aggressive", "widest", or "cost": the shardings of least estimated
+            time on the default machine, see `reshard.spmd.propagation.cost_propagation`.
         operator_priorities: whether some operators come before others.
         user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
 

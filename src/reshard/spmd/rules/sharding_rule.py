@@ -32,7 +32,8 @@ Mapping = tuple[tuple[int, ...], ...]
 """The factors of a tensor's dimensions: per dimension their indices, major to minor."""
 
 _KINDS = ("reduction", "need_replication", "permutation", "blocked")
-_NAME = r"[a-zA-Z](?:_\d+)?"
+FACTOR_NAME = r"[a-zA-Z](?:_\d+)?"
+"""The pattern of a factor's name."""
 # Shardy names factors in this order.
 _LETTERS = "ijklmnopqrstuvwxyz"
 
@@ -111,7 +112,7 @@ class OpShardingRule(Interned):
                 "its own"
             )
         for name, size in zip(self.names, self.sizes, strict=True):
-            if not re.fullmatch(_NAME, name):
+            if not re.fullmatch(FACTOR_NAME, name):
                 raise SpecError(f"factor name {name!r} must be a letter, or such as z_1")
             if size < 0:
                 raise SpecError(f"factor {name} has size {size}; 0 or more was expected")
@@ -221,7 +222,7 @@ class OpShardingRule(Interned):
         # 2. Sizes. Their order numbers the factors.
         sizes: dict[str, int] = {}
         for item in _read_items(found["sizes"]):
-            size = re.fullmatch(rf"({_NAME})\s*=\s*(\d+)", item)
+            size = re.fullmatch(rf"({FACTOR_NAME})\s*=\s*(\d+)", item)
             if size is None or size[1] in sizes:
                 raise NotationError(
                     f"{item!r} of {text!r} is not a factor's size; give each factor once, as in i=4"
@@ -304,11 +305,11 @@ def _parse_mappings(body: str, index: dict[str, int], text: str) -> list[list[li
     for content in re.findall(r"\[([^\[\]]*)\]", body):
         dims = []
         for item in _read_items(content):
-            if item != "1" and re.fullmatch(f"({_NAME})+", item) is None:
+            if item != "1" and re.fullmatch(f"({FACTOR_NAME})+", item) is None:
                 raise NotationError(
                     f"dimension {item!r} of {text!r} is not made of factors; write it as i, or as "
                     "ij for two factors, or as 1 for none"
                 )
-            dims.append([_read_index(index, name, text) for name in re.findall(_NAME, item)])
+            dims.append([_read_index(index, name, text) for name in re.findall(FACTOR_NAME, item)])
         found.append(dims)
     return found

@@ -15,10 +15,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from reshard.errors import SpecError
+from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
 from reshard.spmd.rules.reshape_factors import reshape_factors
-from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule, factor_names
+from reshard.spmd.rules.sharding_rule import (
+    FACTOR_NAME,
+    Mapping,
+    OpShardingRule,
+    factor_names,
+)
 
 Shape = tuple[int, ...]
 
@@ -35,6 +40,8 @@ class Template:
         need_replication: factors that each device needs whole.
         reduction_operator: how contributions combine.
         repeats: whether the one operand stands for any number of them.
+        permutation: factors whose elements move between devices.
+        blocked: factors along which nothing propagates.
 
     >>> print(elementwise_template(2))
     ([i, j], ...) -> ([i, j])
@@ -47,6 +54,69 @@ class Template:
     need_replication: tuple[int, ...] = ()
     reduction_operator: str = "sum"
     repeats: bool = False
+    permutation: tuple[int, ...] = ()
+    blocked: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """The template of a rule's text, without sizes or with some of them.
+
+        Factors are numbered as the results name them, then as the operands do. `...` behind the
+        one operand stands for any number of such.
+
+        Raises:
+            NotationError: a text that is no rule.
+            SpecError: a rule that cannot be; a size that no operand's shape would tell.
+
+        >>> Template.parse("([i, k], [k, j]) -> ([i, j]) reduction={k}") == matmul_template(0)
+        True
+        >>> print(Template.parse("([i]) -> ([i, j]) {j=3}").rule((4,)))
+        ([i]) -> ([i, j]) {i=4, j=3}
+        """
+        if not isinstance(text, str):
+            raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
+        # 1. The sizes that are said; as a rule's text all have one.
+        found = re.fullmatch(
+            r"\s*(?P<operands>\([^()]*\))\s*->\s*(?P<results>\([^()]*\))"
+            r"\s*(?:\{(?P<sizes>[^{}]*)\})?(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",
+            text,
+        )
+        if found is None:
+            raise NotationError(
+                f"{text!r} is not a sharding rule; write it as ([i, k], [k, j]) -> ([i, j]) "
+                "reduction={k}"
+            )
+        operands, repeated = re.subn(r"\]\s*,\s*\.\.\.\s*\)", "])", found["operands"])
+        said = {item.partition("=")[0].strip() for item in (found["sizes"] or "").split(",")}
+        # 2. The others stand in the order of the module's templates, with a size in their place.
+        names = dict.fromkeys(re.findall(FACTOR_NAME, found["results"] + operands))
+        others = ", ".join(f"{name}=1" for name in names if name not in said)
+        sizes = ", ".join(one for one in (others, (found["sizes"] or "").strip()) if one)
+        rule = OpShardingRule.parse(f"{operands} -> {found['results']} {{{sizes}}}{found['kinds']}")
+        if repeated and len(rule.operands) != 1:
+            raise NotationError(f"{text!r}: ... stands behind one operand; write it as ([i], ...)")
+        # 3. A size is an operand's, or said.
+        told = {dim[0] for mapping in rule.operands for dim in mapping if len(dim) == 1}
+        for factor, name in enumerate(rule.names):
+            if factor not in told and name not in said:
+                raise SpecError(
+                    f"no dimension of {text!r} tells the size of factor {name}, since none of an "
+                    f"operand is {name} alone; say it, as in {{{name}=4}}"
+                )
+        return cls(
+            rule.operands,
+            rule.results,
+            tuple(
+                size if name in said else None
+                for name, size in zip(rule.names, rule.sizes, strict=True)
+            ),
+            rule.reduction,
+            rule.need_replication,
+            rule.reduction_operator,
+            bool(repeated),
+            rule.permutation,
+            rule.blocked,
+        )
 
     def rule(self, *shapes: Sequence[int]) -> OpShardingRule:
         """The rule for operands of these shapes.
@@ -91,6 +161,8 @@ class Template:
             [0 if size is None else size for size in sizes],
             reduction=self.reduction,
             need_replication=self.need_replication,
+            permutation=self.permutation,
+            blocked=self.blocked,
             reduction_operator=self.reduction_operator,
         )
 
@@ -112,6 +184,8 @@ class Template:
             for kind, factors, after in (
                 ("reduction", self.reduction, suffix),
                 ("need_replication", self.need_replication, ""),
+                ("permutation", self.permutation, ""),
+                ("blocked", self.blocked, ""),
             )
             if factors
         )

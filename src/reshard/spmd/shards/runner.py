@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from reshard.errors import MeshError, UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -33,6 +34,16 @@ from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 MOST_KEPT = 1 << 16
 
 
+_runners: WeakSet[Runner] = WeakSet()
+
+
+def forget_calls(name: str) -> None:
+    """Forgets what was compiled for an operator, in all runners: another one has its name."""
+    for runner in list(_runners):
+        for key in [one for one in list(runner.calls) if one[0] == name]:
+            runner.calls.pop(key, None)
+
+
 class Runner:
     """The base of all runners, which caches what depends on the operands' types alone.
 
@@ -47,6 +58,7 @@ class Runner:
     def __init__(self, library: Library) -> None:
         self.library = library
         self.calls: dict[Any, Any] = {}
+        _runners.add(self)
         # What `kept_reshards` keeps for it.
         self.kept: Any = None
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}

@@ -51,7 +51,7 @@ from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 
-STRATEGIES = ("eager", "basic", "aggressive", "cost")
+STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 Spec = ShardingSpec | None
 
 
@@ -157,7 +157,8 @@ def trace(
         arguments: arrays from `abstract`, which have no elements, arrays in shards or of NumPy or
             PyTorch, and lists, tuples and dictionaries of them. All else is passed as it is.
         strategy: "eager": each operation by itself, as it is carried out at once; "basic",
-            "aggressive" or "cost": shardings are propagated over the whole function first.
+            "aggressive", "widest" or "cost": shardings are propagated over the whole function
+            first.
         topology: the hosts of the ranks, the links between them and their devices, for times, and
             for "cost"; hosts of eight H100 for that when None.
         library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
