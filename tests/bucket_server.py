@@ -47,16 +47,20 @@ class BucketServer:
         fault: what becomes of a request: None for nothing, a status, `"slam"` for a connection that
             is closed unanswered, `"lost"` for one that is closed when all is done, `"cut"` for an
             answer that ends in its middle, or seconds to wait as a float.
+        stored_parts: the parts that were stored, in their order.
         client: of boto3.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.stored_parts: list[tuple[str, int]] = []
         self.fault: Callable[[int, Request], int | str | float | None] = lambda number, request: (
             None
         )
         self.lock = threading.Lock()
         self.client: Any = None
+        self._connections = 0
+        self._is_idle = threading.Condition(self.lock)
 
     @property
     def objects(self) -> dict[str, bytes]:
@@ -79,10 +83,30 @@ class BucketServer:
         found = self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
         return [(one["Key"], one["UploadId"]) for one in found]
 
-    @property
-    def parts_put(self) -> list[tuple[str, int]]:
-        """The parts that were put, in their order."""
-        return [one.part for one in self.requests if one.part is not None]
+    def settle(self) -> None:
+        """Wait until all is answered that clients sent which are gone."""
+        # Connections are taken in their order: earlier ones are counted when this is answered.
+        self.client.list_buckets()
+        with self._is_idle:
+            if not self._is_idle.wait_for(lambda: self._connections == 0, timeout=60):
+                raise TimeoutError("a request is not answered")
+
+    def count_connections(self, httpd: Any) -> None:
+        """Count the connections that are open, for `settle`."""
+        take, close = httpd.process_request, httpd.shutdown_request
+
+        def taken(*connection: Any) -> None:
+            with self.lock:
+                self._connections += 1
+            take(*connection)
+
+        def closed(connection: Any) -> None:
+            close(connection)
+            with self._is_idle:
+                self._connections -= 1
+                self._is_idle.notify_all()
+
+        httpd.process_request, httpd.shutdown_request = taken, closed
 
     def empty(self) -> None:
         """Delete everything, and forget requests and faults."""
@@ -92,6 +116,7 @@ class BucketServer:
         for key, upload in self.pending:
             self.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload)
         self.requests.clear()
+        self.stored_parts.clear()
 
 
 def _app(server: BucketServer) -> Callable[..., Iterable[bytes]]:
@@ -110,7 +135,14 @@ def _app(server: BucketServer) -> Callable[..., Iterable[bytes]]:
             return [b""]
         elif fault == "slam":
             raise ConnectionResetError("as told")
-        found = inner(environ, start_response)
+
+        def begin(status: str, *others: Any) -> Any:
+            if request.part is not None and status.startswith("200"):
+                with server.lock:
+                    server.stored_parts.append(request.part)
+            return start_response(status, *others)
+
+        found = inner(environ, begin)
         if fault in ("lost", "cut"):
             body = b"".join(found)
             if fault == "lost":
@@ -137,6 +169,7 @@ def bucket_server(setenv: Callable[[str, str], object]) -> Iterator[BucketServer
     least = moto.s3.models.S3_UPLOAD_PART_MIN_SIZE
     moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = 1
     httpd = make_server("127.0.0.1", 0, _app(server), threaded=True, request_handler=_Quiet)
+    server.count_connections(httpd)
     thread = threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     for name, value in SETTINGS.items():

@@ -121,13 +121,14 @@ class Uploads:
         try:
             for _ in range(kills_wanted):
                 kills += convert_at("first", choose.randrange(calls)).was_killed
+                server.settle()
                 self._look(files, old if has_old else {})
             again = convert_at("second" if is_elsewhere else "first")
             if again.error is not None:
                 _expect("the target exists" in again.error, again.error)
             self._check(files)
             if threads == 1 and not is_faulty and not has_old:
-                put = server.parts_put
+                put = server.stored_parts
                 twice = [one for one in put if put.count(one) > 1]
                 _expect(not twice, f"put twice: {twice}")
         finally:

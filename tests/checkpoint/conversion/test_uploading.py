@@ -98,7 +98,7 @@ def test_objects_are_the_files_of_a_folder(
     assert server.objects == files_of(tmp_path / "model")
     assert compare(ADDRESS, rows).is_same
     assert server.pending == [] and list((tmp_path / "staging").iterdir()) == []
-    assert len(server.parts_put) == len(set(server.parts_put)) > 10
+    assert len(server.stored_parts) == len(set(server.stored_parts)) > 10
 
 
 def test_parts_are_sent_meanwhile_and_their_space_is_given_back(
@@ -158,6 +158,7 @@ def test_killed_and_run_again(
 
     kill_at = kill * (len(calls) - 1) // (KILLS - 1)
     assert run("here", kill_at=kill_at).was_killed
+    server.settle()
     seen = {key for key in server.objects if "/.reshard/" not in key}
     if "some/model/.reshard" not in "".join(server.objects):
         assert seen in (set(), set(expected))
@@ -169,7 +170,7 @@ def test_killed_and_run_again(
         # Nothing was left to do but to forget what was staged here.
         assert "the target exists" in again.error and seen == set(expected)
     assert server.objects == expected and server.pending == []
-    assert len(server.parts_put) == len(set(server.parts_put))
+    assert len(server.stored_parts) == len(set(server.stored_parts))
     if not is_elsewhere:
         assert list((tmp_path / "here").iterdir()) == []
 
@@ -207,10 +208,11 @@ def test_files_that_are_visible_are_not_sent_again(
     staging = str(tmp_path / "here")
     last = max(at for at, name in enumerate(calls) if name == "complete done")
     killed = processes.convert(rows, ADDRESS, staging=staging, kill_at=last, **COLUMNS, **SMALL)
+    server.settle()
     assert killed.was_killed and server.pending == []
     again = processes.convert(rows, ADDRESS, staging=staging, **COLUMNS, **SMALL)
     assert again.error is None and server.objects == expected
-    assert len(server.parts_put) == len(set(server.parts_put))
+    assert len(server.stored_parts) == len(set(server.stored_parts))
 
 
 def test_what_a_server_cannot_answer_is_asked_again(
@@ -335,7 +337,7 @@ def test_processes_share_the_work(
     outcome = run(2, model, ADDRESS, form)
     assert [code for code, _ in outcome] == [0, 0], outcome
     assert server.objects == expected and server.pending == []
-    assert len(server.parts_put) == len(set(server.parts_put)) > 20
+    assert len(server.stored_parts) == len(set(server.stored_parts)) > 20
     # One of them ends; another number of processes goes on with what both have done.
     server.empty()
     outcome = run(2, model, ADDRESS, form, 1, 1)
