@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.dtypes import dtype
 from reshard.errors import ReshardError
+from reshard.later_names import load_later
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -72,41 +72,31 @@ __all__ = [
     "write_sharding",
 ]
 
-# Loaded when they are first used, so that importing reshard stays quick.
-_LOADED_LATER = {
-    "Binding": "reshard.binding",
-    "FileRange": "reshard.binding",
-    "Job": "reshard.plans.job",
-    "JobItem": "reshard.plans.job_item",
-    "Link": "reshard.topology",
-    "Plan": "reshard.plans.plan",
-    "RankMemory": "reshard.binding",
-    "StagedJob": "reshard.plans.hosts.staged_job",
-    "TensorName": "reshard.binding",
-    "Topology": "reshard.topology",
-    "View": "reshard.binding",
-    "change_picture": "reshard.show.pictures.text_picture",
-    "find_program": "reshard.collectives.search.find_program",
-    "from_json": "reshard.plans.documents.serialization",
-    "picture": "reshard.show.pictures.text_picture",
-    "plan": "reshard.plans.plan",
-    "read_sharding": "reshard.notation.registry",
-    "relabel": "reshard.plans.relabelling",
-    "sharding_of": "reshard.notation.objects",
-    "to_json": "reshard.plans.documents.serialization",
-    "write_sharding": "reshard.notation.registry",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a part of the package when it is first used."""
-    if name == "checkpoint":
-        return import_module("reshard.checkpoint")
-    if name in _LOADED_LATER:
-        found = globals()[name] = getattr(import_module(_LOADED_LATER[name]), name)
-        return found
-    raise AttributeError(f"module 'reshard' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# So that importing reshard stays quick.
+__getattr__, __dir__ = load_later(
+    __name__,
+    {
+        "Binding": "reshard.binding",
+        "FileRange": "reshard.binding",
+        "Job": "reshard.plans.job",
+        "JobItem": "reshard.plans.job_item",
+        "Link": "reshard.topology",
+        "Plan": "reshard.plans.plan",
+        "RankMemory": "reshard.binding",
+        "StagedJob": "reshard.plans.hosts.staged_job",
+        "TensorName": "reshard.binding",
+        "Topology": "reshard.topology",
+        "View": "reshard.binding",
+        "checkpoint": "reshard.checkpoint",
+        "change_picture": "reshard.show.pictures.text_picture",
+        "find_program": "reshard.collectives.search.find_program",
+        "from_json": "reshard.plans.documents.serialization",
+        "picture": "reshard.show.pictures.text_picture",
+        "plan": "reshard.plans.plan",
+        "read_sharding": "reshard.notation.registry",
+        "relabel": "reshard.plans.relabelling",
+        "sharding_of": "reshard.notation.objects",
+        "to_json": "reshard.plans.documents.serialization",
+        "write_sharding": "reshard.notation.registry",
+    },
+)

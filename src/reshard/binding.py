@@ -17,6 +17,9 @@ from reshard.errors import LayoutError, expect_kind
 from reshard.integers import as_integer, as_integers
 from reshard.layout import Layout
 
+REPLICAS = ("once", "every")
+"""How equal shards of several ranks are stored: one copy, or one for each rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:

@@ -219,7 +219,7 @@ def test_every_error_has_its_code(
     def fail(*_: object, **__: object) -> None:
         raise error("a tensor is not\nas expected")
 
-    monkeypatch.setattr("reshard.cli.commands.verify.compare", fail)
+    monkeypatch.setattr("reshard.checkpoint.comparison.compare", fail)
     run = run_here("verify", "a", "b", "--json")
     assert run.code == (3 if issubclass(error, errors.RunError) else 2)
     assert run.errors == "reshard: a tensor is not\nas expected\n"
@@ -248,7 +248,7 @@ def test_what_goes_wrong_while_running_is_3(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("reshard.cli.commands.verify.compare", fail)
+    monkeypatch.setattr("reshard.checkpoint.comparison.compare", fail)
     run = run_here("verify", "a", "b")
     assert run.code == 3
     assert run.errors.startswith(f"reshard: {message}")

@@ -111,3 +111,24 @@ def test_version(folder: Path) -> None:
         code = f"import runpy; runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
         run = run_alone("--version", cwd=folder, code=code)
         assert (run.code, run.output) == (0, f"reshard {reshard.__version__}\n"), run.errors
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in (*COMMANDS, *GROUPS, *OF_JOBS))])
+def test_help_imports_little(folder: Path, command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from reshard.cli import main; done = main()\n"
+        "names = [name for name in sys.modules if name.startswith('reshard.')]\n"
+        "sys.exit(done or sum(name.count('.') > 1 for name in names))"
+    )
+    # Some 25 of the command itself; a format or a conversion would bring over a hundred more.
+    assert run_alone(*command, "--help", cwd=folder, code=code).code < 70
+
+
+def test_inspect_imports_what_its_checkpoint_needs(folder: Path) -> None:
+    code = (
+        "import sys; from reshard.cli import main; done = main()\n"
+        "names = ' '.join(sys.modules)\n"
+        "others = ('conversion', 'comparison', 'formats.torch_dcp.chunks')\n"
+        "sys.exit(done or any(f'reshard.checkpoint.{one}' in names for one in others))"
+    )
+    assert run_alone("inspect", "model", cwd=folder, code=code).code == 0

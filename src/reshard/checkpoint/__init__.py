@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from reshard.errors import UsageError
+from reshard.later_names import load_later
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,65 +108,56 @@ __all__ = [
     "select",
 ]
 
-# Loaded when they are first used: the command starts quickly, and asks for a few of them.
-_LOADED_LATER = {
-    "apply": "reshard.checkpoint.deltas.application",
-    "Arrangement": "reshard.checkpoint.formats.arrangement",
-    "BackgroundWork": "reshard.checkpoint.loading.background",
-    "check_digests": "reshard.checkpoint.comparison",
-    "Checkpoint": "reshard.checkpoint.contents",
-    "CheckpointFormat": "reshard.checkpoint.formats.format",
-    "compare": "reshard.checkpoint.comparison",
-    "compare_pretrained": "reshard.checkpoint.pretrained.comparison",
-    "Comparison": "reshard.checkpoint.comparison",
-    "Conversion": "reshard.checkpoint.conversion.conversion",
-    "ConversionReport": "reshard.checkpoint.conversion.conversion",
-    "ConversionRequest": "reshard.checkpoint.conversion.request",
-    "ConvertArguments": "reshard.checkpoint.conversion.request",
-    "Delta": "reshard.checkpoint.deltas.delta_file",
-    "DeltaReport": "reshard.checkpoint.deltas.making",
-    "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
-    "diff": "reshard.checkpoint.deltas.making",
-    "Difference": "reshard.checkpoint.comparison",
-    "DigestReport": "reshard.checkpoint.comparison",
-    "find_training_state": "reshard.checkpoint.training.state",
-    "Holding": "reshard.checkpoint.formats.format",
-    "load": "reshard.checkpoint.loading.requested",
-    "load_parameters": "reshard.checkpoint.engines.loading",
-    "NewCheckpoint": "reshard.checkpoint.formats.arrangement",
-    "NewFile": "reshard.checkpoint.formats.arrangement",
-    "OneProcess": "reshard.checkpoint.conversion.processes",
-    "open_checkpoint": "reshard.checkpoint.formats.opening",
-    "plan_application": "reshard.checkpoint.deltas.application",
-    "plan_conversion": "reshard.checkpoint.conversion.planning",
-    "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
-    "PlannedTensor": "reshard.checkpoint.formats.arrangement",
-    "Progress": "reshard.checkpoint.files.progress",
-    "ProgressFunction": "reshard.checkpoint.files.progress",
-    "read_delta": "reshard.checkpoint.deltas.delta_file",
-    "read_tensor": "reshard.checkpoint.loading.arrays",
-    "register_format": "reshard.checkpoint.formats.registry",
-    "run_conversion": "reshard.checkpoint.conversion.run",
-    "running_processes": "reshard.checkpoint.conversion.processes",
-    "select": "reshard.checkpoint.conversion.source_selection",
-    "shipped_formats": "reshard.checkpoint.formats.registry",
-    "StoredFile": "reshard.checkpoint.contents",
-    "StoredTensor": "reshard.checkpoint.contents",
-    "TrainingState": "reshard.checkpoint.training.state",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name when it is first used."""
-    inside = "open_checkpoint" if name == "open" else name
-    if inside in _LOADED_LATER:
-        found = globals()[name] = getattr(import_module(_LOADED_LATER[inside]), inside)
-        return found
-    raise AttributeError(f"module 'reshard.checkpoint' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# The command starts quickly, and asks for a few of them.
+__getattr__, __dir__ = load_later(
+    __name__,
+    {
+        "apply": "reshard.checkpoint.deltas.application",
+        "Arrangement": "reshard.checkpoint.formats.arrangement",
+        "BackgroundWork": "reshard.checkpoint.loading.background",
+        "check_digests": "reshard.checkpoint.comparison",
+        "Checkpoint": "reshard.checkpoint.contents",
+        "CheckpointFormat": "reshard.checkpoint.formats.format",
+        "compare": "reshard.checkpoint.comparison",
+        "compare_pretrained": "reshard.checkpoint.pretrained.comparison",
+        "Comparison": "reshard.checkpoint.comparison",
+        "Conversion": "reshard.checkpoint.conversion.conversion",
+        "ConversionReport": "reshard.checkpoint.conversion.conversion",
+        "ConversionRequest": "reshard.checkpoint.conversion.request",
+        "ConvertArguments": "reshard.checkpoint.conversion.request",
+        "Delta": "reshard.checkpoint.deltas.delta_file",
+        "DeltaReport": "reshard.checkpoint.deltas.making",
+        "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
+        "diff": "reshard.checkpoint.deltas.making",
+        "Difference": "reshard.checkpoint.comparison",
+        "DigestReport": "reshard.checkpoint.comparison",
+        "find_training_state": "reshard.checkpoint.training.state",
+        "Holding": "reshard.checkpoint.formats.format",
+        "load": "reshard.checkpoint.loading.requested",
+        "load_parameters": "reshard.checkpoint.engines.loading",
+        "NewCheckpoint": "reshard.checkpoint.formats.arrangement",
+        "NewFile": "reshard.checkpoint.formats.arrangement",
+        "OneProcess": "reshard.checkpoint.conversion.processes",
+        "open": "reshard.checkpoint.formats.opening:open_checkpoint",
+        "open_checkpoint": "reshard.checkpoint.formats.opening",
+        "plan_application": "reshard.checkpoint.deltas.application",
+        "plan_conversion": "reshard.checkpoint.conversion.planning",
+        "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
+        "PlannedTensor": "reshard.checkpoint.formats.arrangement",
+        "Progress": "reshard.checkpoint.files.progress",
+        "ProgressFunction": "reshard.checkpoint.files.progress",
+        "read_delta": "reshard.checkpoint.deltas.delta_file",
+        "read_tensor": "reshard.checkpoint.loading.arrays",
+        "register_format": "reshard.checkpoint.formats.registry",
+        "run_conversion": "reshard.checkpoint.conversion.run",
+        "running_processes": "reshard.checkpoint.conversion.processes",
+        "select": "reshard.checkpoint.conversion.source_selection",
+        "shipped_formats": "reshard.checkpoint.formats.registry",
+        "StoredFile": "reshard.checkpoint.contents",
+        "StoredTensor": "reshard.checkpoint.contents",
+        "TrainingState": "reshard.checkpoint.training.state",
+    },
+)
 
 
 def convert(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.cli.output import listing, mesh_json, printable
 from reshard.errors import UsageError
-from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.engine_layouts import EngineLayout
-from reshard.recipes.engine_layouts.engines import ENGINES, derive_layout
-from reshard.recipes.engine_layouts.layout_differences import LayoutDifference, list_differences
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
 from reshard.text.quantities import bytes_text, count_text, duration_text, table
 from reshard.text.rank_sets import rank_text
+
+if TYPE_CHECKING:
+    from reshard.layout import Layout
+    from reshard.recipes.engine_layouts import EngineLayout
+    from reshard.recipes.engine_layouts.layout_differences import LayoutDifference
 
 
 def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> EngineLayout:
@@ -25,6 +25,9 @@ def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> Engin
         UsageError: a layout of other ranks than those of the mesh.
         ReshardError: a layout that cannot be derived or read.
     """
+    from reshard.recipes.engine_layouts.engines import ENGINES, derive_layout
+    from reshard.recipes.engine_layouts.layout_file import read_layout_file
+
     derived = against in ENGINES
     engine = derive_layout(against, checkpoint, mesh) if derived else read_layout_file(against)
     ours, theirs = (_size_axes(one) for one in (mesh, engine.mesh))
@@ -59,6 +62,8 @@ class EngineComparison:
     @classmethod
     def of(cls, engine: EngineLayout, layouts: Mapping[str, Layout]) -> EngineComparison:
         """Compare the layouts of a recipe with an engine's."""
+        from reshard.recipes.engine_layouts.layout_differences import list_differences
+
         theirs = engine.source_layouts()
         read = {name: layout for name, layout in theirs.items() if layout.holders}
         differences = tuple(list_differences(layouts, read))

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.checkpoint.changes.planning import QUANTIZATIONS
-from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
-from reshard.checkpoint.formats.arrangement import REPLICAS
+from reshard.binding import REPLICAS
+from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
 from reshard.checkpoint.training.styles import STYLES
+from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import ALLOWANCES

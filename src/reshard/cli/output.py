@@ -13,12 +13,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.contents import StoredFile, StoredTensor
-from reshard.mesh import DeviceMesh
 from reshard.text.markup import printable as printable
 from reshard.text.width import display_width
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.contents import StoredFile, StoredTensor
+    from reshard.mesh import DeviceMesh
 
 LINE_WIDTH = 100
 MOST_LISTED = 40

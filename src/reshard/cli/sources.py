@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.opening import open_checkpoint
+from typing import TYPE_CHECKING
+
 from reshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.contents import Checkpoint
 
 
 def open_source(
@@ -18,6 +21,8 @@ def open_source(
     Raises:
         UsageError: rules or a recipe without a mesh.
     """
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
     if source_mesh is None:
         if source_rules or source_recipe is not None:
             given = "--source-rule" if source_rules else "--source-recipe"

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import plan_conversion
-from reshard.checkpoint.engines.conversion import plan_for_vllm
-from reshard.checkpoint.formats.arrangement import REPLICAS
-from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
+from reshard.binding import REPLICAS
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
-from reshard.recipes.engine_layouts.engines import derive_layout
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.conversion.conversion import Conversion
 
 _SELECTION = ("include", "exclude", "strip_prefix", "rename")
 
@@ -41,6 +38,8 @@ def _plan_for_hf(
     most_file_bytes: int | None = None,
     **others: Any,
 ) -> Conversion:
+    from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
+
     if to not in (None, "full"):
         raise UsageError(f"--for hf with --to {to}: its tensors are whole; leave --to out")
     most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
@@ -54,6 +53,10 @@ def _plan_for_vllm(
     layout: str | None = None,
     most_file_bytes: int | None = None,
 ) -> Conversion:
+    from reshard.checkpoint.engines.conversion import plan_for_vllm
+    from reshard.recipes.engine_layouts.engines import derive_layout
+    from reshard.recipes.engine_layouts.layout_file import read_layout_file
+
     if (to is None) == (layout is None):
         raise UsageError(
             "--for vllm takes the engine's parallelism (--to tp=8), or a file of `reshard "
@@ -106,6 +109,8 @@ def plan_from_options(
     Raises:
         UsageError: an option that the target does not take.
     """
+    from reshard.checkpoint.conversion.planning import plan_conversion
+
     source_cut = {
         name: arguments.pop(name) for name in ("source_mesh", "source_rules", "source_recipe")
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from reshard.checkpoint.files.folders import refusals_explained
 from reshard.errors import UsageError
 
 
@@ -18,6 +17,8 @@ def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
         UsageError: a folder, a file that exists, or one whose folder does not.
         RunError: what the system refuses.
     """
+    from reshard.checkpoint.files.folders import refusals_explained
+
     with refusals_explained(f"look at the {what}", path):
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give a file for the {what}: {path}/{example}")
@@ -34,6 +35,8 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
         UsageError: a file that was created meanwhile, without `overwrite`.
         RunError: what the system refuses.
     """
+    from reshard.checkpoint.files.folders import refusals_explained
+
     # In the same folder, since a rename works within one file system only.
     draft = path.with_name(f".reshard-{what}.{os.getpid()}")
     with refusals_explained(f"write the {what}", path):

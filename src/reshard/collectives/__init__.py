@@ -8,22 +8,30 @@ choice      a program or the direct exchange, for one tensor; `division` for man
 lowering    programs written for other systems
 """
 
-from reshard.collectives.choice import Choice, choose
-from reshard.collectives.division import Division, divide
-from reshard.collectives.lowering import LOWERINGS, jax_module, mlir_module, shardy_module
-from reshard.collectives.program import Program
-from reshard.collectives.search.find_program import SEARCHES, STEPS, find_program
-from reshard.collectives.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    JointAllToAll,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.later_names import load_later
+
+if TYPE_CHECKING:
+    from reshard.collectives.choice import Choice, choose
+    from reshard.collectives.division import Division, divide
+    from reshard.collectives.lowering import LOWERINGS, jax_module, mlir_module, shardy_module
+    from reshard.collectives.program import Program
+    from reshard.collectives.search.find_program import SEARCHES, find_program
+    from reshard.collectives.search.problems import STEPS
+    from reshard.collectives.steps import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        Exchange,
+        JointAllToAll,
+        Permute,
+        ReduceScatter,
+        Slice,
+        Step,
+    )
 
 __all__ = [
     "LOWERINGS",
@@ -48,3 +56,30 @@ __all__ = [
     "mlir_module",
     "shardy_module",
 ]
+
+__getattr__, __dir__ = load_later(
+    __name__,
+    {
+        "AllGather": "reshard.collectives.steps",
+        "AllReduce": "reshard.collectives.steps",
+        "AllToAll": "reshard.collectives.steps",
+        "Choice": "reshard.collectives.choice",
+        "Division": "reshard.collectives.division",
+        "Exchange": "reshard.collectives.steps",
+        "JointAllToAll": "reshard.collectives.steps",
+        "LOWERINGS": "reshard.collectives.lowering",
+        "Permute": "reshard.collectives.steps",
+        "Program": "reshard.collectives.program",
+        "ReduceScatter": "reshard.collectives.steps",
+        "SEARCHES": "reshard.collectives.search.find_program",
+        "STEPS": "reshard.collectives.search.problems",
+        "Slice": "reshard.collectives.steps",
+        "Step": "reshard.collectives.steps",
+        "choose": "reshard.collectives.choice",
+        "divide": "reshard.collectives.division",
+        "find_program": "reshard.collectives.search.find_program",
+        "jax_module": "reshard.collectives.lowering",
+        "mlir_module": "reshard.collectives.lowering",
+        "shardy_module": "reshard.collectives.lowering",
+    },
+)

@@ -8,14 +8,21 @@ preset, preset_file   known machines, and their files
 fitting               links and overheads from measurements
 """
 
-from reshard.cost.collective import collective_cost
-from reshard.cost.copies import LocalCopies
-from reshard.cost.estimate import Estimate, Part
-from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, fastest_formula
-from reshard.cost.links import slowest_link
-from reshard.cost.messages import message_cost
-from reshard.cost.preset import Preset
-from reshard.cost.preset_file import load_preset, preset_text, shipped_presets
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.later_names import load_later
+
+if TYPE_CHECKING:
+    from reshard.cost.collective import collective_cost
+    from reshard.cost.copies import LocalCopies
+    from reshard.cost.estimate import Estimate, Part
+    from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, fastest_formula
+    from reshard.cost.links import slowest_link
+    from reshard.cost.messages import message_cost
+    from reshard.cost.preset import Preset
+    from reshard.cost.preset_file import load_preset, preset_text, shipped_presets
 
 __all__ = [
     "FORMULAS",
@@ -33,3 +40,23 @@ __all__ = [
     "shipped_presets",
     "slowest_link",
 ]
+
+__getattr__, __dir__ = load_later(
+    __name__,
+    {
+        "Estimate": "reshard.cost.estimate",
+        "FORMULAS": "reshard.cost.formulas",
+        "Formula": "reshard.cost.formulas",
+        "LIBRARIES": "reshard.cost.formulas",
+        "LocalCopies": "reshard.cost.copies",
+        "Part": "reshard.cost.estimate",
+        "Preset": "reshard.cost.preset",
+        "collective_cost": "reshard.cost.collective",
+        "fastest_formula": "reshard.cost.formulas",
+        "load_preset": "reshard.cost.preset_file",
+        "message_cost": "reshard.cost.messages",
+        "preset_text": "reshard.cost.preset_file",
+        "shipped_presets": "reshard.cost.preset_file",
+        "slowest_link": "reshard.cost.links",
+    },
+)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+QUANTIZATIONS = ("fp8-block128",)
+"""What matrices can be made, by name: float8 with a scale for each block of 128 by 128."""
+
 
 def scale_blocks(
     rows: Any, width: int, greatest: float, largest: Callable[[Any], Any]

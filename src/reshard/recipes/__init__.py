@@ -17,31 +17,32 @@ Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.engine_layouts import (
-    Computed,
-    Constant,
-    EngineLayout,
-    ParameterLayout,
-    RankLayout,
-    SourcePiece,
-    SourceTensor,
-)
-from reshard.recipes.engine_layouts.engines import derive_layout, register_engine
-from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
-from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
-from reshard.recipes.strategies import Strategy, register_strategy, strategy, strategy_names
+from reshard.later_names import load_later
 
 if TYPE_CHECKING:
+    from reshard.recipes.assignment import Assignment, assign
+    from reshard.recipes.engine_layouts import (
+        Computed,
+        Constant,
+        EngineLayout,
+        ParameterLayout,
+        RankLayout,
+        SourcePiece,
+        SourceTensor,
+    )
+    from reshard.recipes.engine_layouts.engines import derive_layout, register_engine
+    from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
+    from reshard.recipes.recipe import Recipe
     from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
     from reshard.recipes.resharding.strategies import (
         ReshardingStrategy,
         TensorMetadata,
         create_strategy,
     )
+    from reshard.recipes.rules import Rule
+    from reshard.recipes.strategies import Strategy, register_strategy, strategy, strategy_names
 
 __all__ = [
     "Assignment",
@@ -71,11 +72,33 @@ __all__ = [
     "strategy_names",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load the strategies that move arrays when they are first used: recipes do without them."""
-    if name not in __all__:
-        raise AttributeError(f"module 'reshard.recipes' has no attribute {name!r}")
-    import reshard.recipes.resharding as resharding
-
-    return getattr(resharding, name)
+__getattr__, __dir__ = load_later(
+    __name__,
+    {
+        "Assignment": "reshard.recipes.assignment",
+        "Computed": "reshard.recipes.engine_layouts",
+        "Constant": "reshard.recipes.engine_layouts",
+        "EngineLayout": "reshard.recipes.engine_layouts",
+        "ParameterLayout": "reshard.recipes.engine_layouts",
+        "RankLayout": "reshard.recipes.engine_layouts",
+        "Recipe": "reshard.recipes.recipe",
+        "ReshardingPlan": "reshard.recipes.resharding.redistributions",
+        "ReshardingResult": "reshard.recipes.resharding.redistributions",
+        "ReshardingStrategy": "reshard.recipes.resharding.strategies",
+        "Rule": "reshard.recipes.rules",
+        "SourcePiece": "reshard.recipes.engine_layouts",
+        "SourceTensor": "reshard.recipes.engine_layouts",
+        "Strategy": "reshard.recipes.strategies",
+        "TensorMetadata": "reshard.recipes.resharding.strategies",
+        "assign": "reshard.recipes.assignment",
+        "choose_recipe": "reshard.recipes.library",
+        "create_strategy": "reshard.recipes.resharding.strategies",
+        "derive_layout": "reshard.recipes.engine_layouts.engines",
+        "load_recipe": "reshard.recipes.library",
+        "register_engine": "reshard.recipes.engine_layouts.engines",
+        "register_strategy": "reshard.recipes.strategies",
+        "shipped_recipes": "reshard.recipes.library",
+        "strategy": "reshard.recipes.strategies",
+        "strategy_names": "reshard.recipes.strategies",
+    },
+)

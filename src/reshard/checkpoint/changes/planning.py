@@ -26,6 +26,7 @@ from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
+from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -36,8 +37,6 @@ from reshard.recipes.quantization.weights import (
 )
 from reshard.text.quantities import count_text
 
-#: What `quantize` may be.
-QUANTIZATIONS = ("fp8-block128",)
 # Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
 # and others call theirs. Routers, norms and embeddings are none of them.
 _MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")

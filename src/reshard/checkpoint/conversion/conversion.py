@@ -26,6 +26,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
@@ -40,8 +41,6 @@ from reshard.recipes.assignment import Assignment
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
 from reshard.text.quantities import count_text
-
-DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict, cast
 
+from reshard.binding import REPLICAS
 from reshard.checkpoint.conversion.processes import Processes
 from reshard.checkpoint.files.progress import ProgressFunction
-from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.naming.renaming import Names

@@ -31,12 +31,7 @@ from reshard.checkpoint.blocks.batches import BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.batched import ChangedReader
-from reshard.checkpoint.conversion.conversion import (
-    DEFAULT_EXTRA_BYTES,
-    Conversion,
-    ConversionReport,
-    describe_counts,
-)
+from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
@@ -62,7 +57,7 @@ from reshard.checkpoint.files.progress import (
     check_stop,
     expect_stop,
 )
-from reshard.checkpoint.files.resident_memory import give_back_memory
+from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES, give_back_memory
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of

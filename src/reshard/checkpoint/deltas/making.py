@@ -29,7 +29,6 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_di
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
 from reshard.checkpoint.conversion.moves import Batch, Moves
@@ -41,6 +40,7 @@ from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
+from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint

@@ -1,7 +1,7 @@
-"""The memory of this process that is resident, as the system counts it.
+"""The memory of this process: what work may allocate, and what is resident.
 
-It has all that is in use, the interpreter and imported libraries with it, and what was given back
-to the allocator but not yet to the system.
+The latter, as the system counts it, has all that is in use, the interpreter and imported libraries
+with it, and what was given back to the allocator but not yet to the system.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
+"""What work on checkpoints may allocate, where nothing else is said."""
 
 _MANY = 10_000
 

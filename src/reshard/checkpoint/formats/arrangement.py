@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard.binding import REPLICAS
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
@@ -27,7 +28,6 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray, RunTable
 
-REPLICAS = ("once", "every")
 _Tensor = TypeVar("_Tensor")
 
 

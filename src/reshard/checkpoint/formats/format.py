@@ -23,19 +23,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensors
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_cut import SourceCut
 
 
 class Holding(Enum):
@@ -74,6 +76,11 @@ class CheckpointFormat(ABC):
     own_metadata: ClassVar[frozenset[str]] = frozenset()
     carries_weights: ClassVar[bool] = False
     training: ClassVar[str | None] = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether new checkpoints can be of this format."""
+        return not self.can_hold.isdisjoint({Holding.WHOLE, Holding.SHARDS})
 
     @abstractmethod
     def detect(self, path: Path) -> bool:

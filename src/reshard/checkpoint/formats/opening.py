@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.places.place_path import as_path, walk_folder
@@ -30,7 +30,6 @@ from reshard.checkpoint.formats.registry import (
     describe_broken_formats,
     find_format,
 )
-from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.formats.unknown import (
     describe_folder,
     describe_missing,
@@ -42,9 +41,11 @@ from reshard.checkpoint.formats.unknown import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.library import choose_recipe, load_recipe
-from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.recipes.recipe import Recipe
+    from reshard.recipes.rules import Rule
 
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
 _MOST_INNER_FOLDERS = 64
@@ -98,6 +99,11 @@ def _source_cut(
         if rules or recipe is not None:
             raise UsageError("rules or a recipe for a source without its mesh; give it: tp=2")
         return None
+    # Few checkpoints need these, and all commands open one.
+    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.recipes.library import choose_recipe, load_recipe
+    from reshard.recipes.recipe import Recipe
+
     config = _read_json(path / "config.json")
     if recipe == "auto":
         recipe = None if config is None else choose_recipe(config)

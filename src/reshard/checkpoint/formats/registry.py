@@ -10,28 +10,33 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.errors import UsageError
 from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 
-# Modules with a `FORMAT`, in the order in which they are asked whether a path is theirs.
-# `huggingface` is last: it takes any single file for one of safetensors.
-_MODULES = (
-    "reshard.checkpoint.formats.megatron.torch_dist.format",
-    "reshard.checkpoint.formats.megatron.legacy.format",
-    "reshard.checkpoint.formats.megatron.fsdp_dtensor",
-    "reshard.checkpoint.formats.torch_dcp.format",
-    "reshard.checkpoint.formats.orbax.format",
-    "reshard.checkpoint.formats.deepspeed.zero1",
-    "reshard.checkpoint.formats.deepspeed.zero3",
-    "reshard.checkpoint.formats.deepspeed.universal",
-    "reshard.checkpoint.formats.vllm_sharded_state",
-    "reshard.checkpoint.formats.safetensors.sharded",
-    "reshard.checkpoint.formats.rank_files.format",
-    "reshard.checkpoint.formats.torch_pickles",
-    "reshard.checkpoint.formats.safetensors.huggingface",
-)
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+
+# The modules with a `FORMAT`, by its name, in the order in which they are asked whether a path is
+# theirs. `safetensors` is last: it takes any single file for one of safetensors.
+_MODULES = {
+    "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist.format",
+    "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy.format",
+    "megatron-fsdp": "reshard.checkpoint.formats.megatron.fsdp_dtensor",
+    "torch-dcp": "reshard.checkpoint.formats.torch_dcp.format",
+    "orbax": "reshard.checkpoint.formats.orbax.format",
+    "deepspeed-zero1": "reshard.checkpoint.formats.deepspeed.zero1",
+    "deepspeed-zero3": "reshard.checkpoint.formats.deepspeed.zero3",
+    "deepspeed-universal": "reshard.checkpoint.formats.deepspeed.universal",
+    "vllm-sharded-state": "reshard.checkpoint.formats.vllm_sharded_state",
+    "sharded-safetensors": "reshard.checkpoint.formats.safetensors.sharded",
+    "rank-files": "reshard.checkpoint.formats.rank_files.format",
+    "torch-pickle": "reshard.checkpoint.formats.torch_pickles",
+    "safetensors": "reshard.checkpoint.formats.safetensors.huggingface",
+}
+# Named here, so that the help of a command imports no format.
+_READ_ONLY = frozenset({"megatron-fsdp"})
 _DEFAULT_OF_SHARDS, _DEFAULT_OF_WHOLE = "sharded-safetensors", "safetensors"
 _registered: list[CheckpointFormat] = []
 
@@ -49,15 +54,18 @@ def all_formats() -> tuple[CheckpointFormat, ...]:
 @cache
 def shipped_formats() -> tuple[CheckpointFormat, ...]:
     """The formats of this package."""
-    return tuple(import_module(module).FORMAT for module in _MODULES)
+    return tuple(import_module(module).FORMAT for module in _MODULES.values())
 
 
 @cache
 def _plug_in() -> tuple[Plugin, ...]:
     """The plug-ins that are formats, and those that could not be loaded or are none."""
     found: list[Plugin] = []
-    taken = {format.name for format in shipped_formats()}
-    for plugin in load_plugins(FORMATS):
+    taken = {*_MODULES}
+    plugins = load_plugins(FORMATS)
+    if plugins:
+        from reshard.checkpoint.formats.format import CheckpointFormat
+    for plugin in plugins:
         value, problem = plugin.value, plugin.problem
         if not problem and not isinstance(value, CheckpointFormat):
             problem = f"{value!r} is no object of a class of CheckpointFormat"
@@ -80,6 +88,8 @@ def register_format(format: CheckpointFormat) -> None:
     Raises:
         UsageError: what is no format, or a name that is taken.
     """
+    from reshard.checkpoint.formats.format import CheckpointFormat
+
     if not isinstance(format, CheckpointFormat):
         raise UsageError(f"the format {format!r}; give an object of a class of CheckpointFormat")
     if any(format.name == known.name for known in all_formats()):
@@ -112,11 +122,14 @@ def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
 
 def written_names(*holding: Holding) -> tuple[str, ...]:
     """The names of the formats that can be written and can hold all that is given."""
-    forms = {Holding.WHOLE, Holding.SHARDS}
-    return tuple(
-        sorted(
-            format.name
-            for format in all_formats()
-            if format.can_hold & forms and format.can_hold.issuperset(holding)
+    if holding:
+        return tuple(
+            sorted(
+                format.name
+                for format in all_formats()
+                if format.is_written and format.can_hold.issuperset(holding)
+            )
         )
-    )
+    added = (*_registered, *(one.value for one in _plug_in() if not one.problem))
+    names = [format.name for format in added if format.is_written]
+    return tuple(sorted([*names, *(name for name in _MODULES if name not in _READ_ONLY)]))

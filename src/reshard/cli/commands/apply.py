@@ -6,8 +6,6 @@ from typing import Any, cast
 
 import click
 
-from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
-from reshard.checkpoint.deltas.application import plan_application
 from reshard.cli.commands.convert import describe_run, run_and_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -59,6 +57,9 @@ def apply(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
+    from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
+    from reshard.checkpoint.deltas.application import plan_application
+
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_application(base, deltas, target, **asked)
     if dry_run:

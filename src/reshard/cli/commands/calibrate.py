@@ -16,12 +16,11 @@ from reshard.cli.options import as_size, json_option, quiet_option
 from reshard.cli.output import write, write_error, write_json
 from reshard.cli.progress import LINES_EVERY_S
 from reshard.cli.whole_file import check_place, write_whole
-from reshard.cost.preset_file import preset_text
 from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
 from reshard.text.quantities import bytes_text, duration_text, rate_text
-from reshard.topology import Link
 
 if TYPE_CHECKING:
+    from reshard.topology import Link
     from reshard.torch.calibration.calibration import Calibration
 
 # What torchrun sets for every rank.
@@ -93,6 +92,8 @@ def calibrate(
       measurements [{subject, name, messages, size_bytes, runs, copied_bytes,
                      combined_bytes, seconds_s, estimate_s}]
     """
+    from reshard.cost.preset_file import preset_text
+
     _check_launched()
     is_first = os.environ["RANK"] == "0"
     with _process_group(backend):

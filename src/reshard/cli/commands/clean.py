@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.conversion.uploading import find_staged, remove_staged
-from reshard.checkpoint.files.places.abandoned import (
-    AbandonedUpload,
-    find_abandoned,
-    remove_abandoned,
-)
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.cli.failures import DONE
 from reshard.cli.options import as_path as as_text
 from reshard.cli.options import json_option, staging_option
 from reshard.cli.output import printable, write, write_json
 from reshard.errors import UsageError
 from reshard.text.quantities import bytes_text, count_text, duration_text, table
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.files.places.abandoned import AbandonedUpload
+    from reshard.checkpoint.files.places.place_path import PlacePath
 
 
 @click.command()
@@ -45,6 +42,10 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     Keys of --json:
       url, removed, uploads [{target, conversion, size_bytes, files, age_s, half_visible, staged}]
     """
+    from reshard.checkpoint.conversion.uploading import find_staged, remove_staged
+    from reshard.checkpoint.files.places.abandoned import find_abandoned, remove_abandoned
+    from reshard.checkpoint.files.places.place_path import PlacePath, as_path
+
     folder = as_path(url)
     if not isinstance(folder, PlacePath):
         raise UsageError(

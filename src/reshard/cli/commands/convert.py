@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-from reshard.checkpoint.conversion.processes import running_processes
-from reshard.checkpoint.conversion.request import (
-    ConvertArguments,
-    RunArguments,
-    split_arguments,
-)
-from reshard.checkpoint.conversion.run import (
-    expect_runnable,
-    run_conversion,
-)
-from reshard.checkpoint.conversion.uploading import begun_target
 from reshard.cli.commands.plan import matching_json, matching_lines
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -45,6 +33,10 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
 from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
+    from reshard.checkpoint.conversion.request import RunArguments
 
 
 @click.command()
@@ -97,6 +89,8 @@ def convert(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
+    from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
+
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_from_options(source, target, target_kind, config, **asked)
     if dry_run:
@@ -110,6 +104,9 @@ def describe_run(
     source: str, conversion: Conversion, running: RunArguments, as_json: bool, quiet: bool
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
+    from reshard.checkpoint.conversion.run import expect_runnable
+    from reshard.checkpoint.conversion.uploading import begun_target
+
     expect_runnable(conversion, running["extra_bytes"], running["threads"])
     begun = begun_target(
         conversion, running["overwrite"], running["restart"], running.get("staging")
@@ -136,6 +133,9 @@ def run_and_report(
     Raises:
         InterruptedRunError: ctrl-C.
     """
+    from reshard.checkpoint.conversion.processes import running_processes
+    from reshard.checkpoint.conversion.run import run_conversion
+
     # Before the work, not after hours of it.
     for loss in conversion.losses:
         write_error(f"note: {printable(loss)}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.checkpoint.deltas.compression import COMPRESSIONS
-from reshard.checkpoint.deltas.making import DeltaReport
-from reshard.checkpoint.deltas.making import diff as make_delta
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -20,6 +18,9 @@ from reshard.cli.options import (
 from reshard.cli.output import MOST_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.text.quantities import bytes_text, count_text, duration_text
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.deltas.making import DeltaReport
 
 
 @click.command()
@@ -73,6 +74,8 @@ def diff(
       blocks, changed_blocks, changed_bytes, payload_bytes, size_bytes
       read_bytes, seconds_s, notes
     """
+    from reshard.checkpoint.deltas.making import diff as make_delta
+
     with shown_progress("comparing", quiet) as progress:
         report = make_delta(
             before,

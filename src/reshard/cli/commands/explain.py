@@ -6,14 +6,12 @@ import re
 
 import click
 
-from reshard.cli.explanation import Side, explanation_of
 from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
-from reshard.collectives.lowering import LOWERINGS, WITHOUT_JOINT_STEPS
-from reshard.collectives.search.find_program import STEPS
-from reshard.collectives.search.problems import CLASSICAL, JOINT
+from reshard.collectives.lowering import SYSTEMS, WITHOUT_JOINT_STEPS
+from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS
 from reshard.cost.preset_file import load_preset, shipped_presets
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
@@ -65,7 +63,7 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
 )
 @click.option(
     "--lower",
-    type=click.Choice(list(LOWERINGS)),
+    type=click.Choice(SYSTEMS),
     help="Write nothing but the program, for another system.",
 )
 @json_option
@@ -114,6 +112,8 @@ def explain(
     A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
     local array of each rank (of a rank that holds several boxes: in the one it is of).
     """
+    from reshard.cli.explanation import Side, explanation_of
+
     check_report(report_path, overwrite, ranks_per_host)
     if contents and as_json:
         raise UsageError("--contents draws text and --json writes none; leave one of them out")

@@ -7,14 +7,10 @@ import math
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
-from reshard.checkpoint.comparison import DigestReport, check_digests
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
@@ -37,9 +33,12 @@ from reshard.cli.output import (
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
-from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.comparison import DigestReport
+    from reshard.checkpoint.contents import Checkpoint, StoredTensor
 
 
 @click.command()
@@ -88,6 +87,8 @@ def inspect(
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places, problem}]}
     """
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
     check_picture(drawn, as_json)
     source = open_source(checkpoint, **source_cut)
     opened = open_checkpoint(source) if isinstance(source, str) else source
@@ -95,6 +96,8 @@ def inspect(
     shown = _choose_tensors(opened, patterns)
     found = None
     if digest:
+        from reshard.checkpoint.comparison import check_digests
+
         with shown_progress("checking", quiet) as progress:
             found = check_digests(shown, threads=threads, progress=progress)
     drawing = _drawing(opened[drawn]) if drawn is not None else None
@@ -125,6 +128,8 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
 
 
 def _drawing(tensor: StoredTensor) -> str:
+    from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
+
     width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
     title = f"{printable(tensor.name)}  {_shape_text(tensor)}  {cut_text(tensor)}"
     return f"{title}\n{picture(tensor.layout, width, ascii=not can_draw_boxes())}"
@@ -137,6 +142,8 @@ def _shape_text(tensor: StoredTensor) -> str:
 def _as_text(
     path: str, checkpoint: Checkpoint, found: DigestReport | None, drawing: str | None
 ) -> Iterator[str]:
+    from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+
     mesh = f", over {checkpoint.mesh.text}" if checkpoint.mesh is not None else ""
     ranks = count_text(checkpoint.ranks, "rank")
     totals = _totals(checkpoint)
@@ -216,6 +223,8 @@ def _digest_lines(found: DigestReport) -> list[str]:
 
 
 def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterator[dict[str, Any]]:
+    from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+
     columns = TensorColumns.of(checkpoint.tensors)
     # Of equal tensors, all but name and digest is made once.
     kinds = [
@@ -241,6 +250,8 @@ def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterato
 
 
 def _totals(checkpoint: Checkpoint) -> dict[str, int]:
+    from reshard.checkpoint.blocks.tensor_columns import shapes_of
+
     return {
         "tensors": len(checkpoint),
         "elements": sum(map(math.prod, shapes_of(checkpoint.tensors).values())),

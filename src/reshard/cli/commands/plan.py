@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import unwritten_target
 from reshard.checkpoint.files.resident_memory import resident_bytes
-from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -35,11 +31,12 @@ from reshard.cli.output import (
 )
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.cli.targets import config_option, for_option, plan_from_options
-from reshard.geometry.transfers import Transfers
 from reshard.mesh import DeviceMesh
-from reshard.plans.plan import Plan
-from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
 from reshard.text.quantities import bytes_text, count_text, table
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.contents import StoredTensor
+    from reshard.checkpoint.conversion.conversion import Conversion
 
 # What a run knows of a block: whether it is done, its digest, in arrays and in the manifest.
 _BLOCK_RECORD_BYTES = 64
@@ -94,6 +91,8 @@ def plan(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
+    from reshard.checkpoint.conversion.planning import unwritten_target
+
     check_picture(drawn, as_json)
     check_report(report_path, overwrite, ranks_per_host)
     target = str(unwritten_target(source))
@@ -102,6 +101,8 @@ def plan(
     memory = PeakMemory.of(conversion, extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
+        from reshard.cli.conversion_report import conversion_report
+
         report = conversion_report(source, conversion, ranks_per_host)
         write_report(report_path, report.html(), overwrite)
     if as_json:
@@ -129,7 +130,13 @@ class PeakMemory:
         buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
         records_bytes = conversion.moves.count * _BLOCK_RECORD_BYTES
         resident, most = resident_bytes()
-        return cls(buffers_bytes, max(most, resident + buffers_bytes + records_bytes))
+        # Of buffers, what no byte is put into is never resident.
+        used_bytes = min(
+            buffers_bytes,
+            sum(conversion.read_bytes_by_rank.values())
+            + sum(conversion.write_bytes_by_rank.values()),
+        )
+        return cls(buffers_bytes, max(most, resident + used_bytes + records_bytes))
 
 
 def matching_lines(conversion: Conversion) -> list[str]:
@@ -175,6 +182,10 @@ def matching_json(conversion: Conversion) -> dict[str, Any]:
 
 
 def _drawing(conversion: Conversion, name: str) -> str:
+    from reshard.geometry.transfers import Transfers
+    from reshard.plans.plan import Plan
+    from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
+
     before = conversion.source[name]
     after = conversion.arrangement.tensors[name]
     width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))

@@ -5,36 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.placement import assign_tensors
-from reshard.checkpoint.conversion.source_names import find_recipe
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.command_group import Commands
-from reshard.cli.engine_report import (
-    EngineComparison,
-    find_engine_layout,
-    layout_json,
-    layout_lines,
-)
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import allow_option, as_path, json_option, option_option, rule_option
 from reshard.cli.output import listing, mesh_json, printable, write, write_json
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.plans.documents.serialization import to_json
-from reshard.recipes.assignment import Assignment
 from reshard.recipes.coupling.allowances import ALLOWANCES
-from reshard.recipes.engine_layouts.engines import derive_layout
-from reshard.recipes.library import known_recipes, load_recipe
-from reshard.recipes.recipe import Recipe, parse_options
-from reshard.recipes.rules import Rule
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.rank_sets import rank_text
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.cli.engine_report import EngineComparison
+    from reshard.recipes.assignment import Assignment
+    from reshard.recipes.recipe import Recipe
+    from reshard.recipes.rules import Rule
 
 
 @click.group(cls=Commands, invoke_without_command=True)
@@ -74,6 +65,8 @@ def show(name: str | None, as_json: bool) -> int:
       numbers {of each: axis, count, cut, beyond_last, behind}
       rules [{pattern, spec, at, when, note}]
     """
+    from reshard.recipes.library import known_recipes, load_recipe
+
     if name is None:
         found = [load_recipe(known) for known in known_recipes()]
         if as_json:
@@ -137,6 +130,13 @@ def check(
       uncomputable, unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
       against {engine, version, mesh, same, differences, unread, unknown}
     """
+    from reshard.checkpoint.conversion.placement import assign_tensors
+    from reshard.checkpoint.conversion.source_names import find_recipe
+    from reshard.checkpoint.formats.opening import open_checkpoint
+    from reshard.cli.engine_report import EngineComparison, find_engine_layout
+    from reshard.recipes.recipe import parse_options
+    from reshard.recipes.rules import Rule
+
     opened = open_checkpoint(checkpoint)
     # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
     if "=" not in to:
@@ -199,6 +199,10 @@ def derive(model: str, file: str, engine: str, to: str, overwrite: bool, as_json
       ranks [{rank, parameters, size_bytes, method, tied, notes}]
       computed {parameter: operations}, unfilled, unread, notes
     """
+    from reshard.cli.engine_report import layout_json, layout_lines
+    from reshard.plans.documents.serialization import to_json
+    from reshard.recipes.engine_layouts.engines import derive_layout
+
     path = Path(file)
     check_place(path, overwrite, "layout file", "layout.json")
     begun = time.perf_counter()

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.comparison import Comparison, compare
-from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import plan_conversion, unwritten_target
-from reshard.checkpoint.conversion.source_names import find_recipe
-from reshard.checkpoint.conversion.source_selection import select_from
-from reshard.checkpoint.formats.opening import open_checkpoint, read_config
-from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
-from reshard.checkpoint.naming.selection import TensorSelection
-from reshard.checkpoint.pretrained.comparison import compare_pretrained
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     adapter_option,
@@ -34,8 +24,13 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
 from reshard.cli.targets import config_option
 from reshard.errors import UsageError
-from reshard.recipes.library import choose_recipe
 from reshard.text.quantities import bytes_text, count_text, duration_text
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.comparison import Comparison
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.checkpoint.conversion.conversion import Conversion
+    from reshard.checkpoint.naming.selection import TensorSelection
 
 
 @click.command()
@@ -118,6 +113,10 @@ def verify(
       differences [{tensor, problem, elements, first_index}]
       digests {tensor: digest} (of those that are the same)
     """
+    from reshard.checkpoint.comparison import compare
+    from reshard.checkpoint.naming.selection import TensorSelection
+    from reshard.checkpoint.pretrained.comparison import compare_pretrained
+
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe)
     are_named = any(one is not None for one in (left_names, right_names, recipe, target_kind))
@@ -160,6 +159,10 @@ def _select_both(
     left: str | Checkpoint, right: str, selection: TensorSelection
 ) -> list[str | Checkpoint]:
     """What is chosen of both checkpoints."""
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.checkpoint.conversion.source_selection import select_from
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
     if not selection:
         return [left, right]
     opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (left, right)]
@@ -172,6 +175,10 @@ def _select_both(
 
 def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
     """The checkpoint, or what a conversion would write of it that makes other tensors."""
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.checkpoint.conversion.planning import plan_conversion, unwritten_target
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
     if not any(options.values()):
         return checkpoint
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -185,6 +192,11 @@ def _name_both(
     recipe: str | None,
 ) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.checkpoint.conversion.source_names import find_recipe
+    from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+    from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
+
     given = {"--left-names": left_names, "--right-names": right_names}
     if left_names is None and right_names is None and recipe is None:
         return chosen
@@ -205,6 +217,10 @@ def _name_both(
 
 def _is_one_stacked(left: str, right: str) -> bool:
     """Whether one of two checkpoints of a model has stacked experts, and the other has not."""
+    from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+    from reshard.checkpoint.naming.renaming import find_stacked_names
+    from reshard.recipes.library import choose_recipe
+
     opened = [open_checkpoint(path) for path in (left, right)]
     config = next((c for c in map(read_config, opened) if c is not None), None)
     recipe = choose_recipe(config) if config is not None else None

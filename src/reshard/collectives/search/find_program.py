@@ -14,7 +14,7 @@ from reshard.collectives.program import Program
 from reshard.collectives.search.constructive import constructive_search
 from reshard.collectives.search.exact import budgeted_search, exact_search
 from reshard.collectives.search.mlir_basis import mlir_decomposition
-from reshard.collectives.search.problems import CLASSICAL, JOINT, Problem, problem_of
+from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS, Problem, problem_of
 from reshard.collectives.search.states import State
 from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
@@ -29,14 +29,6 @@ SEARCHES: dict[str, Search] = {
     "default": budgeted_search,
     "exact": exact_search,
     "constructive": constructive_search,
-}
-
-# What a program may be made of.
-STEPS = {
-    JOINT: "every collective; an exchange only where no other program exists",
-    CLASSICAL: "no joint all-to-all and no exchange",
-    "all": "an exchange too, wherever it moves less",
-    "mlir": "the basis of MLIR's notes, whatever the memory",
 }
 
 

@@ -22,6 +22,13 @@ from reshard.sharding import ShardingSpec
 
 JOINT = "joint"
 CLASSICAL = "classical"
+# What a program may be made of.
+STEPS = {
+    JOINT: "every collective; an exchange only where no other program exists",
+    CLASSICAL: "no joint all-to-all and no exchange",
+    "all": "an exchange too, wherever it moves less",
+    "mlir": "the basis of MLIR's notes, whatever the memory",
+}
 # Sums over ranks stay below this.
 MOST_COUNTED = 1 << 62
 

@@ -55,7 +55,7 @@ from reshard.checkpoint.files.range_checksums import crc32
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.registry import all_formats, written_format
-from reshard.checkpoint.formats.torch_dcp.reader import SUFFIX
+from reshard.checkpoint.formats.torch_dcp.files import SUFFIX
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors

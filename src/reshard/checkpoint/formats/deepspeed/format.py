@@ -6,24 +6,10 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import place_parts
-from reshard.checkpoint.formats.deepspeed.arrangements.new_states import NewValues
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
-    TrainingParts,
-    find_parts,
-)
-from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
-    EXPERT_AXIS,
-    ZeroArranger,
-    find_copies,
-    find_low,
-    plan_partitions,
-    share_experts,
-)
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -34,7 +20,6 @@ from reshard.checkpoint.formats.deepspeed.files import (
     find_tag_folder,
     is_save,
 )
-from reshard.checkpoint.formats.deepspeed.reader import SaveReader
 from reshard.checkpoint.formats.format import (
     CheckpointFormat,
     Holding,
@@ -45,6 +30,9 @@ from reshard.dtypes import DType
 from reshard.errors import ReshardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import TrainingParts
 
 
 class DeepSpeedFormat(CheckpointFormat):
@@ -96,6 +84,8 @@ class DeepSpeedFormat(CheckpointFormat):
 
     def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
         """Weights of float32, or of the model's type, where the source has the others alone."""
+        from reshard.checkpoint.formats.deepspeed.arrangements.zero import find_copies
+
         tensors = {
             name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         }
@@ -110,6 +100,8 @@ class CutByRanks(DeepSpeedFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the save that `latest` names, or that of the folder."""
+        from reshard.checkpoint.formats.deepspeed.reader import SaveReader
+
         return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
 
     def place(
@@ -121,6 +113,16 @@ class CutByRanks(DeepSpeedFormat):
             UsageError: a mesh of several axes but that of experts, or a state that ZeRO does not
                 keep.
         """
+        from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import place_parts
+        from reshard.checkpoint.formats.deepspeed.arrangements.new_states import NewValues
+        from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+        from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
+            EXPERT_AXIS,
+            find_low,
+            plan_partitions,
+            share_experts,
+        )
+
         shapes = _list_shapes(checkpoint)
         parts = find_parts(shapes, checkpoint.values)
         if mesh is not None and not _is_own(mesh, parts):
@@ -138,11 +140,15 @@ class CutByRanks(DeepSpeedFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Files of weights, and a file of each rank's partitions."""
+        from reshard.checkpoint.formats.deepspeed.arrangements.zero import ZeroArranger
+
         return ZeroArranger(new, self.stage).arrange(self.name)
 
 
 def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
     """Whether a mesh is of data-parallel ranks, and of those that share out experts behind."""
+    from reshard.checkpoint.formats.deepspeed.arrangements.zero import EXPERT_AXIS
+
     axes = [name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
     if EXPERT_AXIS not in axes:
         return len(axes) < 2

@@ -23,12 +23,6 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.files.places.place_path import walk_folder
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
-from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
-    MASTER_FILE,
-    PARAMETER,
-    UniversalArranger,
-)
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST_UNIVERSAL,
     UNIVERSAL_FOLDER,
@@ -87,6 +81,8 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
         """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
+        from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         parts = find_parts(shapes, checkpoint.values)
         parts.expect_no_experts("universal checkpoints")
@@ -98,6 +94,8 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Files of every parameter's state."""
+        from reshard.checkpoint.formats.deepspeed.arrangements.universal import UniversalArranger
+
         return UniversalArranger(new).arrange(self.name)
 
 
@@ -189,6 +187,11 @@ class _UniversalReader:
                     )
 
     def _add_parameter(self, name: str, shape: Shape | None, *, is_copy: bool) -> None:
+        from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
+            MASTER_FILE,
+            PARAMETER,
+        )
+
         folder = self.saved.folder / UNIVERSAL_FOLDER / name
         for entry in sorted(path.name for path in folder.iterdir() if path.is_file()):
             if not entry.endswith(_SUFFIX):

@@ -20,18 +20,9 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
 from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.object_items import read_object
-from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
-from reshard.checkpoint.formats.torch_dcp import reader
-from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
-from reshard.checkpoint.formats.torch_files.optimizer_states import (
-    GROUPS,
-    split_state_name,
-    state_name,
-)
+from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME
 
 FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = re.compile(r"iter_\d{7}|release")
@@ -47,7 +38,12 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
     """
-    found = reader.read(folder)
+    from reshard.checkpoint.formats.megatron.common_state import CommonState
+    from reshard.checkpoint.formats.megatron.object_items import read_object
+    from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
+    from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
+
+    found = read_chunks(folder)
     if not any(name.startswith("model.module.") for name in found.tensors):
         return found
     state, metas, kept = CommonState(), dict[str, dict[str, Any]](), {}
@@ -103,6 +99,9 @@ def _bare(name: str) -> str:
 
 
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+    from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
+    from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
+
     def name_all() -> Iterator[StoredTensor]:
         for name, tensor in found.tensors.items():
             state = split_state_name(name)

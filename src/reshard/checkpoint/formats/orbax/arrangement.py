@@ -33,9 +33,10 @@ from reshard.checkpoint.formats.arrangement import (
     check_values,
     find_storing_ranks,
 )
+from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
-from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, NARROW_TYPES, RANDOM_KEYS
+from reshard.checkpoint.formats.orbax.reader import NARROW_TYPES, RANDOM_KEYS
 from reshard.checkpoint.formats.orbax.shardings import SHARDING_NAME, sharding_bytes
 from reshard.checkpoint.formats.orbax.tree_metadata import (
     ARRAY,

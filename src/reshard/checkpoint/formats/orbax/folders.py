@@ -17,6 +17,7 @@ from reshard.checkpoint.formats.orbax.key_values import MANIFEST_NAME
 from reshard.checkpoint.formats.orbax.tree_metadata import METADATA_NAME
 from reshard.errors import CheckpointError
 
+FORMAT_NAME = "orbax"
 AGGREGATE_NAME = "checkpoint"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
 _UNFINISHED = ".orbax-checkpoint-tmp"

@@ -15,9 +15,7 @@ from reshard.checkpoint.formats.format import (
     Holding,
     check_against_manifest,
 )
-from reshard.checkpoint.formats.orbax.arrangement import arrange_chunks, list_final_files
-from reshard.checkpoint.formats.orbax.folders import find_tree
-from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, read
+from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME, find_tree
 from reshard.checkpoint.formats.orbax.zarr_metadata import ZARR2_NAME, ZARR3_NAME
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import CheckpointError
@@ -42,6 +40,8 @@ class OrbaxFormat(CheckpointFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of the tree."""
+        from reshard.checkpoint.formats.orbax.reader import read
+
         found = find_tree(path)
         if found is None:
             raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
@@ -85,10 +85,14 @@ class OrbaxFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Chunks in one file a rank."""
+        from reshard.checkpoint.formats.orbax.arrangement import arrange_chunks
+
         return arrange_chunks(new)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The tree, its shardings, and the database that says where the chunks are."""
+        from reshard.checkpoint.formats.orbax.arrangement import list_final_files
+
         return list_final_files(arrangement)
 
 

@@ -31,7 +31,12 @@ from reshard.checkpoint.formats.orbax.aggregate import (
     read_aggregate,
 )
 from reshard.checkpoint.formats.orbax.chunks import PackedChunks, list_chunks, read_scalar
-from reshard.checkpoint.formats.orbax.folders import AGGREGATE_NAME, TreeFolder, is_aggregate
+from reshard.checkpoint.formats.orbax.folders import (
+    AGGREGATE_NAME,
+    FORMAT_NAME,
+    TreeFolder,
+    is_aggregate,
+)
 from reshard.checkpoint.formats.orbax.key_values import (
     MANIFEST_NAME,
     MOST_READ_BYTES,
@@ -67,7 +72,6 @@ from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.text.quantities import count_text
 
-FORMAT_NAME = "orbax"
 # Attributes of this format: arrays that are keys of random numbers, and those of narrow types.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
 _PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})/")

@@ -36,6 +36,7 @@ _PATTERNS = (
 # Places on several axes, of which a name says all: `tp_rank_0_pp_rank_1.pt`.
 _AXIS = r"([a-z]+)_rank[._-]?\d+"
 _PLACES = re.compile(rf"(?:.*[._-])?{_AXIS}[._-](?:.*[._-])?{_AXIS}(?:{_SUFFIX})?")
+FORMAT_NAME = "rank-files"
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra state"
 
 

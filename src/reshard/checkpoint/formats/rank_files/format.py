@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.rank_files.arrangement import arrange_rank_files
-from reshard.checkpoint.formats.rank_files.file_names import MODEL, OPTIMIZER, find_rank_files
-from reshard.checkpoint.formats.rank_files.reader import FORMAT_NAME, read_rank_files
-from reshard.checkpoint.formats.source_cut import SourceCut
+from reshard.checkpoint.formats.rank_files.file_names import (
+    FORMAT_NAME,
+    MODEL,
+    OPTIMIZER,
+    find_rank_files,
+)
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_cut import SourceCut
 
 
 class RankFilesFormat(CheckpointFormat):
@@ -29,14 +35,20 @@ class RankFilesFormat(CheckpointFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of files that say themselves how tensors are cut."""
+        from reshard.checkpoint.formats.rank_files.reader import read_rank_files
+
         return read_rank_files(path)
 
     def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
         """The checkpoint of files with plain tensors, cut as the user says."""
+        from reshard.checkpoint.formats.rank_files.reader import read_rank_files
+
         return read_rank_files(path, cut)
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """A file of DTensors for each rank."""
+        from reshard.checkpoint.formats.rank_files.arrangement import arrange_rank_files
+
         return arrange_rank_files(self.name, new)
 
 

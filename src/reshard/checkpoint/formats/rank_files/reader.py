@@ -7,6 +7,7 @@ from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.rank_files.file_names import (
+    FORMAT_NAME,
     MODEL,
     find_rank_files,
     group_by_kind,
@@ -25,7 +26,6 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, OPTI
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.errors import FormatError, UsageError
 
-FORMAT_NAME = "rank-files"
 # What FSDP1 names a parameter that is those of a module, one behind the other, without padding.
 _FLAT = ("_flat_param", "flat_param")
 

@@ -26,6 +26,7 @@ from reshard.checkpoint.formats.arrangement import (
     check_values,
     find_storing_ranks,
 )
+from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
     DcpMetadata,
@@ -33,7 +34,6 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     StoredBytes,
     metadata_pickle,
 )
-from reshard.checkpoint.formats.torch_dcp.reader import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout

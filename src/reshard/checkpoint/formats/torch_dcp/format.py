@@ -8,16 +8,8 @@ from pathlib import Path
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_chunks, metadata_bytes
-from reshard.checkpoint.formats.torch_dcp.new_values import add_values, with_value_items
+from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
-from reshard.checkpoint.formats.torch_dcp.reader import (
-    FORMAT_NAME,
-    METADATA_NAME,
-    SUFFIX,
-    read,
-    read_with_manifest,
-)
 from reshard.checkpoint.manifest import Manifest
 
 
@@ -41,10 +33,14 @@ class TorchDcpFormat(CheckpointFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint that the metadata describe."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read
+
         return read(path if path.is_dir() else path.parent)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """The checkpoint in the layouts of the manifest."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read_with_manifest
+
         return read_with_manifest(folder, manifest)
 
     def has_file(self, name: str) -> bool:
@@ -58,10 +54,16 @@ class TorchDcpFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Chunks in one file a rank, and what is no tensor in the first."""
+        from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_chunks
+        from reshard.checkpoint.formats.torch_dcp.new_values import add_values
+
         return add_values(arrange_chunks(new), new.values, new.paths)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """`.metadata`, which says where everything is."""
+        from reshard.checkpoint.formats.torch_dcp.arrangement import metadata_bytes
+        from reshard.checkpoint.formats.torch_dcp.new_values import with_value_items
+
         yield METADATA_NAME, metadata_bytes(with_value_items(arrangement))
 
 

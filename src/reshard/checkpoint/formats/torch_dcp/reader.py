@@ -19,7 +19,6 @@ A compressed archive is looked into; what it holds is unpacked when it is read
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from reshard.checkpoint.contents import (
     StoredTensor,
 )
 from reshard.checkpoint.formats.torch_dcp.chunks import ChunkReader
+from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, rank_of_file
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpMetadata,
     StoredBytes,
@@ -45,32 +45,9 @@ from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.errors import CheckpointError, FormatError
 
-FORMAT_NAME = "torch-dcp"
-METADATA_NAME = ".metadata"
-SUFFIX = ".distcp"
 # Bounds on what is read into memory at once: metadata, and items that are compared.
 LARGEST_METADATA_BYTES = 1 << 30
 LARGEST_COMPARED_BYTES = 1 << 20
-_FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
-
-
-def data_file_name(rank: int) -> str:
-    """The name of a rank's file.
-
-    >>> data_file_name(3)
-    '__3_0.distcp'
-    """
-    return f"__{rank}_0{SUFFIX}"
-
-
-def rank_of_file(name: str) -> int | None:
-    """The rank in a file name, or None.
-
-    >>> rank_of_file("__12_1.distcp"), rank_of_file("weights.distcp")
-    (12, None)
-    """
-    match = _FILE_NAME.fullmatch(name)
-    return int(match[1]) if match and len(match[1]) < 8 else None
 
 
 def read(folder: Path) -> Checkpoint:

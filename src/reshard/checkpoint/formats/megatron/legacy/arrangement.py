@@ -44,6 +44,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
+    FORMAT_NAME,
     MODEL_NAMES,
     OPTIMIZER_NAME,
     RankPlace,
@@ -53,7 +54,6 @@ from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
     bucket_sizes,
     list_buffers,
 )
-from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME
 from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
 from reshard.checkpoint.formats.megatron.module_names import expect_mixers, grouped_name, local_name
 from reshard.checkpoint.formats.megatron.module_order import order_key

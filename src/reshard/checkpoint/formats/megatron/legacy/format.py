@@ -13,14 +13,12 @@ from reshard.checkpoint.formats.format import (
     check_against_manifest,
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, find_iteration
-from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
+    FORMAT_NAME,
     MODEL_NAMES,
     OPTIMIZER_NAME,
     list_rank_folders,
 )
-from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME, read
-from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -47,6 +45,8 @@ class MegatronLegacyFormat(CheckpointFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of the step that is asked for, or of the last one."""
+        from reshard.checkpoint.formats.megatron.legacy.reader import read
+
         return read(find_iteration(path) or path)
 
     can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES})
@@ -55,18 +55,26 @@ class MegatronLegacyFormat(CheckpointFormat):
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout]:
         """The parts that Megatron's ranks have: a mesh of tp, pp and ep."""
+        from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid
+
         if mesh is None and ranks > 1:
             raise UsageError(
                 f"{ranks} ranks for Megatron's folders; give a mesh, such as tp=2,pp=4"
             )
+        from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
+
         return new_files.place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """A folder for each model-parallel rank."""
+        from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
+
         return new_files.arrange(new)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The file that names the last step."""
+        from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
+
         return new_files.final_files(arrangement)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -75,6 +83,8 @@ class MegatronLegacyFormat(CheckpointFormat):
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """The checkpoint as it was written, with the digests of the manifest."""
+        from reshard.checkpoint.formats.megatron.legacy.reader import read
+
         step = find_iteration(folder) or folder
         inside = "" if step == folder else step.name
         return check_against_manifest(read(folder, inside), manifest)

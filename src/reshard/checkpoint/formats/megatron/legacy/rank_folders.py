@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointError, FormatError
 
+FORMAT_NAME = "megatron-legacy"
 MODEL_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_NAME = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")

@@ -19,6 +19,7 @@ from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
+    FORMAT_NAME,
     OPTIMIZER_NAME,
     Parallelism,
     RankPlace,
@@ -44,7 +45,6 @@ from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.errors import CheckpointError, FormatError
 
-FORMAT_NAME = "megatron-legacy"
 # Parts of a rank's file that are not values of the whole training.
 _OWN_PARTS = ("model", "optimizer", "rng_state", "args")
 

@@ -41,7 +41,7 @@ from reshard.checkpoint.formats.megatron.module_names import (
     keyed_name,
 )
 from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name
-from reshard.checkpoint.formats.megatron.torch_dist.reader import (
+from reshard.checkpoint.formats.megatron.torch_dist.files import (
     BACKEND,
     COMMON_NAME,
     CONFIG_NAME,
@@ -53,8 +53,8 @@ from reshard.checkpoint.formats.torch_dcp.arrangement import (
     arrange_chunks,
     metadata_bytes,
 )
+from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
-from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 

@@ -9,15 +9,13 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
-from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
-from reshard.checkpoint.formats.megatron.torch_dist.reader import (
+from reshard.checkpoint.formats.megatron.torch_dist.files import (
     COMMON_NAME,
     CONFIG_NAME,
     FORMAT_NAME,
     backend_of,
-    read,
 )
-from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME, SUFFIX, bind_to_manifest
+from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME, SUFFIX
 from reshard.checkpoint.manifest import Manifest
 
 
@@ -42,10 +40,14 @@ class TorchDistFormat(CheckpointFormat):
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of the step that is asked for, or of the last one."""
+        from reshard.checkpoint.formats.megatron.torch_dist.reader import read
+
         return read(find_iteration(path) or path)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """The checkpoint in the layouts of the manifest."""
+        from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
+
         return bind_to_manifest(self.open(folder), manifest)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -54,10 +56,14 @@ class TorchDistFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Chunks in one file a rank."""
+        from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
+
         return new_files.arrange(new)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The states beside the tensors, and `.metadata`."""
+        from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
+
         return new_files.final_files(arrangement)
 
 

@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,13 @@ from reshard.checkpoint.formats.megatron.optimizer_names import split_megatron_n
 from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
     BucketSpace,
     is_of_buckets,
+)
+from reshard.checkpoint.formats.megatron.torch_dist.files import (
+    BACKEND,
+    COMMON_NAME,
+    CONFIG_NAME,
+    FORMAT_NAME,
+    backend_of,
 )
 from reshard.checkpoint.formats.megatron.torch_dist.flat_ranges import bind_flat_ranges
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
@@ -50,10 +56,6 @@ from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.errors import CheckpointError, FormatError
 
-FORMAT_NAME = "torch-dist"
-BACKEND = "torch_dist"
-CONFIG_NAME = "metadata.json"
-COMMON_NAME = "common.pt"
 # How tensors are stored, in `content_metadata`: of this checkpoint only.
 CONTENT_KEYS = (
     "distrib_optim_sharding_type",
@@ -62,19 +64,6 @@ CONTENT_KEYS = (
     "singleton_local_shards",
     "non_homogeneous_layers",
 )
-_LARGEST_CONFIG_BYTES = 1 << 20
-
-
-def backend_of(folder: Path) -> str | None:
-    """The backend that `metadata.json` names; None where there is none of Megatron's."""
-    path = folder / CONFIG_NAME
-    try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_LARGEST_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    backend = content.get("sharded_backend") if isinstance(content, dict) else None
-    return backend if isinstance(backend, str) else None
 
 
 def read(folder: Path) -> Checkpoint:

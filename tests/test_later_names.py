@@ -1,0 +1,62 @@
+"""Names of a package that are loaded when they are first used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from reshard.later_names import load_later
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGES = [
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts[:-1])
+    for path in sorted((SOURCE / "reshard").rglob("__init__.py"))
+    if "load_later(" in path.read_text()
+]
+
+
+def table_of(package: str) -> dict[str, str]:
+    """The table that a package gives, as it is written."""
+    tree = ast.parse((SOURCE / package.replace(".", "/") / "__init__.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (found,) = (call for call in calls if ast.unparse(call.func) == "load_later")
+    table: dict[str, str] = ast.literal_eval(found.args[1])
+    return table
+
+
+def test_there_are_such_packages() -> None:
+    assert {"reshard", "reshard.checkpoint", "reshard.recipes"} <= {*PACKAGES}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_is_there_and_listed(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in table_of(package):
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+    assert {*module.__all__} <= {*dir(module)}
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def test_a_name_is_loaded_once() -> None:
+    package = types.ModuleType("later_names_example")
+    sys.modules[package.__name__] = package
+    try:
+        table = {"parse": "ast", "tree": "ast:parse"}
+        load, list_names = load_later(package.__name__, table)
+        assert load("parse") is load("tree") is vars(package)["tree"]
+        assert {"parse", "tree"} <= {*list_names()}
+    finally:
+        del sys.modules[package.__name__]
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    load, _ = load_later("reshard", {})
+    with pytest.raises(AttributeError, match="module 'reshard' has no attribute 'nothing'"):
+        load("nothing")
