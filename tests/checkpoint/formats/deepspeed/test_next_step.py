@@ -3,6 +3,9 @@
 Both were recorded with their own next step (`tests/engines/training/record.py`). FSDP2's ranks run
 here. In DeepSpeed's place is what it does with its files: each rank's flat float32 partition is one
 parameter of AdamW, whose state is the file's, and its gradient is cut as the partition is.
+
+The weights at the step are equal bit for bit. The step behind it was computed on the machine that
+recorded it, and processors of another kind round products otherwise.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from deepspeed_records import STEPS_OF_BOTH, unpack_archive
 from reshard import checkpoint
 
 
+# A step changes weights by about 1e-2, a moment that is wrong or lacking that by more than 1e-4.
+ROUNDING = 1e-7
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The folders of the runs, each with a file of its weights beside."""
@@ -27,7 +34,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_what_deepspeed_saved_goes_on_in_fsdp2(runs: Path, tmp_path: Path) -> None:
-    """Of every stage, over 2 ranks, bit for bit."""
+    """Of every stage, over 2 ranks."""
     made = {}
     for stage in (1, 2, 3):
         folder = tmp_path / f"made{stage}"
@@ -42,7 +49,7 @@ def test_what_deepspeed_saved_goes_on_in_fsdp2(runs: Path, tmp_path: Path) -> No
         made[stage] = folder
     for stage, folder in made.items():
         run("resume-state", 2, 1, {"adamw": folder})
-        expect_equal(runs / f"zero{stage}", folder, 0)
+        expect_equal(runs / f"zero{stage}", folder, ROUNDING)
 
 
 @pytest.mark.usefixtures("deepspeed_classes")
@@ -50,7 +57,7 @@ def test_what_deepspeed_saved_goes_on_in_fsdp2(runs: Path, tmp_path: Path) -> No
 def test_what_fsdp2_saved_goes_on_in_deepspeed(
     stage: int, ranks: int, runs: Path, tmp_path: Path
 ) -> None:
-    """Weights and state are in every rank's partition where DeepSpeed looks; bit for bit."""
+    """Weights and state are in every rank's partition where DeepSpeed looks."""
     made = tmp_path / "made"
     checkpoint.convert(runs / "fsdp2", made, to=f"dp={ranks}", format=f"deepspeed-zero{stage}")
     folder = made / (made / "latest").read_text()
@@ -78,7 +85,7 @@ def test_what_fsdp2_saved_goes_on_in_deepspeed(
     for shaped, parts in zip(shapes, after, strict=True):
         for name, value in join(shaped, parts, stage, ranks).items():
             assert not torch.equal(value, held["now"][name]), name
-            assert torch.equal(value, held["then"][name]), name
+            assert torch.allclose(value, held["then"][name], rtol=0, atol=ROUNDING), name
 
 
 def step(master: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
