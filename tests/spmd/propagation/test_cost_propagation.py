@@ -82,6 +82,7 @@ def test_no_choice_of_candidates_takes_less(seed: int) -> None:
     table = AxisTable.of(mesh)
     problem = _Problem(graph, table, CostModel(table, Machine()))
     problem.candidates(specs, {}, bases)
+    problem.fill(bounds=False)
     total = problem.sum()
     # Ways are independent of each other once the values' shardings are chosen.
     values, ways = len(graph.values), range(len(graph.values), len(total.choices))

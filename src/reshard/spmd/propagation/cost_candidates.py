@@ -73,20 +73,22 @@ class RunOption:
     def _make_sharding(
         self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
     ) -> Sharding:
-        mapping = rule.tensors[place]
-        factors = {
-            factor: FactorSharding(self.cuts[factor], (), True, place == len(dim) - 1)
-            for dim in mapping
-            for place, factor in enumerate(dim)
-        }
-        found = updated(mapping, rule.sizes, factors, None)
-        return Sharding(
-            found.dims,
-            (True,) * len(mapping),
-            (),
-            partial,
-            reduction if partial else None,
+        dims = tuple(
+            self.cuts[dim[0]]
+            if len(dim) == 1
+            else _join_cuts(tuple((rule.sizes[f], self.cuts[f]) for f in dim))
+            for dim in rule.tensors[place]
         )
+        reduced = reduction if partial else None
+        return Sharding(dims, (True,) * len(dims), (), partial, reduced)
+
+
+@lru_cache(maxsize=4096)
+def _join_cuts(factors: tuple[tuple[int, Parts], ...]) -> Parts:
+    """The cut of a dimension of several factors, or none, from their sizes and cuts."""
+    sizes = [size for size, _ in factors]
+    cuts = {place: FactorSharding(axes) for place, (_, axes) in enumerate(factors)}
+    return updated((tuple(range(len(factors))),), sizes, cuts, None).dims[0]
 
 
 def pieces_of(shardings: Iterable[Sharding]) -> Parts:

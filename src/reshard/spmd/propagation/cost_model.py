@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,24 @@ from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.axis_parts import AxisTable, Part, Parts, Sharding, are_alike, size_of
+from reshard.spmd.propagation.axis_parts import (
+    MOST_KEPT,
+    AxisTable,
+    Part,
+    Parts,
+    Sharding,
+    are_alike,
+    size_of,
+)
+from reshard.spmd.propagation.least_sum import FloatArray
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Topology
+
+BitArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+"""Sets of parts of axes, see `PartBits`."""
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,39 +135,61 @@ class CostModel:
     _groups: dict[Parts, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _of_devices: dict[tuple[Parts, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(table: AxisTable, machine: Machine) -> CostModel:
+        """The model of a mesh's axes and a machine, kept from one propagation to the next."""
+        return CostModel(table, machine)
+
     def movement_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
     ) -> float:
         """The time in which a tensor of `shape` goes from one sharding to another, by formulas."""
-        if are_alike(source, target):
-            return 0.0
+        return float(self.movements_s([source], [target], shape, itemsize_bytes)[0, 0])
+
+    def movements_s(
+        self,
+        sources: Sequence[Sharding],
+        targets: Sequence[Sharding],
+        shape: Sequence[int],
+        itemsize_bytes: int,
+    ) -> FloatArray:
+        """The times by formulas from each sharding, a row, to each of others, a column."""
+        bits = PartBits((*sources, *targets))
         # 1. Axes that stop cutting a dimension, and those that begin to, wherever dimensions
         # differ.
-        leaving: list[Part] = []
-        coming: set[tuple[int, int, int]] = set()
-        for old, new in zip(source.dims, target.dims, strict=True):
-            if old != new:
-                same = _count_same(old, new)
-                leaving += old[same:]
-                coming.update(part[:3] for part in new[same:])
+        leaving: BitArray = np.zeros((len(sources), len(targets)), dtype=bits.dtype)
+        coming = leaving.copy()
+        for dim in range(len(shape)):
+            olds, rows = _number_cuts(sources, dim)
+            news, columns = _number_cuts(targets, dim)
+            both: BitArray = np.zeros((2, len(olds), len(news)), dtype=bits.dtype)
+            went, came = both
+            for row, old in enumerate(olds):
+                for column, new in enumerate(news):
+                    same = _count_same(old, new)
+                    went[row, column] = bits.of(old[same:])
+                    came[row, column] = bits.of(new[same:])
+            leaving |= went[rows][:, columns]
+            coming |= came[rows][:, columns]
         # 2. Contributions that remain, and those that are combined.
-        kept = target.partial if source.reduction == target.reduction else ()
-        reduced = [part for part in source.partial if part not in kept]
+        partial, remaining = bits.of_partial(sources), bits.of_partial(targets)
+        is_same = _compare([one.reduction for one in sources], [one.reduction for one in targets])
+        reduced = partial[:, None] & ~np.where(is_same, remaining, 0)
         # Axes that nothing else uses cut at once, and all that follows is of what is left.
-        taken = {part[:3] for part in (*reduced, *leaving)}
-        held_bytes = local_elements(shape, source.dims) * itemsize_bytes
-        held_bytes = -(-held_bytes // math.prod(part[2] for part in coming - taken))
+        held_bytes = _local_bytes(shape, sources, itemsize_bytes)[:, None]
+        held_bytes = -(-held_bytes // bits.sizes(coming & ~(reduced | leaving)))
         # 3. Reduce-scatter, all-reduce, all-to-all, all-gather, each on what the one before leaves.
-        scattered = tuple(part for part in reduced if part[:3] in coming)
-        added = tuple(part for part in reduced if part[:3] not in coming)
-        total = self._collective_seconds("reduce-scatter", scattered, held_bytes)
-        held_bytes = -(-held_bytes // size_of(scattered))
-        total += self._collective_seconds("all-reduce", added, held_bytes)
-        moving = tuple(part for part in leaving if part[:3] in coming)
-        gathered = tuple(part for part in leaving if part[:3] not in coming)
-        kept_bytes = local_elements(shape, target.dims) * itemsize_bytes
-        total += self._collective_seconds("all-to-all", moving, min(held_bytes, kept_bytes))
-        return total + self._collective_seconds("all-gather", gathered, kept_bytes)
+        scattered = reduced & coming
+        total = self._collectives_s("reduce-scatter", bits, scattered, held_bytes)
+        held_bytes = -(-held_bytes // bits.sizes(scattered))
+        total += self._collectives_s("all-reduce", bits, reduced & ~coming, held_bytes)
+        kept_bytes = np.broadcast_to(_local_bytes(shape, targets, itemsize_bytes), total.shape)
+        moving_bytes = np.minimum(held_bytes, kept_bytes)
+        total += self._collectives_s("all-to-all", bits, leaving & coming, moving_bytes)
+        total += self._collectives_s("all-gather", bits, leaving & ~coming, kept_bytes)
+        total[_find_alike(sources, targets)] = 0.0
+        return total
 
     def bound_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
@@ -163,23 +199,41 @@ class CostModel:
         Of contributions that are combined a rank lacks others' for all of its part. Where
         contributions remain the bound is 0: they may lie anywhere.
         """
-        parts = itertools.chain.from_iterable((*source.dims, *target.dims))
-        if are_alike(source, target) or target.partial or any(part[3] for part in parts):
-            return 0.0
+        return float(self.bounds_s([source], [target], shape, itemsize_bytes)[0, 0])
+
+    def bounds_s(
+        self,
+        sources: Sequence[Sharding],
+        targets: Sequence[Sharding],
+        shape: Sequence[int],
+        itemsize_bytes: int,
+    ) -> FloatArray:
+        """The bounds from each of some shardings, a row, to each of others, a column."""
         # An entry a device: the elements of its target part, and those of it that it has already.
-        lacking = there = np.ones(self.table.mesh.size, dtype=np.int64)
-        for size, old, new in zip(shape, source.dims, target.dims, strict=True):
-            low, high = self._find_ranges(old, size)
-            first, last = self._find_ranges(new, size)
-            lacking = lacking * (last - first)
-            there = there * np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
-        if not source.partial:
-            lacking = lacking - there
-        most = int(lacking.max())
-        if not most:
-            return 0.0
+        count = self.table.mesh.size
+        wanted = np.ones((len(targets), count), dtype=np.int64)
+        there = np.ones((len(sources), len(targets), count), dtype=np.int64)
+        for dim, size in enumerate(shape):
+            olds, rows = _number_cuts(sources, dim)
+            news, columns = _number_cuts(targets, dim)
+            low, high = self._stack_ranges(olds, size)
+            first, last = self._stack_ranges(news, size)
+            wanted *= (last - first)[columns]
+            common = np.minimum(high[:, None], last) - np.maximum(low[:, None], first)
+            there *= np.maximum(common, 0)[rows][:, columns]
+        there[[bool(one.partial) for one in sources]] = 0
+        most = (wanted - there).max(axis=2)
         latency_s, bandwidth_bytes_per_s = self._find_quickest
-        return latency_s + most * itemsize_bytes / bandwidth_bytes_per_s
+        found = np.where(most > 0, latency_s + most * itemsize_bytes / bandwidth_bytes_per_s, 0.0)
+        # Levels with a rule of their own lie elsewhere than these ranges.
+        found[[_has_levels(one) for one in sources]] = 0.0
+        found[:, [bool(one.partial) or _has_levels(one) for one in targets]] = 0.0
+        found[_find_alike(sources, targets)] = 0.0
+        return found
+
+    def _stack_ranges(self, cuts: Sequence[Parts], size: int) -> tuple[IntArray, IntArray]:
+        found = [self._find_ranges(axes, size) for axes in cuts]
+        return np.stack([low for low, _ in found]), np.stack([high for _, high in found])
 
     def _find_ranges(self, axes: Parts, size: int) -> tuple[IntArray, IntArray]:
         """Where each device's part of a dimension begins and ends."""
@@ -194,13 +248,23 @@ class CostModel:
                 place = place * count + own // (mesh.shape[axis] // (pre * count)) % count
             each = -(-size // size_of(axes))
             low = np.minimum(place * each, size)
+            if len(self._of_devices) >= MOST_KEPT:
+                self._of_devices.clear()
             found = self._of_devices[axes, size] = (low, np.minimum(low + each, size))
         return found
 
     @cached_property
+    def _topology(self) -> Topology:
+        return self.machine.topology_for(self.table.mesh)
+
+    @cached_property
+    def _device(self) -> Device:
+        return self.machine.device
+
+    @cached_property
     def _find_quickest(self) -> tuple[float, float]:
         """The least latency and the most bytes a second of all links."""
-        topology = self.machine.topology_for(self.table.mesh)
+        topology = self._topology
         links = [topology.within_host, topology.between_hosts, topology.between_racks]
         links += [link for _, link in topology.overhead.collectives]
         known = [link for link in links if link is not None]
@@ -217,15 +281,33 @@ class CostModel:
             return 0.0
         before, after = (self.table.decoded(_is_plain_part(one)) for one in (source, target))
         program = chosen_program(ArrayType(shape, element, before), after)
-        topology = self.machine.topology_for(self.table.mesh)
-        return program.estimate(element, topology, self.machine.library).seconds_s
+        return program.estimate(element, self._topology, self.machine.library).seconds_s
 
-    def _collective_seconds(self, kind: str, axes: Parts, size_bytes: int) -> float:
+    def _collectives_s(
+        self, kind: str, bits: PartBits, axes: BitArray, sizes_bytes: IntArray
+    ) -> FloatArray:
+        """Seconds of collectives along axes, in bits, of a number of bytes each."""
+        total = np.zeros(axes.shape)
+        used = np.nonzero(axes)
+        if not len(used[0]):
+            return total
+        # Few are different: those are asked for once.
+        masks, mask_at = np.unique(axes[used], return_inverse=True)
+        sizes, size_at = np.unique(sizes_bytes[used], return_inverse=True)
+        pairs, pair_at = np.unique(mask_at * len(sizes) + size_at, return_inverse=True)
+        found = [
+            self._collective_s(kind, bits.parts(int(masks[mask])), int(sizes[size]))
+            for mask, size in (divmod(pair, len(sizes)) for pair in pairs.tolist())
+        ]
+        total[used] = np.array(found)[pair_at]
+        return total
+
+    def _collective_s(self, kind: str, axes: Parts, size_bytes: int) -> float:
         if not axes or not size_bytes:
             return 0.0
         found = self._collectives.get((kind, axes, size_bytes))
         if found is None:
-            topology = self.machine.topology_for(self.table.mesh)
+            topology = self._topology
             groups = self._groups.get(axes)
             if groups is None:
                 groups = self.table.mesh.groups([self.table.axis(part) for part in axes])
@@ -235,6 +317,8 @@ class CostModel:
                 collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
             )
+            if len(self._collectives) >= MOST_KEPT:
+                self._collectives.clear()
             self._collectives[kind, axes, size_bytes] = found
         return found
 
@@ -267,12 +351,51 @@ class CostModel:
         moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
         given = [element for shape, element in tensors[:count] if shape]
         dtypes = given or [element for _, element in tensors]
-        return least_s(self.machine.device, operations_of(name, rule, sizes), moved, dtypes)
+        return least_s(self._device, operations_of(name, rule, sizes), moved, dtypes)
+
+
+class PartBits:
+    """Sets of parts of axes as the bits of integers, for arrays of such sets.
+
+    Parts are told apart by their axis and range alone, not by the level that they belong to.
+    """
+
+    def __init__(self, shardings: Iterable[Sharding]) -> None:
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._parts: list[Part] = []
+        for sharding in shardings:
+            for part in itertools.chain(*sharding.dims, sharding.partial):
+                if self._numbers.setdefault(part[:3], len(self._parts)) == len(self._parts):
+                    self._parts.append(part)
+        # Python's integers, which are slower, where there are more parts than bits.
+        self.dtype: type = np.int64 if len(self._parts) < 63 else object
+
+    def of(self, parts: Parts) -> int:
+        """The bits of some parts."""
+        return sum(1 << self._numbers[part[:3]] for part in parts)
+
+    def of_partial(self, shardings: Iterable[Sharding]) -> BitArray:
+        """The bits of the axes along which each sharding is partial."""
+        return np.array([self.of(one.partial) for one in shardings], dtype=self.dtype)
+
+    def parts(self, mask: int) -> Parts:
+        """The parts whose bits are set, in the order of the mesh."""
+        return tuple(sorted(p for n, p in enumerate(self._parts) if mask >> n & 1))
+
+    def sizes(self, masks: BitArray) -> IntArray:
+        """Into how many pieces each set of parts cuts."""
+        different, place = np.unique(masks, return_inverse=True)
+        found = [size_of(self.parts(mask)) for mask in different.tolist()]
+        return np.array(found, dtype=np.int64)[place].reshape(masks.shape)
 
 
 def _is_plain_part(sharding: Sharding) -> Sharding:
     """A sharding as an array has it: closed, without replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+
+
+def _key(sharding: Sharding) -> object:
+    return sharding.dims, sharding.partial, sharding.reduction if sharding.partial else None
 
 
 def _count_same(old: Parts, new: Parts) -> int:
@@ -285,13 +408,38 @@ def _count_same(old: Parts, new: Parts) -> int:
     return count
 
 
-def local_elements(shape: Sequence[int], dims: Sequence[Parts]) -> int:
-    """Elements of the largest shard.
+def _number_cuts(shardings: Sequence[Sharding], dim: int) -> tuple[list[Parts], IntArray]:
+    """The different cuts that shardings have of a dimension, and which each has."""
+    numbers: dict[Parts, int] = {}
+    found = [numbers.setdefault(one.dims[dim], len(numbers)) for one in shardings]
+    return list(numbers), np.array(found, dtype=np.int64)
 
-    >>> local_elements((5, 4), [((0, 1, 2, 0),), ()])
-    12
-    """
-    found = 1
-    for size, axes in zip(shape, dims, strict=True):
-        found *= -(-size // size_of(axes))
+
+def _compare(one: Sequence[object], other: Sequence[object]) -> BoolArray:
+    """Whether each of some things, a row, equals each of others, a column."""
+    numbers: dict[object, int] = {}
+    rows, columns = (
+        np.array([numbers.setdefault(each, len(numbers)) for each in things], dtype=np.int64)
+        for things in (one, other)
+    )
+    return np.equal(rows[:, None], columns)
+
+
+def _find_alike(sources: Sequence[Sharding], targets: Sequence[Sharding]) -> BoolArray:
+    """Where `are_alike` holds: by what that function compares."""
+    return _compare(*([_key(one) for one in some] for some in (sources, targets)))
+
+
+def _has_levels(sharding: Sharding) -> bool:
+    return any(part[3] for axes in sharding.dims for part in axes)
+
+
+def _local_bytes(
+    shape: Sequence[int], shardings: Sequence[Sharding], itemsize_bytes: int
+) -> IntArray:
+    """Bytes of the largest shard, for each of some shardings."""
+    found = np.full(len(shardings), itemsize_bytes, dtype=np.int64)
+    for dim, size in enumerate(shape):
+        cuts, numbers = _number_cuts(shardings, dim)
+        found *= np.array([-(-size // size_of(axes)) for axes in cuts], dtype=np.int64)[numbers]
     return found

@@ -23,20 +23,21 @@ better. Either way the answer's seconds are those of its programs. There is no c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from reshard.dtypes import DType, dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.propagation.axis_parts import AxisTable, Sharding, are_alike
+from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
 from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
 from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
+from reshard.spmd.propagation.least_sum import CostSum, CostTable, Eliminations, FloatArray
+from reshard.spmd.propagation.movement_tables import Move, ValueMovements
 from reshard.spmd.propagation.propagation import (
     OperationShardings,
     PropagatedGraph,
@@ -52,9 +53,6 @@ MOST_ROUNDS = 256
 MOST_CHANGES = 4
 # Operations of a graph that is small enough for axes to be tried in every order.
 SMALL = 4
-
-ValueMovement = tuple[Sharding, Sharding, tuple[int, ...], DType]
-"""From a sharding to another, of a value of a shape and element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,93 +118,123 @@ def propagate_by_cost(
         return CostedGraph(bases[0], 0.0, True, dict.fromkeys(OTHERS, 0.0))
     table = AxisTable.of(mesh)
     # 2. Candidates of values and operations.
-    problem = _Problem(graph, table, CostModel(table, machine))
+    problem = _Problem(graph, table, CostModel.of(table, machine))
     problem.candidates(annotations, dict(outputs or {}), bases)
     # 3. The exact answer, where the graph is small enough.
     found = None
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
-        found = _solve_exactly(problem, problem.sum(bounds=True))
+        problem.fill(bounds=True)
+        found = _solve_exactly(problem)
     is_exact = found is not None
     # 4. The other strategies' seconds. Operations are the inner variables: no table has two of
     # them, so that each finds its best way by itself once the values are chosen.
+    problem.fill(bounds=False)
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
     starts = [problem.start(number) for number in range(len(bases))]
     others = [total.descended(start, ways, sweeps=0) for start in starts]
     problem.price(others)
+    total = problem.sum()
+    others_s = {other: total.value(other) for other in others}
     # 5. Otherwise formulas choose, and prices of programs correct them.
-    chosen = found if found is not None else _solve_nearly(problem, total, others, exact)
+    if found is not None:
+        chosen, seconds_s = found, total.value(found)
+    else:
+        chosen, seconds_s = _solve_nearly(problem, others_s, exact)
     return CostedGraph(
         problem.answer(chosen, bases[0]),
-        total.value(chosen),
+        seconds_s,
         is_exact,
-        dict(zip(OTHERS, map(total.value, others), strict=True)),
+        {name: others_s[other] for name, other in zip(OTHERS, others, strict=True)},
     )
 
 
 Choices = tuple[int, ...]
 
 
-def _solve_exactly(problem: _Problem, total: CostSum) -> Choices | None:
+def _solve_exactly(problem: _Problem) -> Choices | None:
     """The least sum with every movement priced by its program; None where that takes too long.
 
     Prices begin as bounds that no program stays below. The least sum of those is found, the
     movements in it get the price of their programs, and so on until it has no bound in it: then
     every other choice takes as long even by its bounds.
     """
+    known: Eliminations = {}
     for _ in range(MOST_ROUNDS):
-        chosen = total.eliminated()
+        chosen = problem.sum().eliminated(known=known)
         if chosen is None or not problem.price([chosen]):
             return chosen
     return None
 
 
 def _solve_nearly(
-    problem: _Problem, total: CostSum, others: Sequence[Choices], exact: bool | None
-) -> Choices:
+    problem: _Problem, others_s: Mapping[Choices, float], exact: bool | None
+) -> tuple[Choices, float]:
     """The least sum by formulas, changed as long as prices of programs show something better."""
+    total = problem.sum()
     ways = range(len(problem.graph.values), len(total.choices))
     chosen = None if exact is False else total.eliminated()
     if chosen is None:
-        chosen = min((total.descended(other, ways) for other in others), key=total.value)
-    seen = [chosen, *others]
-    for _ in range(MOST_CHANGES):
-        if not problem.price(seen):
+        chosen = min((total.descended(other, ways) for other in others_s), key=total.value)
+    # Seconds of answers whose movements are priced, which stay as they are.
+    seen_s: dict[Choices, float] = {}
+    for _ in range(MOST_CHANGES + 1):
+        is_changed = problem.price([chosen])
+        total = problem.sum()
+        seen_s[chosen] = total.value(chosen)
+        seen_s.update(others_s)
+        best = min(seen_s, key=seen_s.__getitem__)
+        if not is_changed:
             break
-        seen.append(total.descended(min(seen, key=total.value), ways))
-    problem.price(seen)
-    return min(seen, key=total.value)
+        chosen = total.descended(best, ways)
+    return best, seen_s[best]
 
 
-class MovementEnds(NamedTuple):
-    """Movements of values of one shape and type: from each sharding to each that is read, or back.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """The ways of an operation, and what it reads and makes in them.
 
     Args:
-        own: the shardings that the value may have.
-        others: in which operations read or make it.
-        is_read: whether it goes to those, not from them.
-        shape, element: of the value.
+        options: the ways.
+        shardings: of each operand and result, in each way.
+        different: the same without repetitions.
     """
 
-    own: tuple[Sharding, ...]
-    others: tuple[Sharding, ...]
+    options: list[RunOption]
+    shardings: tuple[tuple[Sharding, ...], ...]
+    different: tuple[tuple[Sharding, ...], ...]
+
+    @classmethod
+    def of(cls, rule: OpShardingRule, options: list[RunOption]) -> _Ways:
+        # From rows, one a way, to columns, one a tensor.
+        rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
+        columns = tuple(zip(*rows, strict=True))
+        return cls(options, columns, tuple(tuple(dict.fromkeys(one)) for one in columns))
+
+    def run(self, place: int, count: int) -> OperationShardings:
+        """What an operation of `count` operands reads and makes in the way at a place."""
+        found = tuple(column[place] for column in self.shardings)
+        return found[:count], found[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Movements of a value, from each sharding it may have to each that is read, or back.
+
+    Args:
+        value, way: variables; no way where a sharding was asked for.
+        moves: of values like it.
+        own: the shardings that the value may have.
+        others: in which the operation reads or makes it, or what was asked for.
+        is_read: whether it goes to those, not from them.
+    """
+
+    value: int
+    way: int | None
+    moves: ValueMovements
+    own: tuple[int, ...]
+    others: tuple[int, ...]
     is_read: bool
-    shape: tuple[int, ...]
-    element: DType
-
-    def movement(self, one: Sharding, other: Sharding) -> ValueMovement:
-        """The movement between two of the shardings."""
-        ends = (one, other) if self.is_read else (other, one)
-        return (*ends, self.shape, self.element)
-
-    def put(self, table: FloatArray, movement: ValueMovement, seconds_s: float) -> None:
-        """Write the seconds of a movement into a table of these, wherever it is in it."""
-        source, target, shape, element = movement
-        one, other = (source, target) if self.is_read else (target, source)
-        if shape != self.shape or element is not self.element or one not in self.own:
-            return
-        columns = [place for place, end in enumerate(self.others) if end == other]
-        table[self.own.index(one), columns] = seconds_s
 
 
 class _Problem:
@@ -216,17 +244,16 @@ class _Problem:
         self.graph = graph
         self.table = table
         self.model = model
-        self._bounds = False
         self.elements = [dtype(value.dtype) for value in graph.values]
         self.values: list[list[Sharding]] = []
-        self.ways: list[list[RunOption]] = []
+        self.ways: list[_Ways] = []
         self.known: list[list[Sharding]] = []
         self.asked: dict[int, Sharding] = {}
-        self._reads: dict[tuple[OpShardingRule, RunOption], OperationShardings] = {}
         self._seconds: dict[object, FloatArray] = {}
-        self._ends_of: dict[int, list[tuple[int, MovementEnds]]] = {}
-        self._tables: dict[MovementEnds, FloatArray] = {}
-        self._priced: dict[ValueMovement, float] = {}
+        self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
+        self._kinds: list[ValueMovements] = []
+        self._ends: list[_Ends] = []
+        self._computing: list[CostTable] = []
 
     def candidates(
         self,
@@ -249,137 +276,127 @@ class _Problem:
         ]
         reductions = _find_reductions(graph, given.values())
         is_small = len(graph.operations) <= SMALL
-        around: list[dict[Sharding, None]] = [{} for _ in graph.values]
-        found: dict[object, list[RunOption]] = {}
+        around: list[list[tuple[Sharding, ...]]] = [[] for _ in graph.values]
+        known_ways: dict[object, _Ways] = {}
         for operation in graph.operations:
             places = (*operation.operands, *operation.results)
             known = tuple(tuple(base[value] for value in places) for base in self.known)
-            shapes = [graph.values[value].shape for value in places]
-            # A model repeats its layers: equal operations in equal surroundings share one list of
-            # ways, which `_tabulate_compute` relies on.
+            # A model repeats its layers: equal operations in equal surroundings share their ways,
+            # and all that follows from them.
             key = (operation.operator, operation.rule, str(operation.attributes), known)
-            if key not in found:
-                found[key] = ways_of(
+            ways = known_ways.get(key)
+            if ways is None:
+                shapes = [graph.values[value].shape for value in places]
+                options = ways_of(
                     operation, shapes, pieces, known, table.mesh, reductions, is_small
                 )
-            self.ways.append(found[key])
+                ways = known_ways[key] = _Ways.of(operation.rule, options)
+            self.ways.append(ways)
             # What a way reads and makes becomes a candidate of the values around it.
-            for way in found[key]:
-                reads, makes = self.run(operation.rule, way)
-                for value, sharding in zip(places, (*reads, *makes), strict=True):
-                    around[value].setdefault(sharding)
+            for value, shardings in zip(places, ways.different, strict=True):
+                around[value].append(shardings)
         outputs = set(graph.outputs)
-        self.values = [
-            shardings_of(
-                given.get(number),
-                around[number],
-                [base[number] for base in self.known],
-                number in outputs,
-            )
-            for number in range(len(graph.values))
+        known_values: dict[object, list[Sharding]] = {}
+        for number in range(len(graph.values)):
+            own, bases_of = given.get(number), tuple(base[number] for base in self.known)
+            is_output = number in outputs
+            value_key = (own, bases_of, is_output, tuple(map(id, around[number])))
+            candidates = known_values.get(value_key)
+            if candidates is None:
+                every = dict.fromkeys(itertools.chain.from_iterable(around[number]))
+                candidates = shardings_of(own, every, bases_of, is_output)
+                known_values[value_key] = candidates
+            self.values.append(candidates)
+        self._ends = list(self._find_ends())
+        count = len(graph.values)
+        self._computing = [
+            CostTable((count + number,), self._tabulate_compute(number))
+            for number in range(len(graph.operations))
         ]
 
-    def run(self, rule: OpShardingRule, way: RunOption) -> OperationShardings:
-        """The shardings that an operation reads and makes when it runs in a way."""
-        found = self._reads.get((rule, way))
-        if found is None:
-            found = self._reads[rule, way] = (way.reads(rule), way.makes(rule))
-        return found
+    def fill(self, *, bounds: bool) -> None:
+        """Find the seconds of movements by bounds or formulas, or by programs if priced."""
+        for moves in self._moves.values():
+            moves.fill(bounds=bounds)
 
-    def sum(self, *, bounds: bool = False) -> CostSum:
-        """The seconds of all choices, movements by formulas; or by bounds where that is asked."""
-        self._bounds = bounds
-        self._tables = {}
-        count = len(self.graph.values)
-        tables: list[CostTable] = []
-        for number in range(len(self.graph.operations)):
-            tables.append(CostTable((count + number,), self._tabulate_compute(number)))
-            for value, ends in self._find_ends(number):
-                tables.append(CostTable((value, count + number), self._tabulate_movements(ends)))
-        for value, ends in self._find_asked():
-            # An output has one sharding that was asked for: the only column.
-            tables.append(CostTable((value,), self._tabulate_movements(ends)[:, 0]))
-        choices = (*map(len, self.values), *map(len, self.ways))
+    def sum(self) -> CostSum:
+        """The seconds of all choices; movements as they are priced by then."""
+        tables = [*self._computing]
+        for ends in self._ends:
+            table = ends.moves.table(ends.own, ends.others, ends.is_read).seconds_s
+            if ends.way is None:
+                # An output has one sharding that was asked for: the only column.
+                tables.append(CostTable((ends.value,), table[:, 0]))
+            else:
+                tables.append(CostTable((ends.value, ends.way), table))
+        choices = (*map(len, self.values), *(len(ways.options) for ways in self.ways))
         return CostSum(choices, tables)
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
-        count = len(self.graph.values)
         # A dictionary for its order, so that prices are found in the same order each time.
-        new: dict[ValueMovement, None] = {}
+        new: dict[int, dict[Move, None]] = {}
         for chosen in answers:
-            for number in range(len(self.graph.operations)):
-                for value, ends in self._find_ends(number):
-                    other = ends.others[chosen[count + number]]
-                    new[ends.movement(ends.own[chosen[value]], other)] = None
-            for value, ends in self._find_asked():
-                new[ends.movement(ends.own[chosen[value]], ends.others[0])] = None
-        waiting = [one for one in new if one not in self._priced and not are_alike(*one[:2])]
-        for movement in waiting:
-            self._priced[movement] = self.model.program_s(*movement)
-            # The tables of the sum are changed in place: its next answer has the new price.
-            for ends, table in self._tables.items():
-                ends.put(table, movement, self._priced[movement])
-        return bool(waiting)
+            for ends in self._ends:
+                other = ends.others[0 if ends.way is None else chosen[ends.way]]
+                one = ends.own[chosen[ends.value]]
+                if one != other:
+                    move = (one, other) if ends.is_read else (other, one)
+                    new.setdefault(id(ends.moves), {})[move] = None
+        has_new = False
+        for moves in self._moves.values():
+            has_new |= moves.price(new.get(id(moves), ()))
+        return has_new
 
     def _tabulate_compute(self, number: int) -> FloatArray:
         """Seconds that an operation computes in each of its ways."""
         operation, ways = self.graph.operations[number], self.ways[number]
         places = (*operation.operands, *operation.results)
         tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
-        # Equal operations share one list of ways.
-        key = (operation.operator, operation.rule, tensors, id(ways))
+        key = (id(ways), operation.operator, tensors)
         found = self._seconds.get(key)
         if found is None:
             name, rule = operation.operator, operation.rule
-            found = np.array([self.model.compute_s(name, rule, way.cuts, tensors) for way in ways])
+            # Ways that differ in contributions alone compute the same.
+            seconds_s = {
+                cuts: self.model.compute_s(name, rule, cuts, tensors)
+                for cuts in dict.fromkeys(way.cuts for way in ways.options)
+            }
+            found = np.array([seconds_s[way.cuts] for way in ways.options])
             self._seconds[key] = found
         return found
 
-    def _find_ends(self, number: int) -> Sequence[tuple[int, MovementEnds]]:
-        """The movements possible around an operation: of each value, between which shardings."""
-        found = self._ends_of.get(number)
-        if found is None:
-            operation = self.graph.operations[number]
-            runs = [self.run(operation.rule, way) for way in self.ways[number]]
-            values = (*operation.operands, *operation.results)
-            # From rows, one a way, to columns, one a tensor: its sharding in each way.
-            columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
-            found = self._ends_of[number] = [
-                (value, self._make_ends(value, others, position < len(operation.operands)))
-                for position, (value, others) in enumerate(zip(values, columns, strict=True))
-            ]
-        return found
+    def _find_ends(self) -> Iterator[_Ends]:
+        """The movements possible around operations, and to what was asked for."""
+        count = len(self.graph.values)
+        for one, element in zip(self.graph.values, self.elements, strict=True):
+            key = (one.shape, element)
+            if key not in self._moves:
+                self._moves[key] = ValueMovements(self.model, one.shape, element)
+            self._kinds.append(self._moves[key])
+        numbers: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def _find_asked(self) -> Iterator[tuple[int, MovementEnds]]:
+        def find_numbers(moves: ValueMovements, shardings: Sequence[Sharding]) -> tuple[int, ...]:
+            # Equal values, and equal operations, share their lists.
+            found = numbers.get((id(moves), id(shardings)))
+            if found is None:
+                found = numbers[id(moves), id(shardings)] = moves.numbers(shardings)
+            return found
+
+        own = list(map(find_numbers, self._kinds, self.values))
+        for number, (operation, ways) in enumerate(
+            zip(self.graph.operations, self.ways, strict=True)
+        ):
+            places = (*operation.operands, *operation.results)
+            for position, (value, others) in enumerate(zip(places, ways.shardings, strict=True)):
+                moves = self._kinds[value]
+                is_read = position < len(operation.operands)
+                found = find_numbers(moves, others)
+                yield _Ends(value, count + number, moves, own[value], found, is_read)
         for place, target in self.asked.items():
             value = self.graph.outputs[place]
-            yield value, self._make_ends(value, (target,), True)
-
-    def _make_ends(self, value: int, others: tuple[Sharding, ...], is_read: bool) -> MovementEnds:
-        shape = self.graph.values[value].shape
-        return MovementEnds(tuple(self.values[value]), others, is_read, shape, self.elements[value])
-
-    def _tabulate_movements(self, ends: MovementEnds) -> FloatArray:
-        """Seconds between each sharding of a value and each one that is read or made."""
-        found = self._tables.get(ends)
-        if found is None:
-            found = np.array(
-                [
-                    [self._movement_s(ends.movement(one, other)) for other in ends.others]
-                    for one in ends.own
-                ]
-            )
-            self._tables[ends] = found
-        return found
-
-    def _movement_s(self, movement: ValueMovement) -> float:
-        found = self._priced.get(movement)
-        if found is not None:
-            return found
-        source, target, shape, element = movement
-        seconds_s = self.model.bound_s if self._bounds else self.model.movement_s
-        return seconds_s(source, target, shape, element.itemsize_bytes)
+            moves = self._kinds[value]
+            yield _Ends(value, None, moves, own[value], moves.numbers([target]), True)
 
     def start(self, base: int) -> tuple[int, ...]:
         """The choices nearest to what another strategy says."""
@@ -396,7 +413,7 @@ class _Problem:
         count = len(self.graph.values)
         shardings = [own[place] for own, place in zip(self.values, chosen, strict=False)]
         runs = tuple(
-            self.run(operation.rule, ways[place])
+            ways.run(place, len(operation.operands))
             for operation, ways, place in zip(
                 self.graph.operations, self.ways, chosen[count:], strict=True
             )

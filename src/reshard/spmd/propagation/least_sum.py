@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 # Entries of the largest table that elimination makes.
 LARGEST_TABLE = 1 << 19
@@ -39,6 +40,24 @@ class CostTable:
 
     variables: tuple[int, ...]
     seconds_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elimination:
+    """A variable taken out of some tables.
+
+    Args:
+        best: its choice, for choices of the rest.
+        least_s: the seconds then.
+        joined: the tables, which are kept since they are told apart by the memory they are in.
+    """
+
+    best: IntArray
+    least_s: FloatArray
+    joined: list[FloatArray]
+
+
+Eliminations = dict[object, Elimination]
 
 
 @dataclass(slots=True)
@@ -70,12 +89,19 @@ class CostSum:
         """The sum for choices of all variables."""
         # fsum rounds once, so that the sum does not depend on the order of the tables.
         return math.fsum(
-            float(table.seconds_s[tuple(chosen[variable] for variable in table.variables)])
+            table.seconds_s.item(*[chosen[variable] for variable in table.variables])
             for table in self.tables
         )
 
-    def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
-        """The choices of the least sum; None where a table would be larger than `largest`."""
+    def eliminated(
+        self, largest: int = LARGEST_TABLE, known: Eliminations | None = None
+    ) -> tuple[int, ...] | None:
+        """The choices of the least sum; None where a table would be larger than `largest`.
+
+        What the same tables give in the same places is found once: graphs repeat their layers. It
+        is kept in `known`, for another sum of which some tables are the same objects.
+        """
+        known = {} if known is None else known
         # 1. The tables left, those of each variable, and a heap of variables by the size of their
         # joined table.
         tables: dict[int, CostTable] = dict(enumerate(self.tables))
@@ -83,7 +109,7 @@ class CostSum:
         waiting = [(self._count_joined(tables, of, v), v) for v in range(len(self.choices))]
         heapq.heapify(waiting)
         is_out = [False] * len(self.choices)
-        taken: list[tuple[int, tuple[int, ...], FloatArray]] = []
+        taken: list[tuple[int, tuple[int, ...], IntArray]] = []
         while waiting:
             size, variable = heapq.heappop(waiting)
             if is_out[variable]:
@@ -98,22 +124,32 @@ class CostSum:
             # 2. Join the variable's tables, an axis a variable, into one.
             numbers = sorted(of[variable])
             scope = sorted({v for number in numbers for v in tables[number].variables} | {variable})
-            total = np.zeros([self.choices[v] for v in scope])
-            for number in numbers:
-                total += _spread_axes(tables[number], scope, self.choices)
-                for other in tables[number].variables:
+            joined = [tables.pop(number) for number in numbers]
+            for number, table in zip(numbers, joined, strict=True):
+                for other in table.variables:
                     of[other].discard(number)
-                del tables[number]
-            # 3. Take the variable out: the least over its axis, and where it is, for choices of the
-            # rest.
-            rest = tuple(v for v in scope if v != variable)
             place = scope.index(variable)
-            taken.append((variable, rest, np.asarray(total.argmin(axis=place))))
+            shape = tuple(self.choices[v] for v in scope)
+            key = (place, shape, *(_place_axes(table, scope) for table in joined))
+            found = known.get(key)
+            if found is None:
+                total = np.zeros(shape)
+                for table in joined:
+                    total += _spread_axes(table, scope, self.choices)
+                # 3. Take the variable out: the least over its axis, and where it is, for choices
+                # of the rest.
+                found = known[key] = Elimination(
+                    np.asarray(total.argmin(axis=place)),
+                    np.asarray(total.min(axis=place)),
+                    [table.seconds_s for table in joined],
+                )
+            rest = tuple(v for v in scope if v != variable)
+            taken.append((variable, rest, found.best))
             is_out[variable] = True
             if rest:
                 # Beyond all numbers in use: each variable that is taken out adds one table at most.
                 new = len(self.tables) + len(taken)
-                tables[new] = CostTable(rest, total.min(axis=place))
+                tables[new] = CostTable(rest, found.least_s)
                 for other in rest:
                     of[other].add(new)
                     heapq.heappush(waiting, (self._count_joined(tables, of, other), other))
@@ -142,19 +178,22 @@ class CostSum:
         is_inner = [False] * len(chosen)
         for variable in inner:
             is_inner[variable] = True
+        beside = [self._find_beside(v, is_inner) for v in range(len(chosen))]
+        known: dict[object, FloatArray] = {}
         for variable in inner:
-            chosen[variable] = int(self._sum_costs(variable, chosen).argmin())
+            chosen[variable] = int(self._sum_costs(variable, chosen, (), known).argmin())
         outer = [v for v in range(len(chosen)) if not is_inner[v]]
         for _ in range(sweeps):
             has_changed = False
             for variable in outer:
-                costs = self._sum_costs(variable, chosen, is_inner)
+                costs = self._sum_costs(variable, chosen, beside[variable], known)
                 best = int(costs.argmin())
                 if costs[best] < costs[chosen[variable]]:
                     has_changed = True
                     chosen[variable] = best
-                    for other in self._find_beside(variable, is_inner):
-                        chosen[other] = int(self._sum_costs(other, chosen).argmin())
+                    for other in beside[variable]:
+                        costs = self._sum_costs(other, chosen, (), known)
+                        chosen[other] = int(costs.argmin())
             if not has_changed:
                 break
         return tuple(chosen)
@@ -170,15 +209,32 @@ class CostSum:
         return sorted(found)
 
     def _sum_costs(
-        self, variable: int, chosen: Sequence[int], is_inner: Sequence[bool] = ()
+        self,
+        variable: int,
+        chosen: Sequence[int],
+        inner: Sequence[int],
+        known: dict[object, FloatArray],
     ) -> FloatArray:
-        """The sum of a variable's tables for each choice of it, inner variables at their best."""
+        """The sum of a variable's tables for each choice of it, inner variables at their best.
+
+        Args:
+            variable: that is free.
+            chosen: the choices of the others.
+            inner: those beside it that take their best choice each time.
+            known: what was found for the same tables and choices.
+        """
+        free = (variable, *inner)
+        numbers = dict.fromkeys(number for one in free for number in self._of[one])
+        key = (self.choices[variable], *(self._place_choices(n, free, chosen) for n in numbers))
+        costs = known.get(key)
+        if costs is not None:
+            return costs
         costs = np.zeros(self.choices[variable])
         for number in self._of[variable]:
             table = self.tables[number]
-            if not is_inner or not any(is_inner[other] for other in table.variables):
+            if not any(other in inner for other in table.variables):
                 costs += self._slice_table(table, (variable,), chosen)
-        for other in self._find_beside(variable, is_inner) if is_inner else ():
+        for other in inner:
             # A row for each choice of the variable, a column for each of the inner one beside it.
             both = np.zeros((self.choices[variable], self.choices[other]))
             for number in self._of[other]:
@@ -188,7 +244,14 @@ class CostSum:
                 else:
                     both += self._slice_table(table, (other,), chosen)
             costs += both.min(axis=1)
+        known[key] = costs
         return costs
+
+    def _place_choices(self, number: int, free: tuple[int, ...], chosen: Sequence[int]) -> object:
+        """Which table is read at which choices; of a free variable, at which place that stands."""
+        table = self.tables[number]
+        places = (-1 - free.index(v) if v in free else chosen[v] for v in table.variables)
+        return id(table.seconds_s), *places
 
     def _slice_table(
         self, table: CostTable, free: tuple[int, ...], chosen: Sequence[int]
@@ -199,6 +262,11 @@ class CostSum:
         kept = [v for v in table.variables if v in free]
         # Tables have their variables in rising order, which need not be the order of `free`.
         return found.T if len(kept) == 2 and kept != list(free) else found
+
+
+def _place_axes(table: CostTable, scope: Sequence[int]) -> object:
+    """Which table stands where in a scope: tables are told apart by the memory they are in."""
+    return id(table.seconds_s), *(scope.index(variable) for variable in table.variables)
 
 
 def _spread_axes(table: CostTable, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
