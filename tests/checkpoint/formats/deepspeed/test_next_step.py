@@ -22,7 +22,6 @@ from checkpoint.training.test_resuming import RULES, expect_equal, run
 from deepspeed_records import STEPS_OF_BOTH, unpack_archive
 from reshard import checkpoint
 
-
 # A step changes weights by about 1e-2, a moment that is wrong or lacking that by more than 1e-4.
 ROUNDING = 1e-7
 
