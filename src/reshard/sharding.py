@@ -242,14 +242,7 @@ class ShardingSpec(Interned):
             _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
         )
         self.replicated_axes = self._without_full_parts(_as_axes(replicated))
-        self.dim_specs = tuple(
-            DimSpec(
-                [Level(self._without_full_parts(lv.axes), lv.rule) for lv in dim.levels],
-                dim.is_open,
-                dim.priority,
-            )
-            for dim in self.dim_specs
-        )
+        self.dim_specs = tuple(map(self._dim_without_full_parts, self.dim_specs))
         self.only = self._restrictions(only)
         self._check_disjoint()
 
@@ -295,6 +288,15 @@ class ShardingSpec(Interned):
             Axis(axis.name) if self.mesh.axis_size(axis) == self.mesh.axis_size(axis.name) else axis
             for axis in axes
         )
+
+    def _dim_without_full_parts(self, dim: DimSpec) -> DimSpec:
+        """A dimension, its axes checked and written short."""
+        axes = [self._without_full_parts(level.axes) for level in dim.levels]
+        # Most have nothing to write shorter, and building levels anew takes longest of all here.
+        if all(new == level.axes for new, level in zip(axes, dim.levels, strict=True)):
+            return dim
+        levels = [Level(new, level.rule) for new, level in zip(axes, dim.levels, strict=True)]
+        return DimSpec(levels, dim.is_open, dim.priority)
 
     def _check_disjoint(self) -> None:
         uses = [

@@ -90,6 +90,7 @@ _LINK = {"bandwidth_bytes_per_s", "latency_s"}
 _DEVICE = {"memory_bytes_per_s", "operations_per_s"}
 
 
+@cache
 def shipped_presets() -> tuple[str, ...]:
     """The names of the presets that come with reshard, sorted.
 

@@ -25,10 +25,13 @@ from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.local.library import library
+from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.operators.operator import Operator
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
+from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import WITH_SHARDING
 from reshard.spmd.tracing.traced_operation import InsertedReshard
@@ -627,3 +630,21 @@ def test_contributions_are_combined_by_one_all_reduce(function: Any) -> None:
     w = sp.abstract((32, 16), "float32", spec(mesh, "tp, -"))
     traced = sp.trace(lambda x, w: function(x @ w), x, w)
     assert traced.moved_bytes == 8 * 16 * 4 * 2 * 3
+
+
+@pytest.mark.parametrize("strategy", ["eager", "basic"])
+def test_an_operation_whose_shardings_stay_is_compiled_once(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    functions = AbstractRunner.functions
+
+    def counted(runner: AbstractRunner, operator: Operator, work: LocalWork) -> list[Function]:
+        compiled.append(operator.name)
+        return functions(runner, operator, work)
+
+    monkeypatch.setattr(AbstractRunner, "functions", counted)
+    x = sp.abstract((8, 8), "float32", spec(DeviceMesh.of(x=4), "x, -"))
+    traced = sp.trace(lambda x: sp.tanh(sp.exp(x)), x, strategy=strategy)
+    assert traced.outputs[0].spec is x.spec
+    assert compiled == ["exp", "tanh"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,11 @@ def plain_spec(spec: ShardingSpec) -> ShardingSpec:
     # are.
     if not spec.replicated_axes and not any(d.is_open or d.priority for d in spec.dim_specs):
         return spec
+    return _make_plain(spec)
+
+
+@lru_cache(maxsize=4096)
+def _make_plain(spec: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(
         spec.mesh,
         [DimSpec(dim.levels) for dim in spec.dim_specs],

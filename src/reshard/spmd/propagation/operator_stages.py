@@ -48,6 +48,7 @@ def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
     return OperatorClass.ELEMENTWISE if is_elementwise else OperatorClass.OTHER
 
 
+@lru_cache(maxsize=4096)
 def directions(
     rule: OpShardingRule, kind: OperatorClass, is_shared: bool, stage: int
 ) -> tuple[Direction, ...]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
@@ -239,6 +240,7 @@ def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int)
     )
 
 
+@lru_cache(maxsize=4096)
 def carriers_of(rule: OpShardingRule) -> frozenset[int]:
     """Factors that carry levels with a rule of their own: pointwise ones.
 

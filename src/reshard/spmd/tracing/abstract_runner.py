@@ -113,8 +113,8 @@ class AbstractRunner(Runner):
     def _shards(self, kind: ArrayType, ranks: Sequence[int]) -> Shards:
         if kind.spec is None:
             return (AbstractShard(kind.shape, kind.dtype),) * len(ranks)
-        shapes = (kind.layout.local_shape(rank) or () for rank in ranks)
-        return tuple(AbstractShard(shape, kind.dtype) for shape in shapes)
+        shapes = kind.layout.local_shapes
+        return tuple(AbstractShard(shapes.get(rank, ()), kind.dtype) for rank in ranks)
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         """The elements of a constant. Raises UsageError for an array that has none."""

@@ -256,7 +256,8 @@ def record(
         arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
             dictionaries of them; all else is passed as it is.
         has_others: whether it may return other things than arrays, which are results as they are.
-        runner: of a traced function around it, whose arrays it may read as constants.
+        runner: of a traced function around it, whose arrays it may read as constants; a new one
+            when None.
 
     Raises:
         UsageError: a function that asks for elements, or returns none but other things.

@@ -179,9 +179,10 @@ def trace(
     (1536, 1920)
     """
     check_trace_options(strategy, topology, library)
-    # The graph, without any sharding.
-    recorded = record_for(strategy, function, arguments)
-    return trace_recorded(recorded, strategy, topology, library)
+    # The graph, without any sharding. Operations that keep their shardings are compiled once.
+    runner = AbstractRunner()
+    recorded = record_for(strategy, function, arguments, runner=runner)
+    return trace_recorded(recorded, strategy, topology, library, runner)
 
 
 def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:
@@ -197,11 +198,15 @@ def check_trace_options(strategy: str, topology: Topology | None, library: str) 
 
 
 def record_for(
-    strategy: str, function: Callable[..., Any], arguments: Sequence[Any], has_others: bool = False
+    strategy: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    has_others: bool = False,
+    runner: AbstractRunner | None = None,
 ) -> Recording:
     """The function's graph, as a strategy is to place it; see `record`."""
     with nullcontext() if strategy == "eager" else unsettled():
-        return record(function, arguments, has_others)
+        return record(function, arguments, has_others, runner)
 
 
 def shardings_of(
@@ -215,9 +220,19 @@ def shardings_of(
 
 
 def trace_recorded(
-    recorded: Recording, strategy: str, topology: Topology | None, library: str
+    recorded: Recording,
+    strategy: str,
+    topology: Topology | None,
+    library: str,
+    runner: AbstractRunner | None = None,
 ) -> Trace:
-    """The trace of a recorded function."""
+    """The trace of a recorded function.
+
+    Args:
+        recorded: the function.
+        strategy, topology, library: see `trace`.
+        runner: that recorded it, whose compiled operations are used; a new one when None.
+    """
     # 1. What each value is to be sharded by.
     mesh = _find_mesh(recorded)
     shardings = shardings_of(recorded, strategy, topology, library)
@@ -225,7 +240,7 @@ def trace_recorded(
     if topology is not None:
         topology.host_of(ranks)
     # 2. The recorded calls again, on abstract arrays that have these shardings.
-    runner = AbstractRunner()
+    runner = AbstractRunner() if runner is None else runner
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
     for number, kind in zip(recorded.graph.inputs, recorded.types, strict=True):
