@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench gpu soak golden engines site package clean
+.PHONY: demo venv test check lint bench gpu soak array-api golden engines site package clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -97,6 +97,17 @@ soak: venv
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[soak]' \
 		|| echo "atheris cannot be installed here: inputs are changed by chance alone"
 	@OMP_NUM_THREADS=1 PYTHONPATH=tools:tests $(VENV)/bin/python -m soak $(SOAK)
+
+# The array API standard's own suite, in a folder that one gives: tools/array_api_suite. Options go
+# in ARRAY_API, as in ARRAY_API="--only numpy --max-examples 100".
+array-api: venv build/array-api/.installed
+	@test -n "$(SUITE)" || { echo 'make array-api SUITE=folder: the folder of array-api-tests'; exit 1; }
+	@OMP_NUM_THREADS=1 PYTHONPATH=src:tools:build/array-api $(VENV)/bin/python -m array_api_suite $(SUITE) $(ARRAY_API)
+
+build/array-api/.installed: | venv
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/array-api \
+		ndindex pytest-json-report pytest-metadata
+	touch $@
 
 # Rewrite the golden files; look at the difference before you commit it.
 golden: venv

@@ -3,8 +3,8 @@
 NumPy's main namespace follows the standard, so it says what is right: values, shapes and element
 types. Each function is called on all element types that the standard gives it, on arrays of 0 to
 3 dimensions, sizes of 0 and 1 among them, sharded at random over a mesh of 2x3. The standard's own
-suite is on no package index, so this is not it; what else that tests is in `test_array_api_details`
-and `test_array_api_indices`.
+suite is run by `make array-api`; what else that tests is in `test_array_api_details` and
+`test_array_api_indices`.
 """
 
 from __future__ import annotations
