@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cli.command_runs import run_here, write_model
+from reshard.text.width import display_width
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
 RULES = ("--rule", "*.weight=tp, -", "--rule", "lost=tp")
@@ -36,6 +37,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "plan_many_unmatched": (
         *("plan", "deep", "--to", "tp=2", "--rule", "layer.0=tp", "--allow", "unmatched"),
     ),
+    "plan_thousand_ranks": (
+        *("plan", "wide", "--to", "dp=8,pp=8,tp=16", "--rule", "*.weight=dp pp tp, -"),
+        *("--rule", "norm=tp", "--allow", "unmatched"),
+    ),
+    "plan_thousand_sources": ("plan", "many", "--to", "tp=48", "--rule", "*=tp, ..."),
+    "plan_long_names": (
+        *("plan", "named", "--to", "tp=2", "--rule", "*.layers.0.*=tp", "--allow", "unmatched"),
+    ),
     "convert": ("convert", "model", "new", *TP4),
     "convert_json": ("convert", "model", "new", *TP4, "--json"),
     "convert_full": ("convert", "sharded", "new", "--to", "full", "--max-file", "1kB"),
@@ -52,6 +61,28 @@ CASES: dict[str, tuple[str, ...]] = {
     "explain_many_ranks": (
         *("explain", "dp tp, -", "-, dp tp", "--mesh", "dp=16,tp=16"),
         *("--shape", "30522x384", "--dtype", "float32"),
+    ),
+    "explain_thousand_ranks": (
+        *("explain", "dp pp tp, -", "pp, dp tp", "--mesh", "dp=8,pp=8,tp=16"),
+        *("--shape", "32768x8192", "--dtype", "bfloat16"),
+    ),
+    "explain_thousand_uneven": (
+        *("explain", "a@cyclic3, b@cyclic5, -", "-, b, a", "--mesh", "a=32,b=32"),
+        *("--shape", "3052x4099x7"),
+    ),
+    "explain_long_axes": (
+        *("explain", "data_parallel_replicate tensor_parallel, -", "-, tensor_parallel"),
+        *("--mesh", "data_parallel_replicate=4,tensor_parallel=256", "--shape", "4096x4096"),
+    ),
+    "explain_three_dimensions": (
+        *("explain", "a, b, c", "c, b, a", "--mesh", "a=4,b=4,c=4", "--shape", "64x64x64"),
+    ),
+    "explain_hidden_parts": (
+        *("explain", "a, b, c, -", "-, c, b, a", "--mesh", "a=8,b=8,c=16"),
+        *("--shape", "64x64x64x16"),
+    ),
+    "explain_sum_of_many": (
+        *("explain", "-, - | sum(x y)", "x y, -", "--mesh", "x=16,y=16", "--shape", "30522x384"),
     ),
     "explain_topology": (
         *("explain", "x y, -", "-, x", "--mesh", "x=4,y=4", "--shape", "4096x4096"),
@@ -88,6 +119,15 @@ def checkpoints(folder: Path) -> None:
     other["extra"] = other.pop("step")
     (folder / "other").mkdir()
     save_file(other, folder / "other" / "model.safetensors")
+    wide = {"a.weight": np.zeros((2048, 2), np.int8), "b.weight": np.zeros((1000, 3), np.int8)}
+    write_model(folder / "wide", **wide, norm=np.zeros(16, np.int8), lost=np.zeros(4, np.int8))
+    cut = ("--to", "tp=96", "--rule", "*=tp, ...")
+    assert run_here("convert", "wide", "many", *cut, "-q").code == 0
+    block = "model.language_model.decoder.layers.{}.mixture_of_experts_block.local_experts.{}."
+    name = block + "feed_forward_network.gate_proj.weight"
+    write_model(
+        folder / "named", **{name.format(i, 10 * i): np.zeros(2, np.int8) for i in range(20)}
+    )
     write_model(folder / "deep", **{f"layer.{i}": np.zeros(2, np.int8) for i in range(50)})
 
 
@@ -106,6 +146,15 @@ def test_output_is_as_checked_by_eye(name: str) -> None:
 
 def test_every_golden_file_belongs_to_a_case() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == CASES.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if CASES[name][0] in ("plan", "explain") if "json" not in name]
+)
+def test_a_change_of_many_ranks_fits_on_a_screen(name: str) -> None:
+    lines = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 52
+    assert max(map(display_width, lines)) <= 112
 
 
 @pytest.mark.usefixtures("checkpoints")

@@ -31,7 +31,8 @@ sys.exit(main())
 """
 COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38|9[0-7])[;\d]*m")
 LINE = re.compile(
-    r"\d+ % \d[\d.]* k?M?B of 33\.6 MB(, \d[\d.]* [kMG]?B/s, \d[\d.]* (µs|ms|s|min)( \d+ s)? left)?"
+    r"\d+ % \d[\d.]* k?M?B of 33\.6 MB"
+    r"(, \d[\d.]* [kMG]?B/s(, \d[\d.]* (µs|ms|s|min)( \d+ s)? left)?)?"
 )
 
 
@@ -190,6 +191,24 @@ def test_lines_are_seconds_apart() -> None:
     assert len(lines) == 60 / LINES_EVERY_S
     assert lines[0] == "8 % 50 B of 600 B, 10 B/s, 55.0 s left"
     assert lines[-1] == "100 % 600 B of 600 B, 10 B/s, 0 s left"
+
+
+def test_the_first_second_says_nothing_of_days() -> None:
+    now_s, lines = 0.0, []
+    show = ProgressLines(
+        lambda line: lines.append((now_s, line)), clock=lambda: now_s, every_s=0.01
+    )
+    # A disk wakes, files are opened: 100 MB/s only after the first two seconds.
+    terabyte = 10**12
+    for tenth in range(1, 2001):
+        now_s = tenth / 10
+        show(Progress(1000 * tenth + max(0, tenth - 20) * 10**7, terabyte, 0, "wte"))
+    assert lines[0] == (0.1, "0 % 1.00 kB of 1.00 TB, 10.0 kB/s")
+    # From 100 s on, when the rate is known to 2 %.
+    first_s, first = next(said for said in lines if said[1].endswith("left"))
+    assert 100.0 <= first_s < 102.0
+    assert first.endswith(", 2 h 48 min left")
+    assert lines[-1][1].endswith(", 2 h 45 min left")
 
 
 def test_what_an_earlier_run_did_is_not_counted_into_the_rate() -> None:

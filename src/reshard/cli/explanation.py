@@ -19,6 +19,7 @@ from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.search.problems import JOINT
+from reshard.collectives.step_table import step_table
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.cost.preset import Preset
@@ -30,7 +31,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.plan import Plan, plan
-from reshard.plans.tables.movement_table import movement_table
+from reshard.plans.tables.movement_table import MOST_ROWS, movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
 from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
@@ -41,6 +42,10 @@ from reshard.text.width import shortened
 from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096
+# So many ranks are worth more lines than a screen has: each has a box of its own.
+FEW_RANKS = 64
+# Of a step and of a sharding in the table of a program.
+MOST_STEP_COLUMNS = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +211,28 @@ class Explanation:
             plan=self.plan,
             transfers=self.moving,
             height=25,
+            stacked_height=None if self._is_of_few_ranks else 22,
             ascii=not can_draw_boxes(),
         )
         return [*lines, drawn, "", *self._figures(), *self._program_lines()]
 
+    @property
+    def _is_of_few_ranks(self) -> bool:
+        return max(self.plan.source.slots, self.plan.target.slots) <= FEW_RANKS
+
     def _program_lines(self) -> list[str]:
         if self.program is not None:
-            table = str(self.program)
-            if self.machine is not None and self._topology is not None:
-                table = self.program.table(self._topology, self._dtype, self.machine.library)
-            return ["", "as collectives:", table] if self.program.steps else []
+            if not self.program.steps:
+                return []
+            table = step_table(
+                self.program.shape,
+                self.program.source,
+                self.program.steps,
+                self.program.lower_bound_elements,
+                self._program_estimate,
+                most_columns=MOST_STEP_COLUMNS,
+            )
+            return ["", "as collectives:", table]
         devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
         is_shared = len(devices) == 2 and devices[0] == devices[1]
         return ["", f"as collectives: {self.why_no_program}"] if is_shared else []
@@ -233,7 +250,8 @@ class Explanation:
             if self._topology is not None and self.machine is not None:
                 time = duration_text(self._exchange_seconds_s)
                 lines.append(f"as messages on {self.machine.name}: {time}")
-            lines += ["", movement_table(self.moving, self.traffic)]
+            most_rows = MOST_ROWS if self._is_of_few_ranks else 8
+            lines += ["", movement_table(self.moving, self.traffic, most_rows)]
         return lines
 
     def _size(self, elements: int) -> str:

@@ -10,20 +10,22 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.text.markup import printable as printable
-from reshard.text.width import display_width
+from reshard.text.width import cut_in_the_middle, display_width
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredFile, StoredTensor
     from reshard.mesh import DeviceMesh
 
 LINE_WIDTH = 100
-MOST_LISTED = 40
+MOST_LISTED = 12
+LEAST_NAME_COLUMNS = 24
 _ENCODER = json.JSONEncoder(indent=1)
 
 
@@ -121,15 +123,54 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
     >>> listing("replicated", ["a", "b"])
     ['replicated: a, b']
     """
-    shown = [printable(name) for name in names]
-    if not shown:
+    names = list(names)
+    if not names:
         return []
-    line = f"{title}: {', '.join(shown)}"
-    if display_width(line) <= LINE_WIDTH:
-        return [line]
-    rest = len(shown) - MOST_LISTED
-    more = [f"  ... and {rest} more, --json lists all"] if rest > 0 else []
-    return [f"{title}:", *(f"  {name}" for name in shown[:MOST_LISTED]), *more]
+    # Names have a comma and a blank behind them: of more than so many, a line has no room.
+    if len(names) <= LINE_WIDTH // 3:
+        line = f"{title}: {', '.join(map(printable, names))}"
+        if display_width(line) <= LINE_WIDTH:
+            return [line]
+    rest = len(names) - MOST_LISTED
+    more = [f"  ... and {rest:,} more, --json lists all"] if rest > 0 else []
+    return [f"{title}:", *(f"  {name_text(name)}" for name in names[:MOST_LISTED]), *more]
+
+
+def noted(notes: Sequence[str]) -> list[str]:
+    """A line a note, of many the first ones.
+
+    >>> noted(["tied"])
+    ['note: tied']
+    """
+    rest = len(notes) - MOST_LISTED
+    more = [f"... and {rest:,} more notes, --json lists all"] if rest > 0 else []
+    return [f"note: {printable(note)}" for note in notes[:MOST_LISTED]] + more
+
+
+def name_text(name: str, most_columns: int | None = LINE_WIDTH - 4) -> str:
+    """A name, cut in the middle where it is wider; whole where `most_columns` is None.
+
+    >>> len(name_text("model." * 99)), len(name_text("model." * 99, None))
+    (96, 594)
+    """
+    text = printable(name)
+    return text if most_columns is None else cut_in_the_middle(text, most_columns, ellipsis())
+
+
+def ellipsis() -> str:
+    """What stands for left out letters on stdout."""
+    return "…" if can_draw_boxes() else "..."
+
+
+def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
+    """The columns that a terminal has for names in the first column of a table.
+
+    `beside` are the other columns. None where stdout is no terminal: programs read whole names.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    others = sum(2 + max(map(display_width, column), default=0) for column in beside)
+    return max(LEAST_NAME_COLUMNS, shutil.get_terminal_size().columns - others)
 
 
 def cut_text(tensor: StoredTensor) -> str:

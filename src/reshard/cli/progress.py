@@ -17,6 +17,9 @@ from reshard.cli.output import write_error
 from reshard.text.quantities import bytes_text, duration_text, rate_text
 
 LINES_EVERY_S = 5.0
+# A run that has worked for a second says nothing of what is more than 100 seconds ahead: the first
+# bytes, read while files are opened and buffers filled, say little of the rest.
+LONGEST_FORESIGHT = 100
 
 
 class ProgressLines:
@@ -60,8 +63,19 @@ def progress_text(progress: Progress, elapsed_s: float) -> str:
     moved = done - progress.resumed_bytes
     if moved <= 0 or elapsed_s <= 0:
         return text
-    rate = moved / elapsed_s
-    return f"{text}, {rate_text(rate)}, {duration_text((total - done) / rate)} left"
+    left = left_text((total - done) * elapsed_s / moved, elapsed_s)
+    return f"{text}, {rate_text(moved / elapsed_s)}" + (f", {left}" if left else "")
+
+
+def left_text(left_s: float | None, elapsed_s: float) -> str:
+    """The time that is left, or nothing while work is too young to say it.
+
+    >>> left_text(43.2, 6.0), left_text(900_000.0, 6.0), left_text(900_000.0, 9_000.0)
+    ('43.2 s left', '', '10 d 10 h left')
+    """
+    if left_s is None or left_s > LONGEST_FORESIGHT * elapsed_s:
+        return ""
+    return f"{duration_text(left_s)} left"
 
 
 @contextmanager
@@ -83,12 +97,20 @@ def _bar(verb: str) -> Iterator[ProgressFunction]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        ProgressColumn,
+        Task,
         TaskID,
         TextColumn,
-        TimeRemainingColumn,
         TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class TimeLeftColumn(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            return Text(left_text(task.time_remaining, task.elapsed or 0.0))
 
     task: TaskID | None = None
     with Bar(
@@ -97,7 +119,7 @@ def _bar(verb: str) -> Iterator[ProgressFunction]:
         TextColumn("{task.percentage:>3.0f} %"),
         DownloadColumn(),
         TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TimeLeftColumn(),
         console=Console(stderr=True),
         transient=True,
     ) as bar:

@@ -22,6 +22,7 @@ from reshard.cost.estimate import Estimate
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
 from reshard.text.quantities import duration_text
+from reshard.text.width import cut_in_the_middle
 
 
 def step_table(
@@ -30,6 +31,7 @@ def step_table(
     steps: Sequence[Step],
     lower_bound_elements: int,
     estimate: Estimate | None = None,
+    most_columns: int | None = None,
 ) -> str:
     """The lines of the table, without a last line break.
 
@@ -39,6 +41,7 @@ def step_table(
         steps: what is done.
         lower_bound_elements: the fewest that any program can move.
         estimate: of the steps, for a column of times.
+        most_columns: of the text of a step and of a sharding; longer ones are cut in the middle.
     """
     shards = [_largest_shard(source.layout(tuple(shape)))]
     rows = [[f"[{', '.join(map(str, shape))}]", "step", "after", "moves", "live shard"]]
@@ -54,6 +57,8 @@ def step_table(
         f"{moved:,} elements move, at least {lower_bound_elements:,} must; the largest shard has "
         f"{max(shards):,}."
     )
+    if most_columns is not None:
+        rows = [[cut_in_the_middle(text, most_columns) for text in row] for row in rows]
     if estimate is not None:
         times = ["time", "-", *(duration_text(part.seconds_s) for part in estimate.parts)]
         rows = [[*row, time] for row, time in zip(rows, times, strict=True)]

@@ -41,3 +41,23 @@ def shortened(text: str, width: int, mark: str = "…") -> str:
     while kept and display_width(kept) + len(mark) > width:
         kept = kept[:-1]
     return (kept + mark)[:width]
+
+
+def cut_in_the_middle(text: str, width: int, mark: str = "…") -> str:
+    """`text`, or its beginning and its end with `mark` between them, in `width` columns at most.
+
+    Names in a model begin alike and differ at their ends too.
+
+    >>> cut_in_the_middle("model.layers.17.mlp.up_proj.weight", 24)
+    'model.layers…proj.weight'
+    """
+    if display_width(text) <= width:
+        return text
+    # Both ends keep half of the room.
+    room = max(0, width - len(mark))
+    begin, end = text[: room - room // 2], text[max(0, len(text) - room // 2) :]
+    while display_width(begin) > room - room // 2:
+        begin = begin[:-1]
+    while display_width(end) > room // 2:
+        end = end[1:]
+    return (begin + mark + end)[:width]

@@ -24,6 +24,8 @@ from reshard.cli.output import (
     file_json,
     listing,
     mesh_json,
+    name_columns,
+    name_text,
     printable,
     write,
     write_error,
@@ -189,9 +191,15 @@ def _report_lines(
 def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> list[str]:
     """What a run would write, tensor by tensor and file by file."""
     arrangement = conversion.arrangement
+    kinds = [
+        (one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
+        for one in arrangement.tensors.values()
+    ]
+    headers = ("dtype", "shape", "cut")
+    most = name_columns(zip(headers, *kinds, strict=True))
     tensors = [
-        (printable(name), one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
-        for name, one in arrangement.tensors.items()
+        (name_text(name, most), *kind)
+        for name, kind in zip(arrangement.tensors, kinds, strict=True)
     ]
     files = [
         (one.stored.name, one.stored.rank, bytes_text(one.stored.size_bytes))
@@ -204,7 +212,7 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         f"{bytes_text(sum(one.size_bytes for one in arrangement.tensors.values()))}, "
         f"{count_text(len(files), 'file')}",
         "",
-        table(tensors, ("tensor", "dtype", "shape", "cut"), "llll"),
+        table(tensors, ("tensor", *headers), "llll"),
         "",
         table(files, ("file", "rank", "size"), "lrr"),
         "",

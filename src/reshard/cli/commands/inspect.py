@@ -26,6 +26,8 @@ from reshard.cli.output import (
     file_json,
     listing,
     mesh_json,
+    name_columns,
+    name_text,
     printable,
     write_json,
     write_pieces,
@@ -161,10 +163,12 @@ def _as_text(
         )
         for tensor in map(columns.sample, range(len(columns.kinds)))
     ]
+    headers = ("dtype", "shape", "cut", "ranks", "size")
+    most = name_columns(zip(headers, *kinds, strict=True))
     named = zip(columns.names, columns.kind.tolist(), strict=True)
     yield from table_lines(
-        ((printable(name), *kinds[kind]) for name, kind in named),
-        ("tensor", "dtype", "shape", "cut", "ranks", "size"),
+        ((name_text(name, most), *kinds[kind]) for name, kind in named),
+        ("tensor", *headers),
         "lllllr",
     )
     yield from [

@@ -25,6 +25,8 @@ from reshard.cli.output import (
     file_json,
     listing,
     mesh_json,
+    name_text,
+    noted,
     printable,
     write,
     write_json,
@@ -32,7 +34,8 @@ from reshard.cli.output import (
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.mesh import DeviceMesh
-from reshard.text.quantities import bytes_text, count_text, table
+from reshard.text.quantities import bytes_text, count_text
+from reshard.text.short_tables import file_table, rank_table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredTensor
@@ -153,7 +156,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
         if conversion.assignment is not None:
             lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    return lines + [f"note: {printable(note)}" for note in _notes(conversion)]
+    return lines + noted(_notes(conversion))
 
 
 def _notes(conversion: Conversion) -> list[str]:
@@ -201,9 +204,11 @@ def _drawing(conversion: Conversion, name: str) -> str:
         plan=Plan(item.change.source, item.change.target, item.dtype),
         # The job chose the senders, for all its tensors together.
         transfers=conversion.job.transfers.get(name, Transfers.none(len(before.shape))),
+        height=25,
+        stacked_height=36,
         ascii=not can_draw_boxes(),
     )
-    return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
+    return f"{name_text(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
 
 
 def _title(tensor: StoredTensor, mesh: DeviceMesh | None) -> str:
@@ -232,31 +237,20 @@ def _as_text(
     source: str, conversion: Conversion, workers: int, memory: PeakMemory, drawing: str | None
 ) -> list[str]:
     arrangement, job = conversion.arrangement, conversion.job
-    rows = _per_rank(conversion)
-    columns = ("read_bytes", "written_bytes", "sent_bytes", "received_bytes")
-    body = [(row["rank"], *(bytes_text(row[column]) for column in columns)) for row in rows]
-    total = ("all", *(bytes_text(sum(row[column] for row in rows)) for column in columns))
+    stored = [file.stored for file in arrangement.files]
     lines = [
         f"{printable(source)} to {conversion.request.to_text}: "
         f"{count_text(len(arrangement.tensors), 'tensor')}, "
         f"{bytes_text(conversion.source.size_bytes)}, as {arrangement.format}",
         "",
-        table([*body, total], ("rank", "read", "written", "sent", "received"), "rrrrr"),
+        rank_table(_per_rank(conversion)),
         "",
-        table(
-            [
-                (file.stored.name, file.stored.rank, bytes_text(file.stored.size_bytes))
-                for file in arrangement.files
-            ],
-            ("file", "rank", "size"),
-            "lrr",
-        ),
+        file_table([(file.name, file.rank, file.size_bytes) for file in stored]),
         "",
         f"moved between ranks: {bytes_text(job.moved_bytes)}, the least possible is "
         f"{bytes_text(job.lower_bound_bytes)}",
-        f"peak memory: about {bytes_text(memory.peak_bytes)} resident in a process: "
-        f"{bytes_text(memory.buffers_bytes)} of buffers in {count_text(workers, 'thread')}, the "
-        "rest for the program and what it knows of the tensors",
+        f"peak memory: about {bytes_text(memory.peak_bytes)} resident in a process, "
+        f"{bytes_text(memory.buffers_bytes)} of buffers for {count_text(workers, 'thread')}",
         *matching_lines(conversion),
     ]
     if drawing is not None:

@@ -7,15 +7,17 @@
     0+4      ranks 0 and 4 hold contributions to them
     0/1      ranks 0 and 1 hold different parts of the dimensions that are not drawn
     -        nobody holds them
+    0/8/…/56 the same of eight ranks, the first two and the last of them written
     8 ranks  too many to write down
 
-With the ranks the elements come from: `0 ← 2,3`.
+With the ranks the elements come from: `0 ← 2,3`; where these are too many, `0 ← 7 ranks` or
+`0 ← …`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from reshard.show.pictures.regions import Holdings, RankHolding
@@ -51,17 +53,31 @@ class Labels:
                 return [joined]
             lines = itertools.chain.from_iterable(text.split("\n") for text in texts)
             return [shortened(line, width, mark) for line in lines]
-        text = holders_text(holdings)
-        if display_width(text) > width:
-            text = count_text(len({h.slot for h in holdings}), "rank")
+        count = count_text(len({h.slot for h in holdings}), "rank")
+        written = (*_shorter_texts(holders_text(holdings), mark), count)
+        text = next((text for text in written if display_width(text) <= width), count)
         if senders:
             arrow = "<-" if self.ascii else "←"
             many = count_text(len(senders), "rank")
-            # The senders in full, else their number; without room for that, the holders alone.
-            for origin in (rank_text(senders), many):
+            # The senders in full, else their number, else that there are some.
+            for origin in (rank_text(senders), many, mark):
                 if display_width(f"{text} {arrow} {origin}") <= width:
                     return [f"{text} {arrow} {origin}"]
         return [shortened(text, width, mark)]
+
+
+def _shorter_texts(text: str, mark: str) -> Iterator[str]:
+    """A text of `holders_text`, and shorter ones with the first and the last of its parts.
+
+    >>> list(_shorter_texts("0/8/16/24/32", "…"))
+    ['0/8/16/24/32', '0/8/…/32', '0/…/32']
+    """
+    yield text
+    sign = "/" if "/" in text else "+"
+    first, *middle, last = text.split(sign) if sign in text else (text, text)
+    if len(middle) > 1:
+        yield sign.join((first, middle[0], mark, last))
+        yield sign.join((first, mark, last))
 
 
 def _by_slot(holding: RankHolding) -> int:

@@ -5,14 +5,20 @@ The dimensions that are not drawn, contributions, padding, halos, ranks that hol
 
 from __future__ import annotations
 
+import itertools
 import textwrap
+from collections.abc import Sequence
 
 import numpy as np
 
 from reshard.layout import Layout
 from reshard.runs import PAD
 from reshard.show.pictures.regions import RegionGrid, region_grid
-from reshard.text.rank_sets import rank_text
+from reshard.text.rank_sets import short_rank_text
+
+MOST_RANK_LETTERS = 60
+# Lengths of padding in one dimension that have a line each.
+MOST_PADDINGS = 3
 
 
 def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
@@ -26,14 +32,14 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
     drawn = [d for d in (grid.row_dimension, grid.column_dimension) if d is not None]
     if layout.ndim > 2:
         said.append(f"Drawn: dimensions {drawn[0]} (down) and {drawn[1]} (across).")
-        for d in range(layout.ndim):
-            if d not in drawn:
-                said.append(f"Not drawn: dimension {d}, {_describe_hidden_cut(layout, d)}.")
+        said += _describe_hidden_dimensions(
+            layout, [d for d in range(layout.ndim) if d not in drawn]
+        )
     if 0 in layout.shape:
         said.append(f"No elements: dimension {layout.shape.index(0)} has length 0.")
     empty = set(layout.holders) - {int(slot) for slot in layout.cell_slot[layout.cell_elements > 0]}
     if empty and 0 not in layout.shape:
-        said.append(f"Holding nothing: {rank_text(empty)}.")
+        said.append(f"Holding nothing: {_short(sorted(empty))}.")
     if layout.reduction is not None:
         said.append(f"Partial: {layout.contributions} contributions (+), {layout.reduction}.")
     for d in range(layout.ndim):
@@ -47,18 +53,41 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
         ):
             if lengths[part]:
                 padding.setdefault(int(lengths[part]), []).append(slot)
-        for length, slots in sorted(padding.items()):
-            said.append(f"Padding of {length} in dimension {d}: {rank_text(slots)}.")
+        if len(padding) > MOST_PADDINGS:
+            every = sorted(itertools.chain(*padding.values()))
+            padded = f"{min(padding)} to {max(padding)}"
+            said.append(f"Padding of {padded} in dimension {d}: {_short(every)}.")
+        else:
+            for length, slots in sorted(padding.items()):
+                said.append(f"Padding of {length} in dimension {d}: {_short(sorted(slots))}.")
     if any(h.is_halo for row in grid.holdings for place in row for h in place):
         said.append("In brackets: halo copies.")
     return [line for note in said for line in textwrap.wrap(note, width)]
 
 
-def _describe_hidden_cut(layout: Layout, dimension: int) -> str:
-    grid = region_grid(layout, dimension, None)
-    bounds = [interval.start for interval in grid.rows[1:]]
-    length = layout.shape[dimension]
-    if not bounds:
-        return f"of {length}, not cut"
-    shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
-    return f"of {length}, cut at {shown} (/ between its parts)"
+def _short(slots: list[int]) -> str:
+    return short_rank_text(slots, MOST_RANK_LETTERS)
+
+
+def _describe_hidden_dimensions(layout: Layout, dimensions: Sequence[int]) -> list[str]:
+    """Where each of them is cut; those that are not cut in one line."""
+    said, whole = [], []
+    for d in dimensions:
+        grid = region_grid(layout, d, None)
+        bounds = [interval.start for interval in grid.rows[1:]]
+        if not bounds:
+            whole.append(d)
+            continue
+        shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+        cut = f"cut at {shown} (/ between its parts)"
+        said.append(f"Not drawn: dimension {d}, of {layout.shape[d]}, {cut}.")
+    if whole:
+        noun = "dimension" if len(whole) == 1 else "dimensions"
+        lengths = _enumerate([layout.shape[d] for d in whole])
+        said.append(f"Not drawn: {noun} {_enumerate(whole)}, of {lengths}, not cut.")
+    return said
+
+
+def _enumerate(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -87,6 +87,7 @@ def change_picture(
     plan: Plan | None = None,
     transfers: Transfers | None = None,
     height: int = 40,
+    stacked_height: int | None = None,
     ascii: bool = False,
 ) -> str:
     """Two layouts of one tensor, before and after, and what moves between them.
@@ -104,6 +105,8 @@ def change_picture(
         plan: from `source` to `target`.
         transfers: those of the plan when None; others where a job chose the senders.
         height: the most lines of boxes of each, at least 9.
+        stacked_height: the most lines of boxes of both together, at least 18, where they stand
+            one above the other; twice `height` when None.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
     Raises:
@@ -143,15 +146,30 @@ def change_picture(
             f"{plan!r} is not the plan between the layouts to draw; give "
             "reshard.plan(source, target)"
         )
+    stacked_height = 2 * height if stacked_height is None else stacked_height
+    if as_integer(stacked_height, "stacked_height") < 2 * LEAST_HEIGHT:
+        raise UsageError(
+            f"stacked_height {stacked_height}: two pictures need at least {2 * LEAST_HEIGHT} lines"
+        )
     written = _labels(labels, ascii)
     origins = None
     if plan is not None and labels == "ranks" and len(plan.change.routes.target_cell) <= MOST_BOXES:
         origins = find_origins(plan.transfers if transfers is None else transfers)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
-    source_sketch = _fit_sketch(source, width, height, written, None)
-    target_sketch = _fit_sketch(target, width, height, written, origins)
-    sketches = (source_sketch, target_sketch)
-    lines = _draw_both(sketches, (source, target), names, width, height, ascii)
+    layouts = (source, target)
+
+    def fit(heights: Sequence[int]) -> list[Sketch]:
+        return [
+            _fit_sketch(layout, width, most, written, coming)
+            for layout, most, coming in zip(layouts, heights, (None, origins), strict=True)
+        ]
+
+    sketches = fit((height, height))
+    is_beside = sum(_least_widths(sketches, names)) <= width - display_width(_arrow(ascii))
+    needed = [one.least_height for one in sketches]
+    if not is_beside and sum(needed) > stacked_height:
+        sketches = fit(_share_height(needed, stacked_height))
+    lines = _draw_both(sketches, layouts, names, width, height, is_beside, ascii)
     if plan is not None:
         lines += textwrap.wrap(movement_text(plan), width)
     return _join_lines(lines)
@@ -281,23 +299,45 @@ def _holders_title(layout: Layout) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {rank_text(ranks) or '-'}"
 
 
+def _arrow(ascii: bool) -> str:
+    return "  ----->  " if ascii else "  ─────▶  "
+
+
+def _least_widths(sketches: Sequence[Sketch], titles: Sequence[str]) -> list[int]:
+    """The columns that each picture needs under its title."""
+    return [
+        max(one.least_width, display_width(title))
+        for one, title in zip(sketches, titles, strict=True)
+    ]
+
+
+def _share_height(needed: Sequence[int], total: int) -> tuple[int, int]:
+    """Heights for two pictures that need more than `total`: the smaller gets half at most.
+
+    >>> _share_height((25, 25), 26), _share_height((25, 11), 26)
+    ((13, 13), (15, 11))
+    """
+    smaller = min(*needed, total // 2)
+    larger = total - smaller
+    # What needs less than the least height is drawn in what it needs.
+    first, second = (smaller, larger) if needed[0] <= needed[1] else (larger, smaller)
+    return max(first, LEAST_HEIGHT), max(second, LEAST_HEIGHT)
+
+
 def _draw_both(
     sketches: Sequence[Sketch],
     layouts: Sequence[Layout],
     titles: Sequence[str],
     width: int,
     height: int,
+    is_beside: bool,
     ascii: bool,
 ) -> list[str]:
-    """Both pictures with an arrow: side by side where there is room, else one above the other."""
-    arrow = "  ----->  " if ascii else "  ─────▶  "
+    """Both pictures with an arrow, side by side or one above the other."""
+    arrow = _arrow(ascii)
     # 1. Widths: what both want, cut down to what there is.
     room = width - display_width(arrow)
-    least = [
-        max(one.least_width, display_width(title))
-        for one, title in zip(sketches, titles, strict=True)
-    ]
-    is_beside = sum(least) <= room
+    least = _least_widths(sketches, titles)
     widths = [_natural_width(one, width) for one in sketches]
     widest = max(widths)
     while is_beside and sum(map(max, least, widths)) > room:
