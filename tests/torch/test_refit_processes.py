@@ -19,6 +19,11 @@ def test_models_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_process.py", 4))
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_what_is_kept_between_runs_is_not_stale(ranks: int) -> None:
+    expect_all_end_well(run_ranks("refit_stale_process.py", ranks))
+
+
 def test_fused_parameters_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_fusion_process.py", 4))
 

@@ -1,7 +1,7 @@
 """What ranks tell each other before anything moves, and after: agreement, metadata, confirmation.
 
 *Agreement.* Every rank plans by itself, so ranks that were given different arguments would wait for
-messages that nobody sends. One small all-reduce finds that out:
+messages that nobody sends. The maxima of a few numbers find that out (`RankGroup.find_maxima`):
 
 1. Each rank brings the digest of what it means to do, and whether it can.
 2. The greatest and the least of all digests are found at once, as `max(d)` and `max(-d)`.
@@ -126,11 +126,10 @@ def _compare(
     # Always as many numbers: ranks that call for different things still understand each other.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
     numbers = [int(intent.problem is not None), *digits, *threads, *notes]
-    most = torch.tensor(numbers, dtype=torch.int64)
     with group.errors(otherwise):
-        group.all_reduce(most, dist.ReduceOp.MAX)
-        has_problem, *digits = most.tolist()[:5]
-        has_threads, greatest, least = most.tolist()[5:8]
+        most = group.find_maxima(numbers)
+        has_problem, *digits = most[:5]
+        has_threads, greatest, least = most[5:8]
         # All are alike where the greatest is the least, and where all ranks are open.
         is_like = digits[:2] == [-digits[2], -digits[3]] or digits == [_NOTHING] * 4
         if has_problem:
@@ -139,7 +138,7 @@ def _compare(
             _raise_difference(intent, group)
         if has_threads and greatest != -least:
             _raise_threads(name, group)
-    return tuple(most.tolist()[8 : 8 + len(intent.notes)])
+    return tuple(most[8 : 8 + len(intent.notes)])
 
 
 def run_errors(otherwise: str, group: Group = None) -> AbstractContextManager[None]:

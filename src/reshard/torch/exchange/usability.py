@@ -55,14 +55,37 @@ def mark_unusable(*tensors: torch.Tensor) -> None:
     """A run into `tensors` has failed."""
     for local in map(_local, tensors):
         _MARKED[local] = _make_mark(local)
-    _count_runs(tensors)
+    count_runs(list_uncounted(tensors))
 
 
 def mark_usable(*tensors: torch.Tensor) -> None:
     """All of `tensors` has been written."""
+    unmark(tensors)
+    count_runs(list_uncounted(tensors))
+
+
+def unmark(tensors: Iterable[torch.Tensor]) -> None:
+    """Forget that runs into `tensors` have failed."""
+    # Of very many tensors none is marked, nearly always.
     for local in map(_local, tensors) if _MARKED else ():
         _MARKED.pop(local, None)
-    _count_runs(tensors)
+
+
+def list_uncounted(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those into which torch counts no writes, as this process has them: inference tensors.
+
+    A tensor is one for as long as it lives, so whoever runs again and again asks once.
+
+    >>> list_uncounted([torch.zeros(2)])
+    []
+    """
+    return [_local(tensor) for tensor in tensors if tensor.is_inference()]
+
+
+def count_runs(uncounted: Iterable[torch.Tensor]) -> None:
+    """A run has written into tensors of `list_uncounted`."""
+    for local in uncounted:
+        _RUNS_INTO[local.data_ptr()] = _RUNS_INTO.get(local.data_ptr(), 0) + 1
 
 
 def written_states(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
@@ -84,11 +107,6 @@ def _count_writes(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.is_inference():
         return tensor.data_ptr(), _RUNS_INTO.get(tensor.data_ptr(), 0)
     return 0, tensor._version
-
-
-def _count_runs(tensors: Iterable[torch.Tensor]) -> None:
-    for local in [_local(tensor) for tensor in tensors if tensor.is_inference()]:
-        _RUNS_INTO[local.data_ptr()] = _RUNS_INTO.get(local.data_ptr(), 0) + 1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

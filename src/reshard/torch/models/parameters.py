@@ -16,7 +16,7 @@ What a rank lists goes to the other ranks (`rosters`); the tensors stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -91,6 +91,8 @@ class LaidModel(dict[str, Any]):
 
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
+# Types that have their memory themselves.
+_WITH_MEMORY = {torch.Tensor, torch.nn.Parameter}
 # What torch.compile calls the module inside the one that it gives.
 _COMPILED = "_orig_mod."
 
@@ -116,10 +118,12 @@ class LocalTensors:
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
-        found = map(_find_address, self.tensors.values())
-        for (name, address), now in zip(self.addresses.items(), found, strict=True):
-            if now != address:
-                yield name, address
+        now = _find_addresses(self.tensors.values())
+        # Of very many tensors none has moved, nearly always.
+        if now != list(self.addresses.values()):
+            for (name, address), found in zip(self.addresses.items(), now, strict=True):
+                if found != address:
+                    yield name, address
 
 
 def list_tensors(
@@ -434,9 +438,18 @@ class _Lister:
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
 
 
-def _find_address(tensor: torch.Tensor) -> int:
+def _find_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where tensors lie, in few steps of Python, since each run asks for all.
+
+    >>> here = torch.zeros(4)
+    >>> _find_addresses([here, here[1:]]) == [here.data_ptr(), here.data_ptr() + 4]
+    True
+    """
+    listed = list(tensors)
     # What a DTensor has is asked anew, since it may have been given another.
-    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+    if not set(map(type, listed)) <= _WITH_MEMORY:
+        listed = [getattr(tensor, "_local_tensor", tensor) for tensor in listed]
+    return list(map(torch.Tensor.data_ptr, listed))
 
 
 def _identify_placement(placement: Placement) -> object:

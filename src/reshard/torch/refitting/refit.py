@@ -31,9 +31,11 @@ from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.exchange.hosts import find_hosts
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.usability import (
+    count_runs,
     find_unusable,
+    list_uncounted,
     mark_unusable,
-    mark_usable,
+    unmark,
     written_states,
 )
 from reshard.torch.models.memory import check_memory
@@ -88,6 +90,7 @@ class Refit:
         self.tensors = len({item.match.target_name for item in prepared.part.items})
         self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
         self._left: tuple[object, ...] = ()
+        self._uncounted = list_uncounted(prepared.after.tensors.values())
 
     @property
     def names(self) -> GivenNames:
@@ -337,7 +340,8 @@ class Refit:
             raise
         # Messages are written behind autograd's back.
         torch.autograd.graph.increment_version(targets)
-        mark_usable(*targets)
+        unmark(targets)
+        count_runs(self._uncounted)
         self._left = self._see_written()
         self.is_usable = True
 
