@@ -216,11 +216,11 @@ class RankGroup:
         most = np.array(numbers, dtype=np.int64)
         arriving = np.empty_like(most)
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
-        ahead, count = 1, len(self.ranks)
+        ahead, count, connections = 1, len(self.ranks), self._connections()
         while ahead < count:
             receiver, sender = ((self.position + n) % count for n in (ahead, -ahead))
-            sending = self.send(own, self.ranks[receiver], _MAXIMA_TAG)
-            self.receive(others, self.ranks[sender], _MAXIMA_TAG).wait()
+            sending = connections.send([own], receiver, _MAXIMA_TAG)
+            connections.recv([others], sender, _MAXIMA_TAG).wait()
             sending.wait()
             np.maximum(most, arriving, out=most)
             ahead *= 2
