@@ -106,3 +106,19 @@ def test_contributions_of_every_kind(reduction: str, dtype: str, library: str) -
                 found.astype(float), np.asarray(expected).astype(float), 1e-5, err_msg=name
             )
     assert done > 30
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("reduction", ["sum", "max", "min", "product"])
+def test_contributions_of_types_that_torch_cannot_add(reduction: str, dtype: str) -> None:
+    pytest.importorskip("torch")
+    most = np.iinfo(dtype).max
+    parts = [np.array(part, dtype=dtype) for part in ([1, 2, most, most - 1], [5, 2, 3, most])]
+    runner = sp.in_process("torch")
+    shards = {
+        rank: runner.library.array(parts[place // 3]) for place, rank in enumerate(MESH.devices)
+    }
+    waiting = sp.from_shards(shards, (4,), spec(MESH, f"- | {reduction}(x)"), runner=runner)
+    expected = TOGETHER[reduction](*parts)
+    for found in (waiting, waiting.reduced(), waiting.shard(spec(MESH, "y"))):
+        assert np.array_equal(runner.library.numpy(found.to_dense()), expected)

@@ -18,6 +18,7 @@ import reshard.spmd as sp
 KINDS = {
     "whole": ("reshard.spmd", "numpy.txt"),
     "numpy": ("array_api_suite.numpy_shards", "numpy.txt"),
+    "torch": ("array_api_suite.torch_shards", "torch.txt"),
 }
 REASONS = Path(__file__).parent / "reasons"
 FETCH = (

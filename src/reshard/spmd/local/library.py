@@ -7,7 +7,7 @@ itself from 2.1 on; for PyTorch and older NumPy the package `array_api_compat` h
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,8 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import MissingExtraError, ShardError, UsageError
 from reshard.execution.arrays import missing_bytes
+
+Combine = Callable[[Any, Any], Any]
 
 
 class Library:
@@ -38,6 +40,11 @@ class Library:
             "min": namespace.minimum,
             "product": namespace.multiply,
         }
+        if name == "torch":
+            self.reductions = {
+                reduction: _with_unsigned(combine, _UFUNCS[reduction])
+                for reduction, combine in self.reductions.items()
+            }
         self._dtypes: dict[Any, DType] = {}
 
     def dtype_of(self, array: Any) -> DType:
@@ -173,6 +180,29 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
+
+
+_UFUNCS = {
+    "sum": np.add,
+    "mean": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+}
+
+
+def _with_unsigned(combine: Combine, by_numpy: np.ufunc) -> Combine:
+    """PyTorch's function of two tensors, by NumPy for unsigned types that PyTorch cannot add."""
+    torch = import_module("torch")
+    lacking = (torch.uint16, torch.uint32, torch.uint64)
+
+    def combined(x: Any, y: Any) -> Any:
+        if x.dtype not in lacking:
+            return combine(x, y)
+        made = np.asarray(by_numpy(_as_numpy(x), _as_numpy(y)))
+        return torch.from_numpy(made).to(x.device)
+
+    return combined
 
 
 _lent: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
