@@ -254,6 +254,81 @@ def with_what_attributes_leave_out() -> None:
     raise SystemExit("ranks of different shapes were accepted")
 
 
+def with_gates_that_are_not_marked() -> None:
+    """Gate and up of modules whose config alone says so, over other ranks: what each computes."""
+    rank = dist.get_rank()
+    marks: dict[str, Any] = {"tensor_model_parallel": True}
+    gate, up = torch.arange(24.0).reshape(8, 3), -torch.arange(24.0).reshape(8, 3)
+
+    def model_of(tp: int, is_empty: bool) -> MegatronModel | None:
+        if rank >= tp:
+            return None
+        both = torch.cat([one.chunk(tp)[rank] for one in (gate, up)])
+        # Two experts, one behind the other: [hidden, experts x 2 ffn].
+        grouped = torch.cat([both.T, both.T + 100], 1)
+        chunk = module_of(
+            [
+                ("layer.mlp.linear_fc1.weight", both, marks),
+                ("layer.mlp.linear_fc1.bias", both[:, 0].clone(), marks),
+                ("layer.mlp.linear_fc1.layer_norm_weight", torch.arange(16.0), {}),
+                ("layer.other.linear_fc1.weight", gate.chunk(tp)[rank].clone(), marks),
+                ("layer.mlp.experts.weight1", grouped, {"is_expert": True}),
+            ]
+        )
+        gated = SimpleNamespace(gated_linear_unit=True)
+        for module in (chunk.layer.mlp, chunk.layer.mlp.experts):  # type: ignore[union-attr]
+            module.config = gated  # type: ignore[union-attr,assignment]
+        if is_empty:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+        names = MegatronNames(MegatronRanks(tp=tp, etp=tp), num_experts=2)
+        return MegatronModel(chunk, names)
+
+    for before, after in ((1, 2), (2, 1), (4, 2), (1, 4)):
+        found, right = model_of(after, True), model_of(after, False)
+        refit(model_of(before, False), found)
+        if found is not None and right is not None:
+            expect_same(found.chunks.state_dict(), right.chunks.state_dict(), f"{before}, {after}")
+
+
+def with_tied_ends() -> None:
+    """A tied model whose last stage has an output layer of its own, to one stage and back."""
+    rank, both = dist.get_rank(), torch.arange(12.0).reshape(6, 2)
+
+    def model_of(
+        pp: int, is_empty: bool, is_tied: bool = True, **says: Any
+    ) -> MegatronModel | None:
+        if rank >= pp:
+            return None
+        value = torch.zeros_like(both) if is_empty else both.clone()
+        name = "embedding.word_embeddings.weight" if not rank else "output_layer.weight"
+        parameters: list[tuple[str, torch.Tensor, dict[str, Any]]] = [(name, value, {})]
+        if not is_tied:
+            parameters.append(("output_layer.weight", value + 1, {}))
+        chunk = module_of(parameters)
+        chunk.share_embeddings_and_output_weights = is_tied  # type: ignore[assignment]
+        config = SimpleNamespace(num_attention_heads=2, gated_linear_unit=False, **says)
+        chunk.config = config  # type: ignore[assignment]
+        return MegatronModel(chunk, MegatronNames(MegatronRanks(pp=pp)))
+
+    for before, after in ((2, 1), (1, 2), (2, 2)):
+        found, right = model_of(after, True), model_of(after, False)
+        refit(model_of(before, False), found)
+        if found is not None and right is not None:
+            expect_same(found.chunks.state_dict(), right.chunks.state_dict(), f"{before}, {after}")
+    # An output layer of its own is no embedding, and other norms are no norms of this model.
+    shifted = {"layernorm_zero_centered_gamma": True}
+    refit(model_of(1, False, **shifted), model_of(1, True, **shifted))
+    for source, told in (
+        (model_of(1, False, is_tied=False), "output_layer.weight: in the source only"),
+        (
+            model_of(1, False, **shifted),
+            "the source's weights mean something else",
+        ),
+    ):
+        refused(model_of(1, True), told, source)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     between_megatrons_own_pairs()
@@ -263,6 +338,8 @@ def main() -> None:
         groups_that_cannot_be()
         with_offsets()
         with_what_attributes_leave_out()
+        with_gates_that_are_not_marked()
+        with_tied_ends()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -92,6 +92,29 @@ def allow_single_precision(chunks: list[Any]) -> None:
                 module.config.bf16 = True
 
 
+def read_job(path: str) -> dict[str, Any]:
+    """What a job of weights alone says, with what it leaves out."""
+    from engines.megatron_core.training_process import DEFAULTS
+
+    own = {"optimizer": False, "fp32": True, "updates": [0], "cast": False, "verify": True}
+    return {**DEFAULTS, **own, **json.loads(Path(path).read_text())}
+
+
+def build_chunks(job: dict[str, Any]) -> list[Any]:
+    """The model's chunks on this rank, which compute in 32 bits."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from engines.megatron_core.training_process import build, unwrap
+
+    torch.manual_seed(0)
+    chunks, _, _ = build(job)
+    if job["grouped"]:
+        allow_single_precision(chunks)
+    model_parallel_cuda_manual_seed(1)
+    return [unwrap(chunk).eval() for chunk in chunks]
+
+
 def main() -> None:
     from engines.megatron_core import cpu_shim
 
@@ -99,30 +122,15 @@ def main() -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from engines.megatron_core import model_records
-    from engines.megatron_core.training_process import DEFAULTS, batch_of, build, unwrap
+    from engines.megatron_core.training_process import batch_of
     from reshard.torch import MegatronModel, connect
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[3])
-    job = {
-        **DEFAULTS,
-        "optimizer": False,
-        "fp32": True,
-        "updates": [0],
-        "cast": False,
-        "verify": True,
-        **json.loads(Path(sys.argv[1]).read_text()),
-    }
-    torch.manual_seed(0)
-    chunks, _, _ = build(job)
-    if job["grouped"]:
-        allow_single_precision(chunks)
-    model_parallel_cuda_manual_seed(1)
-    chunks = [unwrap(chunk).eval() for chunk in chunks]
+    folder, job = Path(sys.argv[3]), read_job(sys.argv[1])
+    chunks = build_chunks(job)
     fill(chunks, job["updates"][-1])
     # Padding of the vocabulary is nobody's token.
     tokens = batch_of(job, 0) % job.get("true_vocab", job["vocab"])

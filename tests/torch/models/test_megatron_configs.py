@@ -68,5 +68,7 @@ def test_modules_without_a_config() -> None:
     ],
 )
 def test_weights_that_mean_something_else(config: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        read_config(MegatronModel(chunk(**config)))
+    found = read_config(MegatronModel(chunk(**config)))
+    assert found is not None
+    (one,) = found.unlike
+    assert told in one

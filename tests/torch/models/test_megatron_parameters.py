@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from reshard.torch.models.megatron_parameters import split_grouped
+from reshard.megatron.rosters import LocalParameter
+from reshard.torch.models.megatron_parameters import find_gated, mark_gated, split_grouped
 
 EXPERTS, HIDDEN, WIDE = 3, 4, 10
 
@@ -39,3 +43,37 @@ def test_other_tensors_are_left() -> None:
     assert split_grouped("mlp.experts.weight1", square, 0, False) is None
     assert split_grouped("mlp.experts.weight1", square, 5, False) is None
     assert split_grouped("mlp.experts.weight1", torch.ones(6), 3, False) is None
+
+
+class Layer(torch.nn.Module):
+    """A layer with its config, as Megatron's are."""
+
+    def __init__(self, says: object) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(gated_linear_unit=says)
+        self.linear_fc1, self.linear_fc2 = torch.nn.Linear(2, 8), torch.nn.Linear(4, 2)
+        self.weight1 = torch.nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("says", [True, False, None, 1])
+def test_gates_are_found_by_the_config_of_their_module(says: object) -> None:
+    layer = Layer(says)
+    found = find_gated(torch.nn.Sequential(torch.nn.Linear(2, 2), layer))
+    gated = [layer.linear_fc1.weight, layer.linear_fc1.bias, layer.weight1]
+    assert found == (set(map(id, gated)) if says is True else set())
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {},
+        {"partition_dim": 1},
+        {"partition_stride": 2},
+        {"partition_sizes": (8, 4)},
+        {"heads": 2},
+        {"true_length": 11},
+    ],
+)
+def test_what_says_how_it_is_cut_is_cut_so(says: dict[str, object]) -> None:
+    one = LocalParameter((12, 4), **{"tensor_model_parallel": bool(says), **says})  # type: ignore[arg-type]
+    assert mark_gated(one) == one

@@ -2,7 +2,8 @@
 
 Its modules have a `TransformerConfig`. The numbers are those by which query groups are taken apart
 and experts are counted; and some of what it says has no like on the Hub, where weights of these
-names are multiplied in another way. Such a model is refused, since its tensors would fit.
+names are multiplied in another way. Such a model goes only to another of Megatron's that says the
+same, since its tensors would fit.
 
 Source: `TransformerConfig` of Megatron-core 0.16.
 """
@@ -45,11 +46,13 @@ class MegatronSelf:
         numbers: by the names of config.json.
         config: what the user gave of it.
         is_tied: whether its output layer is its embedding.
+        unlike: in what its weights mean something else than those of their names on the Hub.
     """
 
     numbers: Mapping[str, Any]
     config: Mapping[str, Any]
     is_tied: bool
+    unlike: tuple[str, ...] = ()
 
     @property
     def num_experts(self) -> int | None:
@@ -66,8 +69,7 @@ def read_config(model: MegatronModel) -> MegatronSelf | None:
     """What a Megatron model says of itself; None for modules without a config, and none given.
 
     Raises:
-        UsageError: a config that is none, or says another number than the model; or a model whose
-            weights mean something else than those on the Hub.
+        UsageError: a config that is none, or says another number than the model.
     """
     given = _read_given(model.config)
     chunks = chunks_of(model)
@@ -77,7 +79,6 @@ def read_config(model: MegatronModel) -> MegatronSelf | None:
     own = getattr(inner, "config", None)
     if not hasattr(own, "num_attention_heads") or not hasattr(own, _UNGATED):
         return MegatronSelf({}, given, bool(given.get("tie_word_embeddings"))) if given else None
-    _check_meaning(own)
     found = {ours: getattr(own, theirs, None) for ours, theirs in _NUMBERS.items()}
     numbers = {name: number for name, number in found.items() if type(number) is int}
     numbers["multi_latent_attention"] = int(bool(getattr(own, "multi_latent_attention", False)))
@@ -89,7 +90,7 @@ def read_config(model: MegatronModel) -> MegatronSelf | None:
                 "model"
             )
     is_tied = getattr(inner, "share_embeddings_and_output_weights", False)
-    return MegatronSelf(numbers, given, bool(is_tied))
+    return MegatronSelf(numbers, given, bool(is_tied), _find_unlike(own))
 
 
 def unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -121,15 +122,11 @@ def _read_given(config: Any) -> dict[str, Any]:
     }
 
 
-def _check_meaning(config: Any) -> None:
-    wrong = [f"{name}: {why}" for name, why in _REFUSED.items() if getattr(config, name, False)]
+def _find_unlike(config: Any) -> tuple[str, ...]:
+    found = [f"{name}: {why}" for name, why in _REFUSED.items() if getattr(config, name, False)]
     if not getattr(config, _UNGATED):
-        wrong.append(f"no {_UNGATED}: linear_fc1 is one layer, and not gate above up")
-    if wrong:
-        raise UsageError(
-            f"a Megatron model that has no like on the Hub: {'; '.join(wrong)}. Give the refit a "
-            "table of names, if its tensors are meant as they are"
-        )
+        found.append(f"no {_UNGATED}: linear_fc1 is one layer, and not gate above up")
+    return tuple(found)
 
 
 def _number_of(values: Mapping[str, Any], name: str) -> int | None:

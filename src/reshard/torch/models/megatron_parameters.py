@@ -65,6 +65,39 @@ def split_grouped(
     return found
 
 
+def find_gated(chunk: torch.nn.Module) -> frozenset[int]:
+    """The parameters that have gate and up one behind the other, by their identity.
+
+    Each rank has a part of both, also in versions of Megatron which do not say so by
+    `partition_stride`; the config of the module that multiplies by them does. By identity, since
+    what wraps a model leaves its own name out of those of the state.
+    """
+    found: set[int] = set()
+    for module in chunk.modules():
+        if getattr(getattr(module, "config", None), "gated_linear_unit", False) is not True:
+            continue
+        first = getattr(module, "linear_fc1", None)
+        if isinstance(first, torch.nn.Module):
+            found.update(map(id, first.parameters()))
+        if isinstance(getattr(module, "weight1", None), torch.nn.Parameter):
+            found.add(id(module.weight1))
+    return frozenset(found)
+
+
+def mark_gated(parameter: LocalParameter) -> LocalParameter:
+    """A parameter of gate and up, of which each rank has a part.
+
+    >>> fc1 = LocalParameter((12, 4), tensor_model_parallel=True)
+    >>> mark_gated(fc1).partition_stride
+    2
+    """
+    is_cut = parameter.tensor_model_parallel and parameter.partition_dim == 0
+    says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
+    if not is_cut or parameter.partition_stride != 1 or says != (None, None, None):
+        return parameter
+    return replace(parameter, partition_stride=2)
+
+
 def cut_members(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
     """A parameter whose members are each cut over all ranks, also where it does not say so.
 

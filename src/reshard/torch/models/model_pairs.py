@@ -156,6 +156,7 @@ class ModelPair:
             _find_names(side, of, self.num_experts, problems)
             for side, of in zip(_SIDES, told, strict=True)
         ]
+        _compare_meaning(told, problems)
         hub = _find_hub(told, naming.stacks, problems) if not problems else None
         if problems:
             raise ShardError("nothing was written: " + "\n  ".join(problems))
@@ -165,6 +166,9 @@ class ModelPair:
         ]
         if hub is not None and naming.ties is None and any(of.is_tied for of in told):
             return found, hub.ties
+        if naming.ties is None and told[0].is_tied and all(of.config is not None for of in told):
+            # Stages of a pipeline have an output layer of their own, and one stage has none.
+            return found, {OUTPUT: EMBEDDING}
         return found, naming.ties or {}
 
 
@@ -179,7 +183,8 @@ class _SideTold:
         """What a Megatron model says of itself: the same on all ranks, as its groups are."""
         for one in self.by_rank.values():
             if one.get("config") is not None:
-                return MegatronSelf(**one["config"])
+                said = one["config"]
+                return MegatronSelf(**{**said, "unlike": tuple(said["unlike"])})
         return None
 
     @property
@@ -314,6 +319,20 @@ def _find_names(
     return found
 
 
+def _compare_meaning(told: Sequence[_SideTold], problems: list[str]) -> None:
+    """Two models of Megatron's whose weights are multiplied in different ways are no pair."""
+    configs = [of.config for of in told]
+    if any(of is None or not of.numbers for of in configs) or any(of.is_named for of in told):
+        return
+    for side, own, other in zip(_SIDES, configs, configs[::-1], strict=True):
+        more = sorted(set(own.unlike if own else ()) - set(other.unlike if other else ()))
+        if more:
+            problems.append(
+                f"the {side}'s weights mean something else than the other's: {'; '.join(more)}; "
+                "give both models one config, or the refit names, if they are meant as they are"
+            )
+
+
 def _find_hub(
     told: Sequence[_SideTold], stacks: Mapping[str, str] | None, problems: list[str]
 ) -> HubNames | None:
@@ -324,6 +343,12 @@ def _find_hub(
         return None
     config, patterns = sides[0].config, others[0].patterns
     if config is None or not patterns or are_megatrons(patterns):
+        return None
+    if config.unlike:
+        problems.append(
+            f"a Megatron model that has no like on the Hub: {'; '.join(config.unlike)}. Give the "
+            "refit a table of names, if its tensors are meant as they are"
+        )
         return None
     try:
         return find_hub_names(config.config, config.numbers, patterns)

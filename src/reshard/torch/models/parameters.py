@@ -35,7 +35,13 @@ from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
-from reshard.torch.models.megatron_parameters import add_attributes, cut_members, split_grouped
+from reshard.torch.models.megatron_parameters import (
+    add_attributes,
+    cut_members,
+    find_gated,
+    mark_gated,
+    split_grouped,
+)
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
@@ -493,6 +499,8 @@ def list_parameters(
     chunk: torch.nn.Module, names: MegatronNames
 ) -> Iterator[tuple[str, torch.Tensor, LocalParameter]]:
     """A chunk's tensors, with what Megatron says of them; experts of one tensor each by itself."""
+    gated = find_gated(chunk)
     for name, value in tensors_of(chunk):
         grouped = split_grouped(name, value, names.experts_per_rank, names.ranks.expert_tp > 1)
-        yield from grouped or [(name, value, LocalParameter.of(value))]
+        for own_name, own, parameter in grouped or [(name, value, LocalParameter.of(value))]:
+            yield own_name, own, mark_gated(parameter) if id(value) in gated else parameter
