@@ -76,3 +76,28 @@ def test_descent_with_an_inner_variable_is_as_good(one: CostSum, data: st.DataOb
             changed[inner] = inside
             changed[variable] = other if variable != inner else inside
             assert one.value(chosen) <= one.value(changed)
+
+
+@given(sums())
+@settings(max_examples=200, deadline=None)
+def test_the_least_of_each_choice(one: CostSum) -> None:
+    found = one.least_of_choices()
+    assert found is not None
+    for variable, least_s in enumerate(found):
+        assert least_s.tolist() == [
+            min(one.value(every) for every in every_choice(one) if every[variable] == choice)
+            for choice in range(one.choices[variable])
+        ]
+
+
+@given(sums(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_restricted_sum_has_the_values_of_what_is_kept(one: CostSum, data: st.DataObject) -> None:
+    kept = [
+        np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
+        for count in one.choices
+    ]
+    restricted = one.restricted(kept)
+    for places in every_choice(restricted):
+        chosen = [int(own[place]) for own, place in zip(kept, places, strict=True)]
+        assert restricted.value(places) == one.value(chosen)

@@ -133,6 +133,7 @@ class CostModel:
     machine: Machine
     _collectives: dict[tuple[str, Parts, int], float] = field(default_factory=dict)
     _groups: dict[Parts, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _programs: dict[object, float] = field(default_factory=dict)
     _of_devices: dict[tuple[Parts, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
     @staticmethod
@@ -279,9 +280,15 @@ class CostModel:
         """The time of the movement by the program that is run for it."""
         if are_alike(source, target):
             return 0.0
-        before, after = (self.table.decoded(_is_plain_part(one)) for one in (source, target))
-        program = chosen_program(ArrayType(shape, element, before), after)
-        return program.estimate(element, self._topology, self.machine.library).seconds_s
+        ends = tuple(self.table.decoded(_is_plain_part(one)) for one in (source, target))
+        found = self._programs.get((ends, shape, element))
+        if found is None:
+            program = chosen_program(ArrayType(shape, element, ends[0]), ends[1])
+            found = program.estimate(element, self._topology, self.machine.library).seconds_s
+            if len(self._programs) >= MOST_KEPT:
+                self._programs.clear()
+            self._programs[ends, shape, element] = found
+        return found
 
     def _collectives_s(
         self, kind: str, bits: PartBits, axes: BitArray, sizes_bytes: IntArray

@@ -15,10 +15,10 @@ The least sum is found exactly where the graph lets it be (`least_sum`: chains, 
 graphs in which few values are alive at once), else by descent from what the other strategies
 say.
 
-Movements are priced by the programs that are run. Those take milliseconds to find, so a small graph
-begins with bounds, and only what looks best is priced, until nothing else can be better. In a large
-one formulas choose first; what they choose is priced, and changed where that shows something
-better. Either way the answer's seconds are those of its programs. There is no clock in it.
+Movements are priced by the programs that are run. Those take milliseconds to find, so formulas
+choose first; what they choose is priced, and changed where that shows something better. In a small
+graph bounds follow: what could be better by them is priced, until nothing can. Either way the
+answer's seconds are those of its programs. There is no clock in it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
 from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
 from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.least_sum import CostSum, CostTable, Eliminations, FloatArray
+from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
 from reshard.spmd.propagation.movement_tables import Move, ValueMovements
 from reshard.spmd.propagation.propagation import (
     OperationShardings,
@@ -49,6 +49,8 @@ OTHERS = ("aggressive", "basic")
 # Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
 MOST_JUDGED = 16
 MOST_ROUNDS = 256
+# Sums of tables are compared up to this part of them, far beyond what rounding does.
+SLACK = 1e-6
 # How often what formulas chose is changed.
 MOST_CHANGES = 4
 # Operations of a graph that is small enough for axes to be tried in every order.
@@ -120,13 +122,7 @@ def propagate_by_cost(
     # 2. Candidates of values and operations.
     problem = _Problem(graph, table, CostModel.of(table, machine))
     problem.candidates(annotations, dict(outputs or {}), bases)
-    # 3. The exact answer, where the graph is small enough.
-    found = None
-    if exact is not False and len(graph.operations) <= MOST_JUDGED:
-        problem.fill(bounds=True)
-        found = _solve_exactly(problem)
-    is_exact = found is not None
-    # 4. The other strategies' seconds. Operations are the inner variables: no table has two of
+    # 3. The other strategies' seconds. Operations are the inner variables: no table has two of
     # them, so that each finds its best way by itself once the values are chosen.
     problem.fill(bounds=False)
     total = problem.sum()
@@ -136,11 +132,12 @@ def propagate_by_cost(
     problem.price(others)
     total = problem.sum()
     others_s = {other: total.value(other) for other in others}
-    # 5. Otherwise formulas choose, and prices of programs correct them.
-    if found is not None:
-        chosen, seconds_s = found, total.value(found)
-    else:
-        chosen, seconds_s = _solve_nearly(problem, others_s, exact)
+    # 4. What formulas choose, corrected by prices of programs.
+    chosen, seconds_s = _solve_nearly(problem, others_s, exact)
+    # 5. What is better, or the proof that nothing is, where the graph is small enough.
+    is_exact = False
+    if exact is not False and len(graph.operations) <= MOST_JUDGED:
+        chosen, seconds_s, is_exact = _solve_exactly(problem, chosen, seconds_s)
     return CostedGraph(
         problem.answer(chosen, bases[0]),
         seconds_s,
@@ -152,19 +149,46 @@ def propagate_by_cost(
 Choices = tuple[int, ...]
 
 
-def _solve_exactly(problem: _Problem) -> Choices | None:
-    """The least sum with every movement priced by its program; None where that takes too long.
+def _solve_exactly(problem: _Problem, best: Choices, best_s: float) -> tuple[Choices, float, bool]:
+    """The least sum with every movement priced by its program, and whether it was found for sure.
 
     Prices begin as bounds that no program stays below. The least sum of those is found, the
-    movements in it get the price of their programs, and so on until it has no bound in it: then
-    every other choice takes as long even by its bounds.
+    movements in it get the price of their programs, and so on until it is no less than the best
+    answer seen: then every other choice takes as long even by its bounds. Choices that take longer
+    than that answer by their bounds are left out on the way.
+
+    Args:
+        problem: whose movements are priced.
+        best: an answer to begin with.
+        best_s: its seconds, all of its movements priced.
     """
-    known: Eliminations = {}
-    for _ in range(MOST_ROUNDS):
-        chosen = problem.sum().eliminated(known=known)
-        if chosen is None or not problem.price([chosen]):
-            return chosen
-    return None
+    problem.fill(bounds=True)
+    kept = [np.arange(count) for count in problem.sum().choices]
+    for turn in range(MOST_ROUNDS):
+        total = problem.sum().restricted(kept)
+        # In the rounds 0, 1, 2, 4, 8 and so on, since it takes as long as some rounds.
+        if turn & (turn - 1) <= 0:
+            least_s = total.least_of_choices()
+            if least_s is None:
+                break
+            kept = [
+                numbers[(own_s <= best_s * (1 + SLACK)) | (numbers == choice)]
+                for numbers, own_s, choice in zip(kept, least_s, best, strict=True)
+            ]
+            total = problem.sum().restricted(kept)
+        places = total.eliminated()
+        if places is None:
+            break
+        if total.value(places) >= best_s:
+            return best, best_s, True
+        chosen = tuple(int(own[place]) for own, place in zip(kept, places, strict=True))
+        is_changed = problem.price([chosen])
+        chosen_s = problem.sum().value(chosen)
+        if chosen_s < best_s:
+            best, best_s = chosen, chosen_s
+        if not is_changed:
+            return best, best_s, True
+    return best, best_s, False
 
 
 def _solve_nearly(

@@ -11,6 +11,9 @@ stay small go first. It stops where a table would become too large (Dechter, "Bu
     f(a, b) + h(b)          b out: k(a) = min over b of f(a, b) + h(b), at b(a)
     k(a)                    a is where k is least; then b(a), then c(b)
 
+Forwards again, each joined table gets what lies outside of it, and then shows the least sum for
+every single choice: a choice whose least sum is above one that is known can be left out.
+
 *Descent* starts from given choices and changes one variable at a time, with the inner ones beside
 it, as long as that helps.
 
@@ -47,17 +50,18 @@ class Elimination:
     """A variable taken out of some tables.
 
     Args:
-        best: its choice, for choices of the rest.
-        least_s: the seconds then.
-        joined: the tables, which are kept since they are told apart by the memory they are in.
+        variable: that is taken out.
+        scope: all variables of the tables.
+        joined: the tables.
+        best: the variable's choice, for choices of the rest.
+        left: the seconds then, a table of the rest.
     """
 
+    variable: int
+    scope: tuple[int, ...]
+    joined: list[CostTable]
     best: IntArray
-    least_s: FloatArray
-    joined: list[FloatArray]
-
-
-Eliminations = dict[object, Elimination]
+    left: CostTable
 
 
 @dataclass(slots=True)
@@ -93,15 +97,68 @@ class CostSum:
             for table in self.tables
         )
 
-    def eliminated(
-        self, largest: int = LARGEST_TABLE, known: Eliminations | None = None
-    ) -> tuple[int, ...] | None:
-        """The choices of the least sum; None where a table would be larger than `largest`.
+    def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
+        """The choices of the least sum; None where a table would be larger than `largest`."""
+        taken = self._take_out(largest)
+        if taken is None:
+            return None
+        # Backwards: when a variable is read off, the rest of its table is chosen already.
+        chosen = [0] * len(self.choices)
+        for one in reversed(taken):
+            chosen[one.variable] = int(one.best[tuple(chosen[v] for v in one.left.variables)])
+        return tuple(chosen)
 
-        What the same tables give in the same places is found once: graphs repeat their layers. It
-        is kept in `known`, for another sum of which some tables are the same objects.
+    def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
+        """The least sum with each choice of each variable, up to rounding; None as `eliminated`.
+
+        >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
+        >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
+        >>> [least_s.tolist() for least_s in CostSum((2, 2), tables).least_of_choices()]
+        [[5.0, 1.0], [1.0, 6.0]]
         """
-        known = {} if known is None else known
+        taken = self._take_out(largest)
+        if taken is None:
+            return None
+        # Variables that share no table, directly or by others, are sums of their own.
+        whole_s = math.fsum(float(one.left.seconds_s) for one in taken if not one.left.variables)
+        made = {id(one.left) for one in taken}
+        outside_s: dict[int, FloatArray] = {}
+        found: list[FloatArray] = [np.zeros(0)] * len(self.choices)
+        for one in reversed(taken):
+            # All tables of the sum, for choices of these variables: those below, and those outside.
+            total = self._join(one.joined, one.scope)
+            place = one.scope.index(one.variable)
+            if one.left.variables:
+                total += np.expand_dims(outside_s.pop(id(one.left)), place)
+            else:
+                total += whole_s - float(one.left.seconds_s)
+            found[one.variable] = _least_over(total, one.scope, (one.variable,))
+            for table in one.joined:
+                if id(table) in made:
+                    least_s = _least_over(total, one.scope, table.variables)
+                    outside_s[id(table)] = least_s - table.seconds_s
+        return found
+
+    def restricted(self, kept: Sequence[IntArray]) -> CostSum:
+        """The sum with some choices of each variable, by their numbers."""
+        tables = [
+            CostTable(one.variables, one.seconds_s[np.ix_(*(kept[v] for v in one.variables))])
+            for one in self.tables
+        ]
+        return CostSum(tuple(map(len, kept)), tables)
+
+    def _join(self, tables: Sequence[CostTable], scope: Sequence[int]) -> FloatArray:
+        total = np.zeros([self.choices[v] for v in scope])
+        for table in tables:
+            total += _spread_axes(table, scope, self.choices)
+        return total
+
+    def _take_out(self, largest: int) -> list[Elimination] | None:
+        """The variables taken out one by one; None where a table would be larger than `largest`.
+
+        What the same tables give in the same places is found once: graphs repeat their layers.
+        """
+        known: dict[object, tuple[IntArray, FloatArray]] = {}
         # 1. The tables left, those of each variable, and a heap of variables by the size of their
         # joined table.
         tables: dict[int, CostTable] = dict(enumerate(self.tables))
@@ -109,7 +166,7 @@ class CostSum:
         waiting = [(self._count_joined(tables, of, v), v) for v in range(len(self.choices))]
         heapq.heapify(waiting)
         is_out = [False] * len(self.choices)
-        taken: list[tuple[int, tuple[int, ...], IntArray]] = []
+        taken: list[Elimination] = []
         while waiting:
             size, variable = heapq.heappop(waiting)
             if is_out[variable]:
@@ -123,41 +180,34 @@ class CostSum:
                 return None
             # 2. Join the variable's tables, an axis a variable, into one.
             numbers = sorted(of[variable])
-            scope = sorted({v for number in numbers for v in tables[number].variables} | {variable})
+            scope = tuple(
+                sorted({v for number in numbers for v in tables[number].variables} | {variable})
+            )
             joined = [tables.pop(number) for number in numbers]
             for number, table in zip(numbers, joined, strict=True):
                 for other in table.variables:
                     of[other].discard(number)
+            # 3. Take the variable out: the least over its axis, and where it is, for choices of the
+            # rest. Tables are told apart by the memory they are in, which `taken` keeps.
             place = scope.index(variable)
             shape = tuple(self.choices[v] for v in scope)
             key = (place, shape, *(_place_axes(table, scope) for table in joined))
-            found = known.get(key)
-            if found is None:
-                total = np.zeros(shape)
-                for table in joined:
-                    total += _spread_axes(table, scope, self.choices)
-                # 3. Take the variable out: the least over its axis, and where it is, for choices
-                # of the rest.
-                found = known[key] = Elimination(
-                    np.asarray(total.argmin(axis=place)),
-                    np.asarray(total.min(axis=place)),
-                    [table.seconds_s for table in joined],
-                )
+            if key not in known:
+                total = self._join(joined, scope)
+                known[key] = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
+            best, least_s = known[key]
             rest = tuple(v for v in scope if v != variable)
-            taken.append((variable, rest, found.best))
+            left = CostTable(rest, least_s)
+            taken.append(Elimination(variable, scope, joined, best, left))
             is_out[variable] = True
             if rest:
                 # Beyond all numbers in use: each variable that is taken out adds one table at most.
                 new = len(self.tables) + len(taken)
-                tables[new] = CostTable(rest, found.least_s)
+                tables[new] = left
                 for other in rest:
                     of[other].add(new)
                     heapq.heappush(waiting, (self._count_joined(tables, of, other), other))
-        # 4. Backwards: when a variable is read off, the rest of its table is chosen already.
-        chosen = [0] * len(self.choices)
-        for variable, rest, best in reversed(taken):
-            chosen[variable] = int(best[tuple(chosen[v] for v in rest)])
-        return tuple(chosen)
+        return taken
 
     def _count_joined(self, tables: dict[int, CostTable], of: list[set[int]], variable: int) -> int:
         scope = {v for number in of[variable] for v in tables[number].variables} | {variable}
@@ -267,6 +317,14 @@ class CostSum:
 def _place_axes(table: CostTable, scope: Sequence[int]) -> object:
     """Which table stands where in a scope: tables are told apart by the memory they are in."""
     return id(table.seconds_s), *(scope.index(variable) for variable in table.variables)
+
+
+def _least_over(
+    seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]
+) -> FloatArray:
+    """The least over the axes of a scope that are not those of some variables."""
+    axes = tuple(place for place, v in enumerate(scope) if v not in variables)
+    return np.asarray(seconds_s.min(axis=axes))
 
 
 def _spread_axes(table: CostTable, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
