@@ -22,7 +22,7 @@ from engines.megatron_core import model_records
 from link_ends import NAME, PORTS, RANK, SIDE, begin_job, cut, expect_values, link, set_values
 from refit_models import expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, RunError
-from reshard.torch import MegatronModel
+from reshard.torch import BlockQuantized, MegatronModel
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.shared_memory import SharedMemory
 from reshard.torch.links.relay import BucketGate
@@ -303,6 +303,91 @@ def to_hub(whole: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]
     if case.endswith("_tied"):
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     return found
+
+
+def changes() -> None:
+    """What changed since the last run is all that is handed on; all have what a full run has."""
+    rows, columns = {"a": (Shard(0), Shard(1)), "b": (Shard(1), Shard(0))}.get(
+        NAME, (Shard(1), Shard(1))
+    )
+
+    def at_step(step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        given = {name: torch.randn(64, 96, generator=generator) for name in ("first", "second")}
+        given["first"][step, 5] += 1
+        given["second"][::9, step] -= step
+        return given
+
+    with link(engines=3) as end:
+        model: dict[str, torch.Tensor] = at_step(0)
+        if SIDE == "engine":
+            model = zeros(model)
+        if NAME != "c":
+            mesh = init_device_mesh("cpu", (2,))
+            model = {
+                name: distribute_tensor(one, mesh, [cut_as])
+                for (name, one), cut_as in zip(model.items(), (rows, columns), strict=True)
+            }
+        sync = prepared(end, model, **({"changed_only": "elements"} if SIDE == "trainer" else {}))
+        sizes = []
+        for step in range(4):
+            whole = at_step(step)
+            if SIDE == "trainer":
+                for name, one in model.items():
+                    one.copy_(distribute_tensor(whole[name], one.device_mesh, one.placements))
+            report = sync.run()
+            if SIDE == "trainer":
+                expect(report.fed_by == {"a": "trainer", "b": "a", "c": "b"}, f"{report}")
+                continue
+            sizes.append(report.received_bytes)
+            for name, one in model.items():
+                found = one.full_tensor() if isinstance(one, DTensor) else one
+                expect(torch.equal(found, whole[name]), f"{NAME}: {name} at {step}")
+        expect(SIDE == "trainer" or max(sizes[1:]) < sizes[0] / 4, f"{NAME}: {sizes}")
+        sync.verify()
+
+
+def quantised() -> None:
+    """Float8 and scales, made once on the way, are handed on as they are, cut alike or not."""
+    name, block = "mlp.up_proj.weight", BlockQuantized()
+    scales = f"{name}_scale_inv"
+
+    def at_step(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7 + step)
+        return torch.randn(256, 384, generator=generator).bfloat16()
+
+    def blank() -> dict[str, torch.Tensor]:
+        return {
+            name: torch.zeros(256, 384).to(torch.float8_e4m3fn),
+            scales: torch.zeros(2, 3),
+        }
+
+    with link(engines=3) as end:
+        model: dict[str, Any] = blank()
+        if NAME != "c":
+            mesh = init_device_mesh("cpu", (2,))
+            model = {
+                one: distribute_tensor(tensor.float(), mesh, [Shard(0)]).to(tensor.dtype)
+                for one, tensor in model.items()
+            }
+        if SIDE == "trainer":
+            model = {name: distribute_tensor(at_step(0), mesh, [Shard(0)])}
+        said = {"quantize": "fp8-block128"} if SIDE == "trainer" else {}
+        sync = prepared(end, model, **said)
+        for step in range(3):
+            if SIDE == "trainer":
+                model[name].copy_(distribute_tensor(at_step(step), mesh, [Shard(0)]))
+            report = sync.run()
+            if SIDE == "trainer":
+                expect(report.fed_by == {"a": "trainer", "b": "a", "c": "b"}, f"{report}")
+                continue
+            made = blank()
+            block.finish_receive(name, at_step(step), made)
+            for one, tensor in model.items():
+                wanted = made[one] if NAME == "c" else made[one].chunk(2)[RANK]
+                found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                same = torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+                expect(same, f"{NAME}: {one} at {step}")
 
 
 def _count_meetings() -> list[int]:

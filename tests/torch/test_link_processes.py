@@ -47,6 +47,8 @@ RELAYS = {
     "trainer_dies": {0, 1},
     "others": set(),
     "named": set(),
+    "changes": set(),
+    "quantised": set(),
 }
 
 
