@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import reshard
 from rank_cases import run_cases
@@ -281,6 +283,32 @@ def programs_and_replicas() -> None:
     expect_equal(target, cut(given, {"w": "-, -"}, {"dp": 4}), "replicas")
 
 
+def sums_that_wait() -> None:
+    """Contributions of ranks beside tensors that are whole: each run brings the sum of then."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+    plain = bits(3, torch.int32, {"w": (64, 96)})["w"]
+    own = torch.arange(48.0).reshape(8, 6) * (rank + 1)
+    source = {"sum": DTensor.from_local(own, mesh, [Partial()], run_check=False)}
+    source["w"] = distribute_tensor(plain, mesh, [Shard(0)])
+    target = {
+        "sum": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]),
+        "w": distribute_tensor(torch.zeros_like(plain), mesh, [Shard(1)]),
+    }
+    for unit in UNITS:
+        done = Refit.prepare(source, target, changed_only=unit)
+        for step in range(4):
+            if step:
+                # On one rank alone, and nowhere else.
+                own[step, 2] += step * (rank == 3)
+                plain[7 * step, step] += 1
+                source["w"].copy_(distribute_tensor(plain, mesh, [Shard(0)]))
+            done.run()
+            added = own.clone()
+            dist.all_reduce(added)
+            expect(torch.equal(target["sum"].full_tensor(), added), f"{unit}: sum at {step}")
+            expect(torch.equal(target["w"].full_tensor(), plain), f"{unit}: w at {step}")
+
+
 def refusals() -> None:
     """What it cannot be, and ranks that say different things."""
     given = bits(1)
@@ -300,6 +328,7 @@ if __name__ == "__main__":
             whoever_wrote_there,
             after_a_failure,
             programs_and_replicas,
+            sums_that_wait,
             refusals,
         ]
     )
