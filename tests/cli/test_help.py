@@ -132,3 +132,22 @@ def test_inspect_imports_what_its_checkpoint_needs(folder: Path) -> None:
         "sys.exit(done or any(f'reshard.checkpoint.{one}' in names for one in others))"
     )
     assert run_alone("inspect", "model", cwd=folder, code=code).code == 0
+
+
+def test_the_shells_complete(folder: Path) -> None:
+    """Each shell gets its script; bash runs it, and words that are begun are completed."""
+    for shell in ("bash", "zsh", "fish"):
+        script = run_alone(cwd=folder, _RESHARD_COMPLETE=f"{shell}_source")
+        assert script.code == 0
+        assert "_RESHARD_COMPLETE=" in script.output
+        assert "Usage" not in script.output
+
+    def completed(words: str) -> list[str]:
+        number = str(len(words.split(" ")) - 1)
+        asked = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": number}
+        return run_alone(cwd=folder, **asked).output.split()
+
+    assert completed("reshard ver") == ["plain,verify"]
+    assert "plain,--recipe" in completed("reshard convert --re")
+    # A path: the shell lists the files itself.
+    assert completed("reshard inspect mod") == ["file,mod"]

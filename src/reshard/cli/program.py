@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,6 +12,8 @@ from reshard import __version__
 from reshard.cli.command_group import ModuleCommands
 from reshard.cli.failures import DONE, report
 from reshard.cli.output import prepare_streams, settle_streams
+
+COMPLETE_VARIABLE = "_RESHARD_COMPLETE"
 
 _SUMMARIES = {
     "inspect": "Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.",
@@ -63,6 +66,11 @@ def program() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; the exit code."""
     prepare_streams()
+    # Set by the shell, to get its script or what a word that is begun may become.
+    if asked := os.environ.get(COMPLETE_VARIABLE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(program, {}, "reshard", COMPLETE_VARIABLE, asked)
     try:
         # Not `program.main`, which would print errors and exit on its own.
         with program.make_context("reshard", list(arguments) or ["--help"]) as context:

@@ -19,9 +19,9 @@ from reshard.cli.options import (
 
 
 @click.command()
-@click.argument("base", callback=as_path)
-@click.argument("deltas", nargs=-1, required=True)
-@click.argument("target", callback=as_path)
+@click.argument("base", type=click.Path(), callback=as_path)
+@click.argument("deltas", type=click.Path(), nargs=-1, required=True)
+@click.argument("target", type=click.Path(), callback=as_path)
 @conversion_options
 @dry_run_option
 @run_options

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", callback=as_path)
-@click.argument("target", callback=as_path)
+@click.argument("source", type=click.Path(), callback=as_path)
+@click.argument("target", type=click.Path(), callback=as_path)
 @source_cut_options
 @conversion_options
 @for_option

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("before", callback=as_path)
-@click.argument("after", callback=as_path)
+@click.argument("before", type=click.Path(), callback=as_path)
+@click.argument("after", type=click.Path(), callback=as_path)
 @click.option(
     "--output",
     "-o",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("checkpoint", callback=as_path)
+@click.argument("checkpoint", type=click.Path(), callback=as_path)
 @click.option("--digest", is_flag=True, help="Read every byte, and compare with the manifest.")
 @click.option(
     "--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors of such names."

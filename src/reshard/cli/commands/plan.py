@@ -46,7 +46,7 @@ _BLOCK_RECORD_BYTES = 64
 
 
 @click.command()
-@click.argument("source", callback=as_path)
+@click.argument("source", type=click.Path(), callback=as_path)
 @source_cut_options
 @conversion_options
 @for_option

@@ -84,7 +84,7 @@ def show(name: str | None, as_json: bool) -> int:
 
 
 @recipe.command()
-@click.argument("checkpoint", callback=as_path)
+@click.argument("checkpoint", type=click.Path(), callback=as_path)
 @click.option("--to", required=True, metavar="MESH", help="What to cut for: a mesh (tp=2,pp=2).")
 @click.option(
     "--recipe",
@@ -175,8 +175,8 @@ def check(
 
 
 @recipe.command()
-@click.argument("model", callback=as_path)
-@click.argument("file", callback=as_path)
+@click.argument("model", type=click.Path(), callback=as_path)
+@click.argument("file", type=click.Path(), callback=as_path)
 @click.option("--engine", required=True, metavar="NAME", help="Whose loader to follow.")
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")

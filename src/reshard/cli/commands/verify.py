@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("left", callback=as_path)
-@click.argument("right", callback=as_path)
+@click.argument("left", type=click.Path(), callback=as_path)
+@click.argument("right", type=click.Path(), callback=as_path)
 @click.option(
     "--left-names",
     metavar="NAME",
