@@ -86,6 +86,15 @@ class Piece(NamedTuple):
         """Bytes of its elements as they travel."""
         return int(self.view.numel() * self.dtype.itemsize)
 
+    def lies_like(self, other: Piece) -> bool:
+        """Whether another piece has the same memory, and travels as the same."""
+        own, its = self.view, other.view
+        return (
+            own.data_ptr() == its.data_ptr()
+            and (own.shape, own.stride()) == (its.shape, its.stride())
+            and (own.dtype, self.dtype) == (its.dtype, other.dtype)
+        )
+
     def parts(self, most_bytes: int) -> Iterator[Piece]:
         """The piece in parts of at most `most_bytes`, in row major order."""
         for view in cut(self.view, most_bytes, itemsize=self.dtype.itemsize):
@@ -110,7 +119,7 @@ class RankMessage:
 
     @functools.cached_property
     def _sizes_bytes(self) -> list[int]:
-        return [piece.size_bytes for piece in self.pieces]
+        return list_sizes_bytes(self.pieces)
 
     @functools.cached_property
     def size_bytes(self) -> int:
@@ -131,6 +140,13 @@ class RankMessage:
             (one.view.data_ptr(), one.view.shape, one.view.stride(), one.view.dtype, one.dtype)
             for one in self.pieces
         ]
+
+    def carries_like(self, other: RankMessage) -> bool:
+        """Whether another message carries the same memory, as the same."""
+        return len(self.pieces) == len(other.pieces) and all(
+            one is two or one.lies_like(two)
+            for one, two in zip(self.pieces, other.pieces, strict=True)
+        )
 
     @property
     def direct(self) -> torch.Tensor | None:
@@ -204,7 +220,9 @@ class _PieceRows(NamedTuple):
 
     received: list[tuple[_Place, str | None, Callable[[Piece], None]]]
     kept: list[tuple[_Place, _Place, str | None, Callable[[LocalCopy], None]]]
-    sent: list[tuple[_Place, Callable[[Piece], None]]]
+    # What is sent to several ranks is one place, of that number.
+    sent: list[tuple[int, Callable[[Piece], None]]]
+    sent_places: list[_Place]
 
 
 @dataclass(slots=True, eq=False)
@@ -234,14 +252,17 @@ class RankPieces:
         if rows is None:
             rows = self._rows[key] = self._list_rows(tensor, sources, targets)
         dtype = tensor.dtype
-        for place, reduction, take in rows.received:
-            view = place.view(targets)
-            take(Piece(view, dtype or view.dtype, reduction))
+        if rows.received:
+            views = _view_places([place for place, _, _ in rows.received], targets)
+            for view, (_, reduction, take) in zip(views, rows.received, strict=True):
+                take(Piece(view, dtype or view.dtype, reduction))
         for place, kept_from, reduction, keep in rows.kept:
             keep(LocalCopy(place.view(targets), kept_from.view(sources), reduction))
-        for place, take in rows.sent:
-            view = place.view(sources)
-            take(Piece(view, dtype or view.dtype))
+        if rows.sent:
+            views = _view_places(rows.sent_places, sources)
+            pieces = [Piece(view, dtype or view.dtype) for view in views]
+            for number, take in rows.sent:
+                take(pieces[number])
 
     def _list_rows(
         self,
@@ -249,7 +270,8 @@ class RankPieces:
         sources: Mapping[int, torch.Tensor],
         targets: Mapping[int, torch.Tensor],
     ) -> _PieceRows:
-        rows = _PieceRows([], [], [])
+        rows = _PieceRows([], [], [], [])
+        number_of: dict[_Place, int] = {}
         for row in _list_received(tensor.received, sources, targets):
             # The first contribution is copied into the target, later ones are combined with it.
             reduction = (tensor.change.source.reduction or "sum") if row.order else None
@@ -261,8 +283,24 @@ class RankPieces:
                 rows.received.append((row.place, reduction, take))
         for row in _list_sent(tensor.sent, sources):
             take = self.sent.setdefault((row.order, row.peer), []).append
-            rows.sent.append((row.place, take))
+            rows.sent.append((number_of.setdefault(row.place, len(number_of)), take))
+        rows.sent_places.extend(number_of)
         return rows
+
+
+def _view_places(
+    places: Sequence[_Place], cells: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The boxes of places."""
+    if len(cells) != 1:
+        return [place.view(cells) for place in places]
+    # Of one tensor it is asked once where that begins.
+    (whole,) = cells.values()
+    begin = whole.storage_offset()
+    return [
+        whole if one.is_whole else whole.as_strided(one.shape, one.strides, begin + one.ahead)
+        for one in places
+    ]
 
 
 def _list_received(
@@ -334,9 +372,15 @@ def list_messages(
     return RankMessages(tuple(messages), tuple(copies), tuple(combinations))
 
 
+def list_sizes_bytes(pieces: Iterable[Piece]) -> list[int]:
+    """Bytes of the elements of each piece as they travel."""
+    # Of very many pieces, to call `size_bytes` of each takes longer than to find it.
+    return [view.numel() * dtype.itemsize for view, dtype, _ in pieces]
+
+
 def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
-    together, alone = group_pieces([piece.size_bytes for piece in pieces], message_bytes)
+    together, alone = group_pieces(list_sizes_bytes(pieces), message_bytes)
     for numbers in together:
         yield [pieces[number] for number in numbers]
     for number in alone:

@@ -139,24 +139,23 @@ class MessageSlots:
         self._memory = allocate(self.size_bytes)
         self._are_shared = are_shared
         self._users: list[list[ExchangeStep]] = []
-        self._buffers: list[tuple[list[Any], torch.Tensor]] = []
+        self._staged: list[StagedMessage] = []
 
     def give(self, prepared: StagedMessage, step: ExchangeStep) -> None:
         """Give a message of a step its bytes, and let the step follow the one that has them."""
         # Message `turn` takes the memory of message `turn - count`, whose steps must end before.
         turn = len(self._users)
-        contents = prepared.message.contents if self._are_shared else []
         # The same contents, for another rank, are packed once while they are in memory.
         for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
-            if self._buffers[number][0] == contents:
-                prepared.buffer = self._buffers[number][1]
+            if self._staged[number].message.carries_like(prepared.message):
+                prepared.buffer = self._staged[number].buffer
                 self._users[number].append(step)
                 return
         self._users.append([step])
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
         prepared.stage(self._memory.narrow(0, begin, offsets[-1]))
-        self._buffers.append((contents, prepared.buffer))
+        self._staged.append(prepared)
         if turn >= self._count:
             step.follows += self._users[turn - self._count]
 
