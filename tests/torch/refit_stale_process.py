@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,29 @@ def moved_tensors() -> None:
                     expect(bool((local_of(both[1][name]) == 1).all()), f"{name} prepared anew")
 
 
-CASES = [maxima, moved_tensors]
+def alike_but_for_one_thing() -> None:
+    """Tensors that are cut alike are described once; those that differ in one thing are not."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    other = init_device_mesh("cpu", (1, ranks))
+    cuts = [(one, two) for one in (Shard(0), Shard(1)) for two in (Shard(1), Replicate())]
+    kinds = itertools.product((mesh, other), cuts, (torch.float32, torch.float64), (10, 7))
+    source, target, whole = {}, {}, {}
+    for number, (on, (before, after), dtype, rows) in enumerate(kinds):
+        ahead = [Replicate()] * (on.ndim - 1)
+        # Twice, so that the second of each kind is one that is known.
+        for copy in range(2):
+            name = f"{number}.{copy}"
+            whole[name] = (torch.arange(rows * 6).view(rows, 6) + 100 * number + copy).to(dtype)
+            source[name] = distribute_tensor(whole[name], on, [*ahead, before])
+            target[name] = distribute_tensor(torch.zeros_like(whole[name]), on, [*ahead, after])
+    Refit.prepare(source, target).run()
+    for name, expected in whole.items():
+        found = target[name].full_tensor()
+        expect(torch.equal(found, expected), f"{name}: {found}, not {expected}")
+
+
+CASES = [maxima, moved_tensors, alike_but_for_one_thing]
 
 
 if __name__ == "__main__":

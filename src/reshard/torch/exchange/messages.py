@@ -288,9 +288,7 @@ class RankPieces:
         return rows
 
 
-def _view_places(
-    places: Sequence[_Place], cells: Mapping[int, torch.Tensor]
-) -> list[torch.Tensor]:
+def _view_places(places: Sequence[_Place], cells: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """The boxes of places."""
     if len(cells) != 1:
         return [place.view(cells) for place in places]

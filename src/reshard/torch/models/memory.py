@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from reshard.torch.models.naming import tied_root
 from reshard.torch.models.parameters import LocalTensors
 from reshard.torch.sides import check_writable, find_addresses
 
+_DEVICE, _NBYTES = attrgetter("device"), attrgetter("nbytes")
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
 
@@ -147,12 +149,22 @@ def _list_spans(tensors: Mapping[str, torch.Tensor]) -> list[_Span]:
     """Where tensors with elements lie: their device, first and last byte, and name."""
     spans = []
     names_of: dict[torch.device, str] = {}
-    for name, tensor in tensors.items():
-        device = tensor.device
+    # Column by column, since there may be very many.
+    held = list(tensors.values())
+    columns = (
+        tensors,
+        held,
+        map(_DEVICE, held),
+        map(torch.Tensor.data_ptr, held),
+        map(_NBYTES, held),
+        map(torch.Tensor.is_contiguous, held),
+    )
+    for name, tensor, device, begin, size_bytes, is_dense in zip(*columns, strict=True):
         if device not in names_of:
             names_of[device] = str(device)
-        if tensor.numel():
-            spans.append((names_of[device], *find_addresses(tensor), name))
+        if size_bytes:
+            end = begin + size_bytes if is_dense else find_addresses(tensor)[1]
+            spans.append((names_of[device], begin, end, name))
     return spans
 
 

@@ -16,7 +16,7 @@ What a rank lists goes to the other ranks (`rosters`); the tensors stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -46,7 +46,7 @@ from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
-from reshard.torch.sides import local_of, place_sharding
+from reshard.torch.sides import WITH_MEMORY, list_addresses, local_of, place_sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,6 @@ class LaidModel(dict[str, Any]):
 
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
-# Types that have their memory themselves.
-_WITH_MEMORY = {torch.Tensor, torch.nn.Parameter}
 # What torch.compile calls the module inside the one that it gives.
 _COMPILED = "_orig_mod."
 
@@ -124,7 +122,7 @@ class LocalTensors:
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
-        now = _find_addresses(self.tensors.values())
+        now = list_addresses(self.tensors.values())
         # Of very many tensors none has moved, nearly always.
         if now != list(self.addresses.values()):
             for (name, address), found in zip(self.addresses.items(), now, strict=True):
@@ -181,7 +179,8 @@ def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
     Raises ShardError where the model says another than the offset, or none can be.
     """
     counts = isinstance(model, MegatronModel) or (
-        isinstance(model, Mapping) and any(isinstance(one, tuple) for one in model.values())
+        isinstance(model, Mapping)
+        and any(issubclass(kind, tuple) for kind in set(map(type, model.values())))
     )
     laid = model if isinstance(model, LaidModel) else None
     if not counts or (offset is not None and laid is None):
@@ -210,8 +209,8 @@ class _Lister:
         self._group = group
         self.first_rank = 0
         self._described: dict[Any, tuple[ShardingSpec, Layout]] = {}
-        # By the identity of what says it, which is kept here so that it stays the only one.
-        self._by_identity: dict[Any, tuple[ShardingSpec, Layout, Any]] = {}
+        # The kind of a DTensor and whether this rank has a part, by what it is found by.
+        self._distributed: dict[Any, tuple[int, bool, object]] = {}
         self._shifted: dict[Layout, Layout] = {}
         self._names: list[str] = []
         self._own_names: list[str] = []
@@ -241,13 +240,10 @@ class _Lister:
     def _list(
         self, name: str, own_name: str, kind: EntryKind, sample: str = "", local_name: str = ""
     ) -> None:
-        self._names.append(name)
-        self._own_names.append(own_name)
-        self._local_names.append(local_name)
-        self._samples.append(sample)
-        self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
+        number = self._kinds.setdefault(kind, len(self._kinds))
+        self._append(name, own_name, number, sample, local_name)
 
-    def _list_laid(self, name: str, own_name: str, says: _Says, sample: str = "") -> None:
+    def _number_kind(self, says: _Says) -> int:
         number = self._kind_numbers.get(says)
         if number is None:
             dtype, shape, layout, fusion, spec = says
@@ -259,9 +255,14 @@ class _Lister:
                 spec=spec,
             )
             number = self._kind_numbers[says] = self._kinds.setdefault(kind, len(self._kinds))
+        return number
+
+    def _append(
+        self, name: str, own_name: str, number: int, sample: str = "", local_name: str = ""
+    ) -> None:
         self._names.append(name)
         self._own_names.append(own_name)
-        self._local_names.append("")
+        self._local_names.append(local_name)
         self._samples.append(sample)
         self._kind_of.append(number)
 
@@ -281,52 +282,66 @@ class _Lister:
         if value is None and layout is not None:
             if pattern is not None and layout.ndim:
                 for number in range(layout.shape[0]):
-                    its_layout = member_layout(layout, number)
                     member = pattern.replace("{}", str(number))
-                    self._list_member(member, own_name, None, None, its_layout)
+                    of_member = member_layout(layout, number)
+                    self._list_member(member, own_name, None, None, of_member)
                 return
-            self._list_laid(name, own_name, (None, None, layout, fusion, None))
+            self._append(name, own_name, self._number_kind((None, None, layout, fusion, None)))
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        spec, sample = None, ""
         if layout is None and getattr(value, "tensor_model_parallel", False):
             self.problems.append(
                 f"{given_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
                 "not a whole one; give its module as MegatronModel(module, names or groups=...), "
                 "or it with its Layout"
             )
-        if layout is None and isinstance(value, DTensor):
-            spec, layout = self._describe(value)
         local = self._local(name, value)
         if local is None:
             return
+        is_distributed = layout is None and isinstance(value, DTensor)
         if pattern is not None:
-            self._add_members(name, own_name, pattern, value, local, layout)
+            its_layout = self._describe(value)[1] if is_distributed else layout
+            self._add_members(name, own_name, pattern, value, local, its_layout)
+            return
+        if is_distributed:
+            self._list_distributed(name, own_name, value, local, fusion)
             return
         has_part = layout is None or self._group.rank in layout.local_shapes
         self._register(name, value, local, has_part)
-        if layout is None and self._takes_samples:
-            sample = sample_of(local)
-        shape = local.shape if has_part else None
-        self._list_laid(name, own_name, (value.dtype, shape, layout, fusion, spec), sample)
+        sample = sample_of(local) if layout is None and self._takes_samples else ""
+        says = (value.dtype, local.shape if has_part else None, layout, fusion, None)
+        self._append(name, own_name, self._number_kind(says), sample)
+
+    def _list_distributed(
+        self, name: str, own_name: str, value: DTensor, local: torch.Tensor, fusion: Fusion | None
+    ) -> None:
+        """List a DTensor. Layers are cut alike, so that is worked out once for all."""
+        says = value._spec
+        # Torch's own hashes of meshes and placements take longer than all else of a tensor.
+        places = map(_identify_placement, says.placements)
+        order = getattr(says, "shard_order", None)
+        key = id(says.mesh), *places, value.shape, order, value.dtype, local.shape, id(fusion)
+        known = self._distributed.get(key)
+        if known is None:
+            spec, layout = self._describe(value)
+            has_part = self._group.rank in layout.local_shapes
+            kind = (value.dtype, local.shape if has_part else None, layout, fusion, spec)
+            # Kept with what the key has by its identity, which so stays the only one.
+            known = self._distributed[key] = self._number_kind(kind), has_part, (says.mesh, fusion)
+        self._append(name, own_name, known[0])
+        self._register(name, value, local, known[1])
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
-        """How a DTensor is cut. Layers are cut alike, so this is worked out once for all."""
+        """How a DTensor is cut."""
         says = value._spec
-        mesh, placements, order = says.mesh, says.placements, getattr(says, "shard_order", None)
-        # Torch's own hashes of meshes and placements take longer than all else of a tensor.
-        identity = id(mesh), *map(_identify_placement, placements), value.shape, order
-        known = self._by_identity.get(identity)
-        if known is None:
-            key = mesh, placements, value.shape, order
-            if key not in self._described:
-                spec = place_sharding(sharding_of(value), self._group)
-                self._described[key] = spec, spec.layout(tuple(value.shape))
-            known = self._by_identity[identity] = (*self._described[key], key)
-        return known[:2]
+        key = says.mesh, says.placements, value.shape, getattr(says, "shard_order", None)
+        if key not in self._described:
+            spec = place_sharding(sharding_of(value), self._group)
+            self._described[key] = spec, spec.layout(tuple(value.shape))
+        return self._described[key]
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""
@@ -377,7 +392,8 @@ class _Lister:
         if value.is_conj() or value.is_neg():
             self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
             return None
-        return local_of(value)
+        # What has its memory itself has nothing to wait for, or to resolve.
+        return value.detach() if type(value) in WITH_MEMORY else local_of(value)
 
     def _register(
         self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True
@@ -442,20 +458,6 @@ class _Lister:
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = found if isinstance(found, Fusion) else None
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
-
-
-def _find_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where tensors lie, in few steps of Python, since each run asks for all.
-
-    >>> here = torch.zeros(4)
-    >>> _find_addresses([here, here[1:]]) == [here.data_ptr(), here.data_ptr() + 4]
-    True
-    """
-    listed = list(tensors)
-    # What a DTensor has is asked anew, since it may have been given another.
-    if not set(map(type, listed)) <= _WITH_MEMORY:
-        listed = [getattr(tensor, "_local_tensor", tensor) for tensor in listed]
-    return list(map(torch.Tensor.data_ptr, listed))
 
 
 def _identify_placement(placement: Placement) -> object:
