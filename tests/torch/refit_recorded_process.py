@@ -94,7 +94,7 @@ def what_has_no_names() -> None:
         return MegatronModel(model_records.rebuild(own))
 
     refused(changed(layernorm_zero_centered_gamma=True), "its norms add 1", target)
-    refused(changed(rotary_interleaved=True), "rank 1: a Megatron model that has no like", target)
+    refused(changed(rotary_interleaved=True), "a Megatron model that has no like", target)
     refused(changed(attention_output_gate=True), "queries have gates", target)
     refused(changed(gated_linear_unit=False), "linear_fc1 is one layer", target)
     right = changed()

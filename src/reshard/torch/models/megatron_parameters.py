@@ -12,7 +12,7 @@ Source: `GroupedMLP.forward` of Megatron-core 0.16.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,8 +20,10 @@ import torch
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.megatron.names import MegatronNames
 from reshard.megatron.rosters import LocalParameter
 from reshard.recipes.fusion import Fusion
+from reshard.torch.models.states import tensors_of
 
 _GROUPED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.weight(?P<number>[12])")
 
@@ -96,6 +98,17 @@ def mark_gated(parameter: LocalParameter) -> LocalParameter:
     if not is_cut or parameter.partition_stride != 1 or says != (None, None, None):
         return parameter
     return replace(parameter, partition_stride=2)
+
+
+def list_parameters(
+    chunk: torch.nn.Module, names: MegatronNames
+) -> Iterator[tuple[str, torch.Tensor, LocalParameter]]:
+    """A chunk's tensors, with what Megatron says of them; experts of one tensor each by itself."""
+    gated = find_gated(chunk)
+    for name, value in tensors_of(chunk):
+        grouped = split_grouped(name, value, names.experts_per_rank, names.ranks.expert_tp > 1)
+        for own_name, own, parameter in grouped or [(name, value, LocalParameter.of(value))]:
+            yield own_name, own, mark_gated(parameter) if id(value) in gated else parameter
 
 
 def cut_members(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:

@@ -41,16 +41,16 @@ from reshard.torch.models.megatron_groups import (
     find_names,
     read_groups,
 )
+from reshard.torch.models.megatron_parameters import list_parameters
 from reshard.torch.models.naming import Naming, fitting, renamed
 from reshard.torch.models.parameters import (
     LocalTensors,
     MegatronModel,
     Model,
     chunks_of,
-    list_parameters,
     list_tensors,
-    tensors_of,
 )
+from reshard.torch.models.states import tensors_of
 
 _SIDES = ("source", "target")
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
@@ -180,12 +180,12 @@ class _SideTold:
 
     @property
     def config(self) -> MegatronSelf | None:
-        """What a Megatron model says of itself: the same on all ranks, as its groups are."""
-        for one in self.by_rank.values():
-            if one.get("config") is not None:
-                said = one["config"]
-                return MegatronSelf(**{**said, "unlike": tuple(said["unlike"])})
-        return None
+        """What a Megatron model says of itself: as its first rank does, and unlike as any says."""
+        said = [one["config"] for one in self.by_rank.values() if one.get("config") is not None]
+        if not said:
+            return None
+        unlike = dict.fromkeys(what for one in said for what in one["unlike"])
+        return MegatronSelf(**{**said[0], "unlike": tuple(unlike)})
 
     @property
     def is_tied(self) -> bool:

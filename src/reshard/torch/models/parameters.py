@@ -29,7 +29,6 @@ from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.groups import MegatronGrids
 from reshard.megatron.names import MegatronNames
-from reshard.megatron.rosters import LocalParameter
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
@@ -38,14 +37,13 @@ from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, S
 from reshard.torch.models.megatron_parameters import (
     add_attributes,
     cut_members,
-    find_gated,
-    mark_gated,
-    split_grouped,
+    list_parameters,
 )
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
+from reshard.torch.models.states import tensors_of
 from reshard.torch.sides import WITH_MEMORY, list_addresses, local_of, place_sharding
 
 
@@ -94,11 +92,6 @@ class LaidModel(dict[str, Any]):
         self.own_names: dict[str, str] = {}
         self.problems: list[str] = []
 
-
-# What torch calls the state of a module that is no tensor.
-_EXTRA_STATE = "_extra_state"
-# What torch.compile calls the module inside the one that it gives.
-_COMPILED = "_orig_mod."
 
 # What a tensor with a layout says of its kind: type, local shape, layout, members, sharding.
 _Says: TypeAlias = tuple[
@@ -479,30 +472,3 @@ def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
     if not isinstance(given, Sequence) or not all(isinstance(c, torch.nn.Module) for c in given):
         raise UsageError(f"a MegatronModel of {given!r}; give a module, or a list of modules")
     return list(given)
-
-
-def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a module or a state dict has by name; what is no tensor of a module is left out."""
-    if isinstance(model, torch.nn.Module):
-        state = {
-            name.replace(_COMPILED, ""): value
-            for name, value in model.state_dict(keep_vars=True).items()
-        }
-        return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
-    if isinstance(model, Mapping):
-        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
-    raise UsageError(
-        f"a model of type {type(model).__name__}; give a module, a state dict, "
-        "{name: (tensor, Layout)}, a MegatronModel, or None"
-    )
-
-
-def list_parameters(
-    chunk: torch.nn.Module, names: MegatronNames
-) -> Iterator[tuple[str, torch.Tensor, LocalParameter]]:
-    """A chunk's tensors, with what Megatron says of them; experts of one tensor each by itself."""
-    gated = find_gated(chunk)
-    for name, value in tensors_of(chunk):
-        grouped = split_grouped(name, value, names.experts_per_rank, names.ranks.expert_tp > 1)
-        for own_name, own, parameter in grouped or [(name, value, LocalParameter.of(value))]:
-            yield own_name, own, mark_gated(parameter) if id(value) in gated else parameter
