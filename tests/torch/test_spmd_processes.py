@@ -28,3 +28,7 @@ def test_gradients_through_shards_over_processes() -> None:
 
 def test_differentiating_and_training_over_processes() -> None:
     expect_all_end_well(run_ranks("spmd_training_process.py", 4))
+
+
+def test_sorts_along_a_cut_axis_over_processes() -> None:
+    expect_all_end_well(run_ranks("spmd_sort_process.py", 4))

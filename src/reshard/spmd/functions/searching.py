@@ -13,6 +13,7 @@ import numpy as np
 from reshard.errors import UsageError
 from reshard.spmd.functions import elementwise
 from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.cut_sorts import sorted_where_cut
 from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.indexing import take
 from reshard.spmd.functions.manipulation import broadcast_to, concat, reshape, take_ranges
@@ -44,14 +45,19 @@ def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
 
 @of_arrays
 def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Elements in rising order along an axis."""
-    return call("sort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
+    """Elements in rising order along an axis, which may stay cut: see `cut_sorts`."""
+    return _put_in_order("sort", x, axis_of(x.ndim, axis), bool(descending))
 
 
 @of_arrays
 def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """The indices that sort an axis; equal elements keep their order."""
-    return call("argsort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
+    return _put_in_order("argsort", x, axis_of(x.ndim, axis), bool(descending))
+
+
+def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
+    found = sorted_where_cut(name, x, axis, descending)
+    return call(name, (x,), {"axis": axis}, {"descending": descending}) if found is None else found
 
 
 @of_arrays

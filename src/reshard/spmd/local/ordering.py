@@ -7,26 +7,33 @@ from typing import Any
 from reshard.spmd.local.local_work import Function, LocalWork
 
 
+def sorted_along(space: Any, x: Any, axis: int, descending: bool) -> Any:
+    """Elements in order along an axis."""
+    made = space.sort(x, axis=axis)
+    return space.flip(made, axis=axis) if descending else made
+
+
+def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
+    """The indices that sort an axis; equal elements keep their order."""
+    if not descending:
+        return space.argsort(x, axis=axis, stable=True)
+    # Equal elements keep their order: flipped, sorted, and flipped back.
+    places = space.argsort(space.flip(x, axis=axis), axis=axis, stable=True)
+    return x.shape[axis] - 1 - space.flip(places, axis=axis)
+
+
 def sort(work: LocalWork) -> Function:
     """Elements in order along an axis."""
     space, axis = work.library.namespace, work.attributes["axis"]
-    if not work.attributes["descending"]:
-        return lambda x: space.sort(x, axis=axis)
-    return lambda x: space.flip(space.sort(x, axis=axis), axis=axis)
+    descending = work.attributes["descending"]
+    return lambda x: sorted_along(space, x, axis, descending)
 
 
 def argsort(work: LocalWork) -> Function:
     """The indices that sort an axis; equal elements keep their order."""
     space, axis = work.library.namespace, work.attributes["axis"]
-    if not work.attributes["descending"]:
-        return lambda x: space.argsort(x, axis=axis, stable=True)
-
-    def descending(x: Any) -> Any:
-        # Equal elements keep their order: flipped, sorted, and flipped back.
-        places = space.argsort(space.flip(x, axis=axis), axis=axis, stable=True)
-        return x.shape[axis] - 1 - space.flip(places, axis=axis)
-
-    return descending
+    descending = work.attributes["descending"]
+    return lambda x: order_of(space, x, axis, descending)
 
 
 def top_k(work: LocalWork) -> Function:

@@ -92,6 +92,10 @@ class Runner:
             found = self._movements[source, spec] = self._new_movement(source, spec)
         return found
 
+    def moved_once(self, source: ArrayType, spec: ShardingSpec, shards: Shards) -> Shards:
+        """Shards of another sharding, by a movement that is not kept: the elements chose it."""
+        return self._new_movement(source, spec)(shards)
+
     def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         ranks = self.ranks(spec.mesh)
         if source.spec is None:
