@@ -91,13 +91,13 @@ def _saves_bytes(x: Any, parts: int, wants_places: bool) -> bool:
         return False
     if x.runner.library.name == "torch" and records_gradient(first):
         return False
-    size_bytes = x.dtype.itemsize_bytes
-    exchanged_bytes = x.shape[0] * (size_bytes + (_PLACES.itemsize_bytes if wants_places else 0))
+    size_bytes, count = int(x.dtype.itemsize_bytes), int(x.shape[0])
+    exchanged_bytes = count * (size_bytes + (_PLACES.itemsize_bytes if wants_places else 0))
     of_part = _SAMPLES * parts
-    rounds = 1 + math.ceil(math.log(max(x.shape[0] / parts / of_part, 1), _LEFT))
+    rounds = 1 + math.ceil(math.log(max(count / parts / of_part, 1), _LEFT))
     # Each round is an all-reduce.
     sampled_bytes = 2 * (parts - 1) * rounds * parts * (parts - 1) * of_part * size_bytes
-    return exchanged_bytes + sampled_bytes < (parts - 1) * x.shape[0] * size_bytes
+    return exchanged_bytes + sampled_bytes < (parts - 1) * count * size_bytes
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _SampleSort:
         places = tuple(order + start for order, start in zip(orders, starts, strict=True))
         return own, self._array(ArrayType(x.shape, _PLACES, x.type.spec), places)
 
-    def _find_pieces(self, own: Any) -> list[list[int]]:
+    def _find_pieces(self, own: Any) -> list[tuple[int, ...]]:
         """Step 2: of each sorted part, how many elements go to each part of the result."""
         parts = len(self.lengths)
         starts = np.cumsum([0, *self.lengths])
@@ -172,17 +172,17 @@ class _SampleSort:
                 _narrow(*some, at[boundary], values[boundary], wanted[boundary], self.descending)
         cuts = np.where(is_found[:, None], low, high)
         ends = np.vstack([np.zeros((1, parts), np.int64), cuts, [self.lengths]])
-        pieces: list[list[int]] = np.diff(ends, axis=0).T.tolist()
-        return pieces
+        return [tuple(one) for one in np.diff(ends, axis=0).T.tolist()]
 
-    def _exchange(self, own: Any, pieces: list[list[int]]) -> tuple[Any, ...]:
+    def _exchange(self, own: Any, pieces: list[tuple[int, ...]]) -> tuple[Any, ...]:
         """Step 3: the shards of a sharding that has the pieces of each part together."""
         spec, runner = self.x.type.spec, self.x.runner
         axes = list(itertools.chain.from_iterable(one.axes for one in spec.dim_specs[0].levels))
         blocks = [(n, Sizes(one)) for n, one in zip(self.lengths, pieces, strict=True) if n]
         rule = Joined(tuple(n for n, _ in blocks), tuple(one for _, one in blocks))
         target = ShardingSpec(spec.mesh, [DimSpec([Level(axes, rule)])])
-        return runner.moved_once(own.type, target, own._shards)
+        moved: tuple[Any, ...] = runner.moved_once(own.type, target, own._shards)
+        return moved
 
 
 def _narrow(
