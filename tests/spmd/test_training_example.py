@@ -1,0 +1,81 @@
+"""The example that trains: the losses of every mesh are those of one device."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import reshard.checkpoint
+import reshard.spmd as sp
+from live_processes import expect_all_end_well, run_ranks
+from reshard import DeviceMesh
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import train
+
+STEPS = 200
+
+
+@cache
+def losses_of_one_device(dtype: str, steps: int) -> list[float]:
+    with sp.running(sp.in_process("torch")):
+        run = train.Training(train.TINY, DeviceMesh.of(dp=1, tp=1), dtype, zero=0)
+        run.run(steps)
+    assert run.losses[-1] < run.losses[0] - 0.5
+    return run.losses
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "zero", "steps"), [(4, 1, 1, 20), (1, 4, 0, 20), (2, 2, 2, STEPS), (2, 4, 3, 20)]
+)
+def test_every_mesh_has_the_losses_of_one_device(dp: int, tp: int, zero: int, steps: int) -> None:
+    expected = losses_of_one_device("float64", STEPS)[:steps]
+    with sp.running(sp.in_process("torch")):
+        run = train.Training(train.TINY, DeviceMesh.of(dp=dp, tp=tp), "float64", zero)
+        run.run(steps)
+        over_dp = run.state["exp_avg"]["norm"].shards[0].shape
+    np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-9)
+    assert over_dp == (train.TINY.model // (dp if zero else 1),)
+    assert run.step.traced_count == 1
+
+
+def test_losses_in_float32() -> None:
+    with sp.running(sp.in_process("torch")):
+        run = train.Training(train.TINY, DeviceMesh.of(dp=2, tp=2), "float32", zero=1)
+        run.run(20)
+    expected = losses_of_one_device("float32", 20)
+    np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-5)
+
+
+def test_resumed_on_another_mesh_in_one_process(tmp_path: Path) -> None:
+    words = ["--tiny", "--dtype", "float64", "--every", "5", "--folder", str(tmp_path / "run")]
+    with sp.running(sp.in_process("torch")):
+        for mesh, zero, steps in (
+            ("dp=4", "3", "5"),
+            ("dp=2,tp=2", "1", "10"),
+            ("tp=1", "0", "15"),
+        ):
+            given = ["--mesh", mesh, "--zero", zero, "--steps", steps]
+            run = train.train(train.read_arguments([*words, *given]))
+    assert [one.name for one in sorted((tmp_path / "run").iterdir())] == [
+        "step-000005",
+        "step-000010",
+        "step-000015",
+    ]
+    expected = losses_of_one_device("float64", STEPS)[:15]
+    np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-9)
+
+
+def test_stopped_and_resumed_on_another_mesh_over_processes(tmp_path: Path) -> None:
+    expect_all_end_well(run_ranks("training_example_process.py", 4, tmp_path / "run"))
+    saved = reshard.checkpoint.open(tmp_path / "run" / "step-000008")
+    losses = reshard.checkpoint.read_tensor(saved, "losses")
+    expected = losses_of_one_device("float64", STEPS)[:8]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
