@@ -195,7 +195,7 @@ def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
     if len(next(iter(arrays.values())).shards) < mesh.size:
         from torch.distributed import checkpoint as dcp
 
-        from reshard.torch.storage.writer import StorageWriter
+        from reshard.torch import StorageWriter
 
         writer = StorageWriter(target, format="sharded-safetensors")
         state = {name: as_distributed_tensor(one, mesh) for name, one in arrays.items()}
