@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
         from reshard.torch import StorageWriter
 
         writer = StorageWriter(target, format="sharded-safetensors")
-        state = {name: as_distributed_tensor(one, mesh) for name, one in arrays.items()}
+        state = {name: as_distributed_tensor(one) for name, one in arrays.items()}
         dcp.save(state, storage_writer=writer)
         return
     held: dict[int, dict[str, Any]] = {rank: {} for rank in sorted(mesh.devices)}
@@ -210,14 +211,21 @@ def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
     reshard.checkpoint.convert(checkpoint, target, to=mesh.text, rules=rules)
 
 
-def as_distributed_tensor(array: Any, mesh: DeviceMesh) -> Any:
-    """PyTorch's name for an array in shards, which its checkpoints take."""
-    import torch
+@cache
+def torch_mesh(mesh: DeviceMesh) -> Any:
+    """PyTorch's name for a mesh, made once: it has groups of processes, which have threads."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     # Dimensions are cut over `tp` first: DTensor reads placements from the left.
     ranks = np.asarray(mesh.devices).reshape(mesh.shape).T.tolist()
+    return TorchMesh("cpu", ranks, mesh_dim_names=("tp", "dp"))
+
+
+def as_distributed_tensor(array: Any) -> Any:
+    """PyTorch's name for an array in shards, which its checkpoints take."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     placements: list[Any] = [Replicate(), Replicate()]
     for dim, cut in enumerate(array.spec.dim_specs):
         for axis in cut.axes:
@@ -225,7 +233,7 @@ def as_distributed_tensor(array: Any, mesh: DeviceMesh) -> Any:
     (shard,) = array.shards.values()
     return DTensor.from_local(
         shard,
-        TorchMesh("cpu", ranks, mesh_dim_names=("tp", "dp")),
+        torch_mesh(array.mesh),
         placements,
         shape=torch.Size(array.shape),
         stride=torch.empty(array.shape, device="meta").stride(),

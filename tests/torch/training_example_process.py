@@ -25,6 +25,8 @@ def main() -> None:
             words = ["--mesh", mesh, "--zero", zero, "--steps", steps]
             run = train.train(train.read_arguments([*common, *words]))
             assert len(run.losses) == int(steps)
+        # Groups of processes have threads: as many as two meshes need, whatever number of arrays.
+        assert len(list(Path("/proc/self/task").iterdir())) < 200
     dist.destroy_process_group()
 
 
