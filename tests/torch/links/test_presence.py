@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from reshard.errors import LinkError  # noqa: E402
+from reshard.torch.links import presence  # noqa: E402
 from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
 
@@ -111,3 +114,34 @@ def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: PresenceDesk) 
     assert own.find_gone([found.token]) == "" and desk.find_gone([found.token]) == ""
     found.close()
     own.close()
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_all_learn_how_a_process_ended(
+    store: SealedStore, desk: PresenceDesk, is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_silent:
+        # A connection that is reset stands for one that the system ends after a silence.
+        monkeypatch.setattr(presence, "SILENT_ERRORS", (errno.ECONNRESET,))
+    ended, other = line(store), line(store)
+    tokens = [ended.token]
+    assert comes(lambda: len(desk._known) == 2)
+    ended._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    ended.close()
+    for one in (desk, other):
+        assert comes(lambda one=one: one.find_gone(tokens))
+        assert bool(one.find_gone(tokens, is_silent=True)) is is_silent
+        assert not one.is_cut_off
+    other.close()
+
+
+def test_who_is_cut_off_knows_it(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = PresenceDesk(store, "127.0.0.1", 3.0)
+    found = line(store)
+    assert comes(lambda: desk._known)
+    monkeypatch.setattr(presence, "SILENT_ERRORS", (errno.ECONNRESET,))
+    for one in desk._known:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    desk.close()
+    assert comes(lambda: found.is_cut_off)
+    found.close()

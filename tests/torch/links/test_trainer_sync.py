@@ -26,7 +26,7 @@ class Seen(Presence):
     """A trainer's first rank, which knows who has ended."""
 
     def end(self, token: str) -> None:
-        self._gone.add(token)
+        self._gone[token] = b"c"
 
 
 class Asked(SealedStore):

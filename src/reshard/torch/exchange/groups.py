@@ -25,8 +25,9 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,6 +43,8 @@ from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_me
 CPU = torch.device("cpu")
 # Of messages that no exchange has, whose tags count from 0.
 _MAXIMA_TAG = 1 << 30
+# How often who waits looks whether all can be reached.
+_LOOK = timedelta(seconds=0.25)
 # Threads that nobody gave a name; their numbers differ between ranks that mean the same.
 _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
@@ -230,13 +233,33 @@ class RankGroup:
         """Give all ranks a CPU tensor of one of them, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = self._positions[sender]
-        self._connections().broadcast([tensor], options).wait()
+        self._finish(lambda: self._connections().broadcast([tensor], options))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A CPU tensor of every rank, of one shape, in the group's order."""
         found = [torch.empty_like(tensor) for _ in self.ranks]
-        self._connections().allgather([found], [tensor]).wait()
+        self._finish(lambda: self._connections().allgather([found], [tensor]))
         return found
+
+    def _finish(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for it, no longer than all that take part can be reached."""
+        watch = self._meeting.watch
+        if watch is None:
+            begin().wait()
+            return
+        if why := watch.find_lost():
+            raise RuntimeError(why)
+        # In a list: an error keeps what its frames have, and with a work connections stay open.
+        works = [begin()]
+        try:
+            while not _has_ended(works):
+                if why := watch.find_silent():
+                    threading.Thread(
+                        target=_outlast, args=(works.pop(), self._transport), daemon=True
+                    ).start()
+                    raise RuntimeError(why)
+        finally:
+            works.clear()
 
     def send(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Any:
         """Begin to send a tensor; what is returned has `wait()`."""
@@ -334,6 +357,24 @@ class RankGroup:
                 self.shared_memory.close()
             for exchange in list(self.running):
                 exchange.fail()
+
+
+def _has_ended(works: Sequence[Any]) -> bool:
+    """Wait for the first of some collectives for a moment. Raises what it raises."""
+    try:
+        works[0].wait(_LOOK)
+    except RuntimeError:
+        if not works[0].is_completed():
+            return False
+        # It may have ended just behind the time.
+        works[0].wait()
+    return True
+
+
+def _outlast(work: Any, connections: Any) -> None:
+    """Keep connections as long as something waits for them: who closes them would wait, too."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def tensor_of(data: bytes) -> torch.Tensor:

@@ -46,11 +46,13 @@ class Watch:
 
     Attributes:
         find_lost: why some rank will not come, or not go on; empty where nothing is known.
+        find_silent: the same, of ranks that have nothing on its way to this one either.
         connect_s: the most seconds until all that are here are connected.
         opening: entered while connections are opened.
     """
 
     find_lost: Callable[[], str]
+    find_silent: Callable[[], str]
     connect_s: float
     opening: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -157,7 +159,9 @@ class RankMeeting:
         if self.store is None:
             return ""
         cards = dict(enumerate(self.cards))
-        return _find_causes(self.store, self.generation, self.position, ranks, cards)
+        # A silent host leaves no notes that come.
+        notes_s = 0.0 if self.watch is not None and self.watch.find_silent() else _NOTES_S
+        return _find_causes(self.store, self.generation, self.position, ranks, cards, notes_s)
 
 
 def meet(group: dist.ProcessGroup) -> RankMeeting:
@@ -317,10 +321,11 @@ def _find_causes(
     position: int,
     ranks: Sequence[int],
     cards: Mapping[int, Card],
+    notes_s: float = _NOTES_S,
 ) -> str:
     """Wait a while for notes; who failed and why."""
     notes: dict[int, str] = {position: ""}
-    deadline_s = time.monotonic() + _NOTES_S
+    deadline_s = time.monotonic() + notes_s
     silent: Sequence[int] = ()
     try:
         while True:

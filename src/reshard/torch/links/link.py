@@ -111,6 +111,8 @@ class WeightLink:
         self._syncs: list[TrainerSync] = []
         self._engine_syncs: list[EngineSync] = []
         self._steps = 0
+        # When the run began that was begun last.
+        self._begun_s = 0.0
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -253,6 +255,7 @@ class WeightLink:
         """Admit engines that came and leave out those that left; all that are there then."""
         self._check_open()
         place = self._admit(0)
+        self._begun_s = time.monotonic()
         return place, [(number, *both) for number, both in self._groups.items()]
 
     def _admit(self, fewest: int) -> str:
@@ -292,6 +295,9 @@ class WeightLink:
         """What a run came to, as all ranks of the trainer saw it."""
         with self._store_errors():
             limit_s = self._timeout_s * _TRAINER_SHARE
+            if self.rank:
+                # The first may wait so long for an engine that hangs, and then for other ranks.
+                limit_s = max(limit_s, self._begun_s + self._timeout_s - time.monotonic())
             return settle(self._store, place, own, self._own, self.rank, limit_s, self._presence)
 
     def _join(self, engines: int) -> None:
@@ -349,6 +355,7 @@ class WeightLink:
             datetime.timedelta(seconds=limit_s),
             watch=Watch(
                 lambda: self._find_lost(sides),
+                lambda: self._find_silent(sides),
                 min(limit_s, _CONNECT_S),
                 lambda: ending_when_silent(self._silence_s),
             ),
@@ -372,6 +379,17 @@ class WeightLink:
             if token:
                 rank = side.tokens.index(token)
                 return f"rank {rank} of {side.name} has ended, or closed the link"
+        return ""
+
+    def _find_silent(self, sides: tuple[Announcement, ...]) -> str:
+        """Whose host cannot be reached; empty where all can."""
+        if self._presence.is_cut_off:
+            return "the host of the trainer's first rank gives no sign of life"
+        for side in sides:
+            token = self._presence.find_gone(side.tokens, is_silent=True)
+            if token:
+                rank = side.tokens.index(token)
+                return f"the host of rank {rank} of {side.name} gives no sign of life"
         return ""
 
     def _give_up(self, number: int, why: str, name: str = "") -> None:

@@ -5,11 +5,13 @@ Every process keeps a connection to the trainer's first rank, which tells all ot
     trainer's first rank                     any other process
     nonce, 16 bytes              --->
                                  <---        its token, and a code of nonce and token
-    the token of each that ended --->        reads them whenever it has to wait for somebody
+    how and whose, of each end   --->        reads them whenever it has to wait for somebody
 
 A process that ends, however it does, closes its connection; one whose host is silent loses it
 (`reshard.torch.links.silence`). So whoever waits for a process that will not come knows it at
-once. What is no such connection, or does not know the link's secret, is closed.
+once. A process that closed its connection may have sent before what somebody waits for; one that is
+silent has nothing on its way. What is no such connection, or does not know the link's secret, is
+closed.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from collections.abc import Iterable
 
 from reshard.errors import LinkError
 from reshard.torch.links.sealed_store import SealedStore, code_of
-from reshard.torch.links.silence import end_when_silent
+from reshard.torch.links.silence import SILENT_ERRORS, end_when_silent
 
 _KEY = "presence"
 _TOKEN_BYTES, _NONCE_BYTES, _CODE_BYTES = 16, 16, 32
 _HELLO_BYTES = _TOKEN_BYTES + _CODE_BYTES
+# How a process ended, before its token.
+_CLOSED, _SILENT = b"c", b"s"
+_END_BYTES = 1 + _TOKEN_BYTES
 # How long somebody may take to say who it is, and how many may do so at once.
 _GREETING_S, _MOST_UNKNOWN = 10.0, 128
 
@@ -43,11 +48,23 @@ class Presence:
 
     def __init__(self) -> None:
         self.token = uuid.uuid4().hex
-        self._gone: set[str] = set()
+        # Tokens, and how their processes ended.
+        self._gone: dict[str, bytes] = {}
 
-    def find_gone(self, tokens: Iterable[str]) -> str:
-        """The first of the tokens whose process has ended, or closed the link; empty if none."""
-        return next((one for one in tokens if one in self._gone), "")
+    def find_gone(self, tokens: Iterable[str], *, is_silent: bool = False) -> str:
+        """The first of the tokens whose process has ended, or closed the link; empty if none.
+
+        Args:
+            tokens: of the processes.
+            is_silent: whether only those count whose host gave no sign of life.
+        """
+        ways = (_SILENT,) if is_silent else (_CLOSED, _SILENT)
+        return next((one for one in tokens if self._gone.get(one) in ways), "")
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the host of the trainer's first rank gave no sign of life."""
+        return False
 
     def check(self) -> None:
         """Raise LinkError where the trainer's first rank is gone, and with it the link."""
@@ -63,7 +80,7 @@ class PresenceLine(Presence):
         super().__init__()
         host, _, port = store.get(_KEY).decode().rpartition(" ")
         self._lock = threading.Lock()
-        self._is_over = False
+        self._is_over = self._is_silent = False
         self._told = b""
         limit_s = min(timeout_s, _GREETING_S)
         try:
@@ -79,10 +96,16 @@ class PresenceLine(Presence):
                 "ended, or a firewall is between"
             ) from error
 
-    def find_gone(self, tokens: Iterable[str]) -> str:
+    def find_gone(self, tokens: Iterable[str], *, is_silent: bool = False) -> str:
         """See `Presence.find_gone`."""
         self._read()
-        return super().find_gone(tokens)
+        return super().find_gone(tokens, is_silent=is_silent)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """See `Presence.is_cut_off`."""
+        self._read()
+        return self._is_silent
 
     def check(self) -> None:
         """See `Presence.check`."""
@@ -101,13 +124,14 @@ class PresenceLine(Presence):
                     found = self._socket.recv(4096)
                 except BlockingIOError:
                     return
-                except OSError:
+                except OSError as error:
                     found = b""
+                    self._is_silent = error.errno in SILENT_ERRORS
                 self._is_over = not found
                 self._told += found
-                whole = len(self._told) // _TOKEN_BYTES * _TOKEN_BYTES
-                for at in range(0, whole, _TOKEN_BYTES):
-                    self._gone.add(self._told[at : at + _TOKEN_BYTES].hex())
+                whole = len(self._told) // _END_BYTES * _END_BYTES
+                for at in range(0, whole, _END_BYTES):
+                    self._gone[self._told[at + 1 : at + _END_BYTES].hex()] = self._told[at : at + 1]
                 self._told = self._told[whole:]
 
 
@@ -184,15 +208,16 @@ class PresenceDesk(Presence):
             self._drop(found)
 
     def _hear(self, connected: socket.socket) -> None:
+        way = _CLOSED
         try:
             said = connected.recv(_HELLO_BYTES)
         except BlockingIOError:
             return
-        except OSError:
-            said = b""
+        except OSError as error:
+            said, way = b"", _SILENT if error.errno in SILENT_ERRORS else _CLOSED
         if connected in self._known or not said:
             # Nobody says anything twice.
-            self._drop(connected)
+            self._drop(connected, way)
             return
         since_s, nonce, before = self._unknown[connected]
         said = before + said
@@ -206,24 +231,24 @@ class PresenceDesk(Presence):
         del self._unknown[connected]
         self._known[connected] = token.hex()
         # Who comes late learns of those that went before.
-        for one in list(self._gone):
-            _tell(connected, one)
+        for one, way in list(self._gone.items()):
+            _tell(connected, one, way)
 
-    def _drop(self, connected: socket.socket) -> None:
+    def _drop(self, connected: socket.socket, way: bytes = _CLOSED) -> None:
         self._unknown.pop(connected, None)
         token = self._known.pop(connected, "")
         self._selector.unregister(connected)
         connected.close()
         if token:
-            self._gone.add(token)
+            self._gone[token] = way
             for other in self._known:
-                _tell(other, token)
+                _tell(other, token, way)
 
 
-def _tell(connected: socket.socket, token: str) -> None:
+def _tell(connected: socket.socket, token: str, way: bytes) -> None:
     # One that is gone itself, or reads nothing, is seen to elsewhere.
     with contextlib.suppress(OSError):
-        connected.send(bytes.fromhex(token))
+        connected.send(way + bytes.fromhex(token))
 
 
 def _receive(connected: socket.socket, size_bytes: int) -> bytes:

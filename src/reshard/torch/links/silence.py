@@ -11,6 +11,7 @@ Source: RFC 1122 (keep-alives), RFC 5482 (user timeout).
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 
 # How often a silent host is asked.
 _ASKED_S = 1
+# What the system says of a connection that it ended since the other end's host was silent.
+SILENT_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 def end_when_silent(connected: socket.socket, silence_s: float) -> None:

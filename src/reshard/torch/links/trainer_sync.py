@@ -128,7 +128,7 @@ def settle(
         place: at the store, of this run only; what stands there, all have read.
         own: what this rank saw.
         rank: of this process among the trainer's.
-        timeout_s: how long the first rank waits for others.
+        timeout_s: how long this rank waits for others.
 
     Raises:
         LinkError: a rank does not say what it saw.
@@ -143,6 +143,7 @@ def settle(
     )
     if rank:
         store.set(said_at[rank], own.write())
+        wait_for_words(store, {0: found_at}, timeout_s, trainer, presence)
         found = RunAccount.read(store.get(found_at))
         store.set(read_at[rank], "")
         return found
