@@ -160,5 +160,13 @@ engines: $(ENGINES:%=.engines/%/.installed)
 	.engines/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
+# Azurite stands for Azure's store, and is a package of npm: without npm its tests are skipped.
+.engines/stores/.installed: tests/engines/requirements/stores.txt
+	$(PYTHON) -m venv .engines/stores
+	.engines/stores/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	npm install --silent --no-audit --no-fund --prefix .engines/stores azurite@3.35.0 \
+		|| echo "Azurite cannot be installed here: the tests of az:// are skipped"
+	touch $@
+
 clean:
 	rm -rf .engines $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
