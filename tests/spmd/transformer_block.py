@@ -7,6 +7,7 @@ queries, a router with two experts for each token, each with SwiGLU, and cross-e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +113,21 @@ def _angles(sizes: Sizes, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(found).astype(dtype), np.sin(found).astype(dtype)
 
 
-def loss(p: dict[str, Any], tokens: Any, targets: Any, sizes: Sizes) -> Any:
-    """The mean loss of a batch, in arrays in shards."""
+def _stay(name: str, x: Any) -> Any:
+    return x
+
+
+def loss(
+    p: dict[str, Any],
+    tokens: Any,
+    targets: Any,
+    sizes: Sizes,
+    place: Callable[[str, Any], Any] = _stay,
+) -> Any:
+    """The mean loss of a batch, in arrays in shards.
+
+    `place` may give "embedded", "to_attention", "to_experts" and "to_logits" another sharding.
+    """
     b, t, d, h = tokens.shape[0], sizes.length, sizes.model, sizes.head
     dtype = p["wq"].dtype
     cos, sin = _angles(sizes, dtype.name)
@@ -125,14 +139,14 @@ def loss(p: dict[str, Any], tokens: Any, targets: Any, sizes: Sizes) -> Any:
     def apart(x: Any, count: int) -> Any:
         return sp.permute_dims(sp.reshape(x, (b, t, count, h)), (0, 2, 1, 3))
 
-    x = sp.embedding(tokens, p["table"])
-    n = sp.rms_norm(x, p["norm1"])
+    x = place("embedded", sp.embedding(tokens, p["table"]))
+    n = place("to_attention", sp.rms_norm(x, p["norm1"]))
     q = rotate(apart(n @ p["wq"], sizes.heads))
     k = rotate(apart(n @ p["wk"], sizes.groups))
     v = apart(n @ p["wv"], sizes.groups)
     seen = sp.attention(q, k, v, is_causal=True)
     x = x + sp.reshape(sp.permute_dims(seen, (0, 2, 1, 3)), (b, t, d)) @ p["wo"]
-    n = sp.rms_norm(x, p["norm2"])
+    n = place("to_experts", sp.rms_norm(x, p["norm2"]))
     best, which = sp.top_k(sp.softmax(n @ p["router"]), 2)
     best = best / sp.sum(best, axis=-1, keepdims=True)
     shares = sp.sum(
@@ -143,7 +157,7 @@ def loss(p: dict[str, Any], tokens: Any, targets: Any, sizes: Sizes) -> Any:
     )
     inner = inner * sp.expand_dims(shares, axis=-1)
     x = x + sp.einsum("btef,efd->btd", inner, p["down"])
-    logits = sp.rms_norm(x, p["norm3"]) @ p["unembed"]
+    logits = place("to_logits", sp.rms_norm(x, p["norm3"])) @ p["unembed"]
     return sp.mean(sp.cross_entropy(logits, targets))
 
 
