@@ -51,7 +51,7 @@ class Work:
 
 def group_of(lost: str = "", silent: str = "") -> Any:
     group: Any = RankGroup.__new__(RankGroup)
-    group._meeting = SimpleNamespace(watch=Watch(lambda: lost, lambda: silent, 1.0))
+    group._meeting = SimpleNamespace(watch=Watch(lambda: lost, lambda: silent, lambda: False, 1.0))
     group._transport = object()
     return group
 

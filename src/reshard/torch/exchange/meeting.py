@@ -47,13 +47,20 @@ class Watch:
     Attributes:
         find_lost: why some rank will not come, or not go on; empty where nothing is known.
         find_silent: the same, of ranks that have nothing on its way to this one either.
+        is_cut_off: whether the store is among what cannot be reached.
         connect_s: the most seconds until all that are here are connected.
         opening: entered while connections are opened.
     """
 
     find_lost: Callable[[], str]
     find_silent: Callable[[], str]
+    is_cut_off: Callable[[], bool]
     connect_s: float
+
+    def notes_s(self) -> float:
+        """How long notes are waited for: a host that is silent leaves none that come."""
+        return 0.0 if self.find_silent() else _NOTES_S
+
     opening: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -151,16 +158,15 @@ class RankMeeting:
 
     def leave_note(self, note: str) -> None:
         """Say why this rank fails; nothing where it only lost others."""
-        if self.store is not None:
+        if self.store is not None and not (self.watch and self.watch.is_cut_off()):
             leave_note(self.store, self.generation, self.position, note)
 
     def find_causes(self, ranks: Sequence[int]) -> str:
         """Who of `ranks`, in the group's order, failed and why; empty where nobody knows."""
-        if self.store is None:
+        if self.store is None or (self.watch and self.watch.is_cut_off()):
             return ""
         cards = dict(enumerate(self.cards))
-        # A silent host leaves no notes that come.
-        notes_s = 0.0 if self.watch is not None and self.watch.find_silent() else _NOTES_S
+        notes_s = self.watch.notes_s() if self.watch else _NOTES_S
         return _find_causes(self.store, self.generation, self.position, ranks, cards, notes_s)
 
 
@@ -219,7 +225,8 @@ def meet_at(
             lost = (probe.error if probe else "") or (watch.find_lost() if watch else "")
             if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
                 leave_note(store, generation, position, "")
-                causes = _find_causes(store, generation, position, range(ranks), cards)
+                notes_s = watch.notes_s() if watch else _NOTES_S
+                causes = _find_causes(store, generation, position, range(ranks), cards, notes_s)
                 raise RunError(f"nothing was moved: {causes or lost}")
             # Who comes late is waited for at leisure.
             time.sleep(min(waited_s / 8, _LOOK_S))

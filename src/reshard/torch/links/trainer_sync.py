@@ -214,6 +214,8 @@ class _Service:
                 raise RunError(self.outcome.lacks)
         except BaseException as error:
             self.error = error
+            # What fails here, such as memory, the other ranks of the group cannot know.
+            self._group.break_off(error)
             self._when_lost(self.number)
         self.seconds = time.perf_counter() - self._begun_s
 
