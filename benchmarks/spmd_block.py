@@ -7,12 +7,13 @@ an all-reduce counted as a reduce-scatter and an all-gather:
 
 - jax: `jax.jit`, collectives read from the compiled text, on four devices of the CPU;
 - dtensor: CommDebugMode, and the tensors of what it counts, on a fake process group of four ranks;
-- eager, basic, aggressive, cost: the trace; hand: eager with the placements of `place_by_hand`.
+- eager, basic, aggressive, cost: the trace; hand: eager with the placements of `place_by_hand`;
+- bytes: by cost on links so slow (1 GB/s, 1 us) that the bytes are what takes time.
 
 `--times` runs eager, `sp.jit` and `jax.jit` in turns in one process, on a smaller batch: medians of
 five of processor time.
 
-    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,hand] [--times]
+    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,bytes,hand] [--times]
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, ShardingSpec
+from reshard.topology import Link, Topology
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
 block: Any = import_module("transformer_block")
@@ -46,6 +48,7 @@ RANKS = 4
 LARGE = block.Sizes(4, 512, 512, 8, 4, 1024, 8, 4096)
 SMALL = block.Sizes(4, 128, 512, 8, 4, 1024, 8, 4096)
 MESHES: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4})
+SLOW = Topology.of(hosts=1, ranks_per_host=RANKS, within_host=Link(1e9, 1e-6))
 STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all"
@@ -92,10 +95,11 @@ def count_here(mesh: DeviceMesh, way: str, backward: bool) -> str:
         return block.loss(p, tokens, targets, LARGE, place)
 
     function = sp.value_and_grad(loss) if backward else loss
-    strategy = "eager" if way == "hand" else way
-    sp.trace(function, p, tokens, tokens, strategy=strategy)
+    strategy = {"hand": "eager", "bytes": "cost"}.get(way, way)
+    topology = SLOW if way == "bytes" else None
+    sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
     began = time.process_time()
-    traced = sp.trace(function, p, tokens, tokens, strategy=strategy)
+    traced = sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
     took = time.process_time() - began
     steps = Counter(
         str(step).split("(")[0]
@@ -331,7 +335,8 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", default="jax,dtensor,eager,basic,aggressive,widest,cost,hand")
+    every = ",".join(("jax", "dtensor", *STRATEGIES, "bytes", "hand"))
+    parser.add_argument("--ways", default=every)
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
     for axes in MESHES:
