@@ -309,6 +309,98 @@ def sums_that_wait() -> None:
             expect(torch.equal(target["w"].full_tensor(), plain), f"{unit}: w at {step}")
 
 
+#: Sources of ranks that have several boxes of a tensor, or more of it than others, or none.
+PARTS = {
+    "strided": ((96, 40), "tp@stride2, -", "-, tp"),
+    "fused": ((60, 32), "tp@blocks[32,16,12], -", "-, tp@sizes[5,27]"),
+    "in turn": ((101, 12), "tp@cyclic4, -", "tp, -"),
+    "in turn of others": ((50, 30), "-, tp@cyclic3", "-, tp@cyclic8"),
+    "uneven": ((77, 10), "tp@sizes[40,0,30,7], -", "tp@sizes[1,76], -"),
+    "of a remainder": ((5, 9), "tp, -", "-, tp@balanced"),
+}
+
+
+def part(value: torch.Tensor, layout: Any) -> torch.Tensor | None:
+    """What this rank has of it, where one dimension is cut: boxes lie behind each other there."""
+    rank = dist.get_rank()
+    shape = layout.local_shape(rank) if rank < layout.slots else None
+    if shape is None:
+        return None
+    pieces = [value[tuple(map(slice, box.start, box.stop))] for box in layout.boxes(rank)]
+    cut_dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
+    joined = torch.cat(pieces, cut_dims[0] if cut_dims else 0) if pieces else value.new_empty(shape)
+    return joined.reshape(shape).clone()
+
+
+def several_boxes_and_uneven_parts() -> None:
+    """Boxes that lie apart, parts of different sizes and ranks with none: as a whole run."""
+    shapes = {name: shape for name, (shape, _, _) in PARTS.items()}
+    meshes = [reshard.DeviceMesh.of(tp=4), reshard.DeviceMesh.of(tp=2)]
+    layouts = {
+        name: [
+            reshard.spec(mesh, text).layout(shape) for mesh, text in zip(meshes, texts, strict=True)
+        ]
+        for name, (shape, *texts) in PARTS.items()
+    }
+    given = bits(10, torch.int16, shapes)
+    source = {name: (part(given[name], layouts[name][0]), layouts[name][0]) for name in given}
+    blank = {name: torch.zeros_like(value) for name, value in given.items()}
+    targets = [
+        {name: (part(blank[name], layouts[name][1]), layouts[name][1]) for name in given}
+        for _ in range(2)
+    ]
+    for unit in UNITS:
+        whole, delta = (
+            Refit.prepare(source, target, changed_only=only)
+            for target, only in zip(targets, (False, unit), strict=True)
+        )
+        for step in range(4):
+            if step:
+                (change, change_rows)[step % 2](given, 0.02 * step, step)
+                for name, (local, layout) in source.items():
+                    if local is not None:
+                        local.copy_(part(given[name], layout))
+            whole.run()
+            delta.run()
+            expect_equal(targets[1], targets[0], f"{unit}, step {step}")
+            own = {name: (part(given[name], layouts[name][1]), None) for name in given}
+            expect_equal(targets[1], own, f"{unit}, step {step}, as given")
+            sent = torch.tensor([delta.sent_bytes, whole.sent_bytes])
+            dist.all_reduce(sent)
+            expect(not step or unit == "blocks" or sent[0] < sent[1] / 2, f"{unit}: {sent}")
+        delta.verify()
+
+
+def contributions_travel_whole() -> None:
+    """Sums whose last bits depend on their order are those of a whole run, and no less is sent."""
+    mesh = reshard.DeviceMesh.of(dp=2, tp=2)
+    shape, rank = (48, 20), dist.get_rank()
+    for text, wanted in (
+        ("-, - | sum(dp tp)", "dp tp, -"),
+        ("tp@stride2, - | sum(dp)", "-, tp"),
+        ("-, tp@sizes[13,7] | mean(dp)", "-, -"),
+        ("dp, - | max(tp)", "-, dp tp"),
+    ):
+        before, after = (reshard.spec(mesh, one).layout(shape) for one in (text, wanted))
+        generator = torch.Generator().manual_seed(rank)
+        local = torch.randn(before.local_shape(rank), generator=generator) * 10.0 ** (3 * rank)
+        source = {"sum": (local, before)}
+        targets = [{"sum": (torch.zeros(after.local_shape(rank)), after)} for _ in range(2)]
+        for unit in UNITS:
+            whole, delta = (
+                Refit.prepare(source, target, changed_only=only, method="exchange")
+                for target, only in zip(targets, (False, unit), strict=True)
+            )
+            for step in range(3):
+                local[step] += (rank == 3) * step
+                whole.run()
+                delta.run()
+                expect_equal(targets[1], targets[0], f"{text} to {wanted}, {unit}, step {step}")
+                sent_bytes = (delta.sent_bytes, whole.sent_bytes)
+                expect(sent_bytes[0] == sent_bytes[1], f"{text}: {sent_bytes}")
+            expect(delta.kept_bytes == 0, "nothing is remembered")
+
+
 def refusals() -> None:
     """What it cannot be, and ranks that say different things."""
     given = bits(1)
@@ -329,6 +421,8 @@ if __name__ == "__main__":
             after_a_failure,
             programs_and_replicas,
             sums_that_wait,
+            several_boxes_and_uneven_parts,
+            contributions_travel_whole,
             refusals,
         ]
     )
