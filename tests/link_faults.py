@@ -36,7 +36,7 @@ class Point:
 
     `calls` is how often it is made in the stage at least, of which a case chooses one. `is_early`
     where the others cannot know yet that the process is there. `thread` is the one whose calls
-    count; all where empty.
+    count; all where empty. `needs_hosts` where it is only reached by jobs on hosts of their own.
     """
 
     stage: str
@@ -46,6 +46,7 @@ class Point:
     is_early: bool = False
     sides: tuple[str, ...] = ("trainer", "engine")
     thread: str = ""
+    needs_hosts: bool = False
 
 
 _LINK = "reshard.torch.links.link"
@@ -67,6 +68,24 @@ POINTS: Mapping[str, Point] = {
     "before it prepares": Point("prepare", f"{_LINK}:Refit.prepare"),
     "while it prepares": Point("prepare", f"{_EXCHANGE}.groups:RankGroup.all_gather", calls=3),
     "when it is prepared": Point("prepare", f"{_LINK}:Refit.prepare", is_after=True),
+    # The first run belongs to the stage, in which engines connect with each other.
+    "before an engine's card for another": Point(
+        "prepare", f"{_LINK}:meet_at", sides=("engine",), needs_hosts=True
+    ),
+    "in an engine's connect with another": Point(
+        "prepare",
+        "reshard.torch.links.sealed_store:SealedStore.set",
+        sides=("engine",),
+        thread="reshard connect",
+        needs_hosts=True,
+    ),
+    "after an engine's connect with another": Point(
+        "prepare",
+        f"{_EXCHANGE}.meeting:RankMeeting.connect",
+        is_after=True,
+        sides=("engine",),
+        needs_hosts=True,
+    ),
     "before an order": Point("run", "reshard.torch.links.orders:Order.read"),
     "before it agrees": Point("run", "reshard.torch.refitting.refit:Refit.run"),
     "before a bucket": Point("run", f"{_EXCHANGE}.exchange:MessageExchange.start", calls=4),
@@ -101,6 +120,11 @@ class Case:
 
     def __str__(self) -> str:
         return f"process {self.victim}, {self.point}, call {self.call}: {self.way}"
+
+    @property
+    def needs_hosts(self) -> bool:
+        """Whether each job has to have a host of its own."""
+        return self.way in ("cut", "slow") or POINTS[self.point].needs_hosts
 
     @property
     def timeout_s(self) -> float:

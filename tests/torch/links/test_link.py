@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from host_network import why_not
 from link_fault_cases import run_case, run_leaks
-from link_faults import POINTS, Case
+from link_faults import PATIENT_S, POINTS, Case
 
 # Far beyond the second or two that it takes, and far below the 60 that they would wait.
 LIMIT_S = 40.0
@@ -40,6 +40,17 @@ def test_a_host_loses_its_link(tmp_path: Path) -> None:
         pytest.skip(missing)
     seen = run_case(Case("in a bucket", 4, "cut", 1), tmp_path, LIMIT_S)
     assert seen.came and seen.raised == 1 and seen.went_on == 4
+
+
+def test_an_engine_dies_while_it_connects_with_another(tmp_path: Path) -> None:
+    if missing := why_not():
+        pytest.skip(missing)
+    # Engines wait a quarter of that for each other where they know of nothing.
+    limit_s = PATIENT_S / 5
+    seen = run_case(
+        Case("in an engine's connect with another", 2, "killed"), tmp_path, limit_s=limit_s
+    )
+    assert seen.came and seen.raised == 1 and seen.went_on == 3
 
 
 def test_nothing_is_left_of_engines_that_left_or_of_runs() -> None:

@@ -149,6 +149,11 @@ def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
     return found
 
 
+def read_announcement(store: SealedStore, number: int) -> Announcement:
+    """What the side of a number told of itself. Raises LinkError where it is no announcement."""
+    return Announcement.read(store.get(f"announcement/{number}"))
+
+
 def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     """Engines that have announced themselves and are not among `seen`, in order."""
     found = []

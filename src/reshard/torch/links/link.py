@@ -43,6 +43,7 @@ from reshard.torch.links.admission import (
     find_trainer,
     place_of,
     prove_secret,
+    read_announcement,
     wait_for_engines,
 )
 from reshard.torch.links.engine_sync import EngineEnd, EngineSync
@@ -271,8 +272,7 @@ class WeightLink:
                 numbers = [one.number for one in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
             step = json.loads(self._store.get(key))
-            told = [self._store.get(f"announcement/{number}") for number in step["came"]]
-        came = [Announcement.read(text) for text in told]
+            came = [read_announcement(self._store, number) for number in step["came"]]
         for number in step["left"]:
             self._give_up(number, "it left")
         for one in came:
@@ -322,8 +322,10 @@ class WeightLink:
         ahead = 0 if hand_on.source == self._own.number else hand_on.source_ranks
         ranks = hand_on.source_ranks + hand_on.target_ranks
         with self._store_errors():
-            # The trainer knows first of one that is lost, and ends the waiting.
-            sides = (self._trainer,)
+            # The trainer ends the waiting for one that it lost; where that one's other ranks are
+            # held here, it does not see it.
+            pair = (hand_on.source, hand_on.target)
+            sides = (self._trainer, *(read_announcement(self._store, one) for one in pair))
             limit_s = self._timeout_s * _HAND_ON_SHARE
             return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
 
