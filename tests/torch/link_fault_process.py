@@ -128,6 +128,8 @@ def main(order: dict[str, Any]) -> None:
     witness.check()
     (folder / f"done{NUMBER}").write_text("")
     if not order["keepers"]:
+        # What fails before it leaves does not fail in what comes then.
+        fault.begin("again")
         link_again([n for n in range(PROCESSES) if n not in case.victims], order["again"])
     told = {
         "name": f"{NAME} rank {RANK}",
