@@ -15,8 +15,8 @@ from host_network import why_not
 from link_fault_cases import run_case, run_leaks
 from link_faults import PATIENT_S, POINTS, Case
 
-# Far beyond the second or two that it takes, and below the 60 that they would wait, or the 30 that a
-# trainer would wait for an engine.
+# Far beyond the second or two that it takes, and below the 60 that they would wait, or the 30 that
+# a trainer would wait for an engine.
 LIMIT_S = 25.0
 CASES = (
     Case("in gloo's connect", 1, "killed"),

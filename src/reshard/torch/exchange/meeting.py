@@ -57,10 +57,6 @@ class Watch:
     is_cut_off: Callable[[], bool]
     connect_s: float
 
-    def notes_s(self) -> float:
-        """How long notes are waited for: a host that is silent leaves none that come."""
-        return 0.0 if self.find_silent() else _NOTES_S
-
     opening: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -166,8 +162,7 @@ class RankMeeting:
         if self.store is None or (self.watch and self.watch.is_cut_off()):
             return ""
         cards = dict(enumerate(self.cards))
-        notes_s = self.watch.notes_s() if self.watch else _NOTES_S
-        return _find_causes(self.store, self.generation, self.position, ranks, cards, notes_s)
+        return _find_causes(self.store, self.generation, self.position, ranks, cards, self.watch)
 
 
 def meet(group: dist.ProcessGroup) -> RankMeeting:
@@ -225,8 +220,7 @@ def meet_at(
             lost = (probe.error if probe else "") or (watch.find_lost() if watch else "")
             if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
                 leave_note(store, generation, position, "")
-                notes_s = watch.notes_s() if watch else _NOTES_S
-                causes = _find_causes(store, generation, position, range(ranks), cards, notes_s)
+                causes = _find_causes(store, generation, position, range(ranks), cards, watch)
                 raise RunError(f"nothing was moved: {causes or lost}")
             # Who comes late is waited for at leisure.
             time.sleep(min(waited_s / 8, _LOOK_S))
@@ -328,11 +322,11 @@ def _find_causes(
     position: int,
     ranks: Sequence[int],
     cards: Mapping[int, Card],
-    notes_s: float = _NOTES_S,
+    watch: Watch | None,
 ) -> str:
     """Wait a while for notes; who failed and why."""
     notes: dict[int, str] = {position: ""}
-    deadline_s = time.monotonic() + notes_s
+    deadline_s = time.monotonic() + _NOTES_S
     silent: Sequence[int] = ()
     try:
         while True:
@@ -341,6 +335,9 @@ def _find_causes(
                 if store.check([key := f"{generation}/note/{number}"]):
                     notes[number] = str(json.loads(store.get(key)))
             if any(notes.values()) or not silent or time.monotonic() > deadline_s:
+                break
+            # A host that cannot be reached leaves no note that comes.
+            if watch is not None and watch.find_silent():
                 break
             time.sleep(_LOOK_S)
     except RuntimeError:
