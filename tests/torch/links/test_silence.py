@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
 from reshard.torch.links import silence
-from reshard.torch.links.silence import end_when_silent, ending_when_silent
+from reshard.torch.links.silence import (
+    end_when_silent,
+    ending_when_silent,
+    go_on_with_silence,
+)
 
 pytest.importorskip("torch")
 
@@ -22,6 +27,21 @@ def test_what_is_asked() -> None:
         assert asks(one)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+
+
+def test_what_is_sent_does_not_begin_a_silence_anew() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        end_when_silent(one, 3.0)
+        time.sleep(0.3)
+        go_on_with_silence(one, 3.0)
+        left_ms = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        # The other end's last sign of life was its answer to the connection.
+        assert 500 <= left_ms <= 2750
+        go_on_with_silence(one, 0.1)
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
 
 
 def test_only_connections_that_are_opened_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

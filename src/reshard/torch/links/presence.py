@@ -28,7 +28,11 @@ from collections.abc import Iterable
 
 from reshard.errors import LinkError
 from reshard.torch.links.sealed_store import SealedStore, code_of
-from reshard.torch.links.silence import SILENT_ERRORS, end_when_silent
+from reshard.torch.links.silence import (
+    SILENT_ERRORS,
+    end_when_silent,
+    go_on_with_silence,
+)
 
 _KEY = "presence"
 _TOKEN_BYTES, _NONCE_BYTES, _CODE_BYTES = 16, 16, 32
@@ -232,7 +236,7 @@ class PresenceDesk(Presence):
         self._known[connected] = token.hex()
         # Who comes late learns of those that went before.
         for one, way in list(self._gone.items()):
-            _tell(connected, one, way)
+            self._tell(connected, one, way)
 
     def _drop(self, connected: socket.socket, way: bytes = _CLOSED) -> None:
         self._unknown.pop(connected, None)
@@ -242,13 +246,13 @@ class PresenceDesk(Presence):
         if token:
             self._gone[token] = way
             for other in self._known:
-                _tell(other, token, way)
+                self._tell(other, token, way)
 
-
-def _tell(connected: socket.socket, token: str, way: bytes) -> None:
-    # One that is gone itself, or reads nothing, is seen to elsewhere.
-    with contextlib.suppress(OSError):
-        connected.send(way + bytes.fromhex(token))
+    def _tell(self, connected: socket.socket, token: str, way: bytes) -> None:
+        # One that is gone itself, or reads nothing, is seen to elsewhere.
+        with contextlib.suppress(OSError):
+            go_on_with_silence(connected, self._silence_s)
+            connected.send(way + bytes.fromhex(token))
 
 
 def _receive(connected: socket.socket, size_bytes: int) -> bytes:

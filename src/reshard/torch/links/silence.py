@@ -16,10 +16,14 @@ import ipaddress
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 
 # How often a silent host is asked.
 _ASKED_S = 1
+# Where Linux's tcp_info has the milliseconds since the last sign of life (tcpi_last_ack_recv).
+_ACKNOWLEDGED_AT = 56
+_LEAST_LEFT_MS = 500
 # What the system says of a connection that it ended since the other end's host was silent.
 SILENT_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -39,6 +43,19 @@ def end_when_silent(connected: socket.socket, silence_s: float) -> None:
         # Not every system has all of them.
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def go_on_with_silence(connected: socket.socket, silence_s: float) -> None:
+    """Let a silence that has begun end a TCP connection in its time, also once more is sent on it.
+
+    From the first thing that is sent and not acknowledged the system counts anew.
+    """
+    if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_USER_TIMEOUT")):
+        return
+    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
+    (acknowledged_ms,) = struct.unpack_from("I", told, _ACKNOWLEDGED_AT)
+    left_ms = max(_LEAST_LEFT_MS, round(1000 * silence_s) - acknowledged_ms)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, left_ms)
 
 
 @contextlib.contextmanager
