@@ -53,11 +53,11 @@ _LEFT = 7
 def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     """What `sort` or `argsort` finds, cut as `x` is; None where gathering the axis is the way.
 
-    Gathering is, where it moves no more bytes, where the array has no elements yet (in a trace or
-    a compiled function) or somebody records what is done to it.
+    Gathering is, where it moves no more bytes, and in one dimension where the array has no elements
+    yet (in a trace or a compiled function) or somebody records what is done to it.
     """
     spec = x.type.spec if isinstance(x, ArrayValue) else None
-    if spec is None or x.runner.is_abstract or recorders or spec.partial_axes:
+    if spec is None or spec.partial_axes:
         return None
     cut = spec.dim_specs[axis]
     if not cut.levels or not has_plain_parts(spec):
@@ -65,6 +65,8 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     lengths = [int(length) for length in cut.table(spec.mesh, x.shape[axis]).local_lengths]
     if x.ndim > 1:
         return _sort_turned(name, x, axis, descending, len(lengths))
+    if x.runner.is_abstract or recorders:
+        return None
     if _saves_bytes(x, len(lengths), wants_places=name == "argsort"):
         return _SampleSort(x, lengths, descending).run(wants_places=name == "argsort")
     return None
