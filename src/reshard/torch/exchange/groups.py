@@ -219,14 +219,20 @@ class RankGroup:
         most = np.array(numbers, dtype=np.int64)
         arriving = np.empty_like(most)
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
-        ahead, count, connections = 1, len(self.ranks), self._connections()
-        while ahead < count:
-            receiver, sender = ((self.position + n) % count for n in (ahead, -ahead))
-            sending = connections.send([own], receiver, _MAXIMA_TAG)
-            connections.recv([others], sender, _MAXIMA_TAG).wait()
-            sending.wait()
-            np.maximum(most, arriving, out=most)
-            ahead *= 2
+        ahead, count = 1, len(self.ranks)
+        # In a list: an error keeps what its frames have, and with a work connections stay open.
+        works: list[Any] = []
+        try:
+            while ahead < count:
+                receiver, sender = ((self.position + n) % count for n in (ahead, -ahead))
+                works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
+                works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
+                while works:
+                    works.pop().wait()
+                np.maximum(most, arriving, out=most)
+                ahead *= 2
+        finally:
+            works.clear()
         return list(map(int, most))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
@@ -283,10 +289,17 @@ class RankGroup:
         received = {
             rank: torch.empty(length, dtype=torch.uint8) for rank, length in expected_bytes.items()
         }
-        works = [self.send(tensor_of(data), rank) for rank, data in given.items()]
-        works += [self.receive(data, rank) for rank, data in received.items()]
-        for work in works:
-            work.wait()
+        # As in `find_maxima`.
+        works: list[Any] = []
+        try:
+            for rank, data in given.items():
+                works.append(self.send(tensor_of(data), rank))
+            for rank, into in received.items():
+                works.append(self.receive(into, rank))
+            while works:
+                works.pop().wait()
+        finally:
+            works.clear()
         return {rank: bytes_of(data) for rank, data in received.items()}
 
     def post_together(self, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
