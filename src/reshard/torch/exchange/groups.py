@@ -253,7 +253,8 @@ class RankGroup:
         if watch is None:
             begin().wait()
             return
-        if why := watch.find_lost():
+        # Not of those that have ended: they may have done their part in it before.
+        if why := watch.find_silent():
             raise RuntimeError(why)
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works = [begin()]
