@@ -12,7 +12,9 @@ Nothing is looked up and no rule is asked when it runs again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from reshard.errors import ReshardError
@@ -32,6 +34,7 @@ from reshard.spmd.tracing.graph_recording import RunFunction
 
 Registers = list[Any]
 Run = Callable[[Registers], None]
+Agreed = Callable[[bytes], AbstractContextManager[None]]
 
 
 class UnforeseenElementsError(ReshardError):
@@ -67,6 +70,9 @@ class Preparation:
         self._register_of: dict[int, int] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._moved: dict[tuple[int, ShardingSpec], int] = {}
+        # Of what ranks do together, in order: each has to do the same.
+        self._meant = hashlib.blake2b(digest_size=16)
+        self._moves_any = False
         # Registers that may have the memory of what a program has given.
         self._viewing: set[int] = set()
         for number, kind in inputs.items():
@@ -128,6 +134,9 @@ class Preparation:
         is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
         made = register if is_same else self._add()
         if not is_same:
+            self._moves_any = True
+            self._meant.update(before.layout(kind.shape).fingerprint)
+            self._meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
             self._steps.append(_Step(_make_move(move, register, made), [register], [made]))
             if register in self._viewing:
                 self._viewing.add(made)
@@ -166,7 +175,10 @@ class Preparation:
             given = [
                 wrap.of_shards(kind, values[register], runner) for wrap, kind, register in kinds
             ]
-            for register, result in zip(makes, run(given, runner), strict=True):
+            # How often a loop goes round is not known before.
+            with runner.unagreed():
+                results = run(given, runner)
+            for register, result in zip(makes, results, strict=True):
                 values[register] = result._shards
 
         self._steps.append(_Step(step, reads, makes))
@@ -196,7 +208,7 @@ class Preparation:
                 for register, kind in pairs
             ]
             if not are_finite(range(len(factors)), factors, runner):
-                raise UnforeseenElementsError(f"an infinite factor of {called.name}")
+                raise runner.known(UnforeseenElementsError(f"an infinite factor of {called.name}"))
 
         reads = [register for register, kind in pairs if isinstance(kind, ArrayType)]
         self._steps.append(_Step(check, reads, []))
@@ -211,6 +223,8 @@ class Preparation:
             [self._register_of[number] for number in inputs],
             returned,
             frozenset(self._viewing),
+            self._runner.agreed if self._moves_any else None,
+            self._meant.digest(),
         )
 
 
@@ -224,6 +238,8 @@ class PreparedProgram:
         inputs: registers of the inputs' shards.
         outputs: registers of the results.
         viewing: registers that may have the memory of inputs.
+        agreed: within which movements run, by their digest; None where there are none.
+        digest: of the movements.
     """
 
     def __init__(
@@ -234,7 +250,11 @@ class PreparedProgram:
         inputs: Sequence[int],
         outputs: Sequence[int],
         viewing: frozenset[int],
+        agreed: Agreed | None,
+        digest: bytes,
     ) -> None:
+        self._agreed = agreed
+        self._digest = digest
         self.step_count = len(steps)
         self.outputs_view = [register in viewing for register in outputs]
         self._inputs = inputs
@@ -249,11 +269,18 @@ class PreparedProgram:
         values = self._first.copy()
         for register, shards in zip(self._inputs, inputs, strict=True):
             values[register] = shards
+        if self._agreed is None:
+            self._run_on(values)
+        else:
+            with self._agreed(self._digest):
+                self._run_on(values)
+        return [values[register] for register in self._outputs]
+
+    def _run_on(self, values: Registers) -> None:
         for run, frees in self._runs:
             run(values)
             for register in frees:
                 values[register] = None
-        return [values[register] for register in self._outputs]
 
 
 def _with_frees(steps: Sequence[_Step], kept: set[int]) -> list[tuple[Run, tuple[int, ...]]]:

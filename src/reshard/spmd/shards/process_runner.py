@@ -7,13 +7,15 @@ moves by the program that `chosen_program` finds, or by the direct exchange.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.collectives.program import Program
 from reshard.collectives.steps import Exchange
 from reshard.errors import MeshError, ReshardError, RunError, UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -26,9 +28,9 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, taken, with_gradient
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
-from reshard.torch.exchange.agreement import device_of, run_errors
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.programs.run import least_extra_bytes
+from reshard.torch.exchange.agreement import Intent, agree, run_errors
+from reshard.torch.exchange.groups import rank_group
+from reshard.torch.programs.movement import PreparedMovement, agreed_sequence
 from reshard.torch.redistribution import redistribute
 
 
@@ -63,25 +65,15 @@ class OverProcesses(Runner):
 
     def _move_by_messages(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         program = chosen_program(source, spec)
-        if any(isinstance(step, Exchange) for step in program.steps):
-            return self._move_by_exchange(source, spec.layout(source.shape))
-        return self._move_by_collectives(program, source.dtype.itemsize_bytes)
-
-    def _move_by_collectives(self, program: Program, itemsize_bytes: int) -> Movement:
-        ranks = dist.get_world_size(self.group)
-        extra_bytes = max(DEFAULT_EXTRA_BYTES, least_extra_bytes(program, itemsize_bytes, ranks))
+        prepared = PreparedMovement(program, source.dtype, self.group)
+        is_exchange = any(isinstance(step, Exchange) for step in program.steps)
+        by_hosts = self._move_by_exchange(source, spec.layout(source.shape))
 
         def moved(shards: Shards) -> Shards:
-            found = redistribute(
-                torch.as_tensor(shards[0]).contiguous(),
-                program.target,
-                source=program.source,
-                shape=program.shape,
-                group=self.group,
-                extra_bytes=extra_bytes,
-                method=program,
-            )
-            return (found,)
+            if is_exchange and len(set(rank_group(self.group).hosts)) > 1:
+                return by_hosts(shards)
+            own = torch.as_tensor(shards[0]).contiguous()
+            return (prepared.run(own, is_agreed=_agreed.get() is self),)
 
         return moved
 
@@ -93,12 +85,30 @@ class OverProcesses(Runner):
 
         return moved
 
+    def agreed(self, digest: bytes) -> AbstractContextManager[None]:
+        """All ranks come here with equal digests, or all raise; and to the end likewise.
+
+        Raises PlanError and RunError as `reshard.torch.programs.movement.agreed_sequence` does.
+        """
+        return self._agree(digest)
+
+    @contextmanager
+    def _agree(self, digest: bytes) -> Iterator[None]:
+        with agreed_sequence(self.group, digest), _set_agreed(self):
+            yield
+
+    def unagreed(self) -> AbstractContextManager[None]:
+        return _set_agreed(None)
+
+    def known(self, error: Exception) -> Exception:
+        rank_group(self.group).note_known(error)
+        return error
+
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether a condition holds on any rank, by an all-reduce of one number."""
-        count = torch.tensor(int(is_so), device=device_of(self.group))
-        with run_errors("an operation was not finished"):
-            dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
-            return bool(count)
+        """Whether a condition holds on any rank: all ask each other."""
+        group = rank_group(self.group)
+        with group.turn():
+            return bool(agree(Intent({"a condition": b""}, notes=(int(is_so),)), group)[0])
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that failed, on all ranks."""
@@ -111,7 +121,7 @@ class OverProcesses(Runner):
         with run_errors("an operation was not finished"):
             dist.all_gather_object(every, own, self.group)
         kind, text = next(one for one in every if one is not None)
-        repeated = kind(text)
+        repeated = self.known(kind(text))
         repeated.__cause__ = failure
         return repeated
 
@@ -140,6 +150,19 @@ class OverProcesses(Runner):
 
     def __repr__(self) -> str:
         return f"over_processes() of rank {self.rank}"
+
+
+# The runner whose movements all ranks have agreed on, in this thread.
+_agreed: ContextVar[OverProcesses | None] = ContextVar("agreed", default=None)
+
+
+@contextmanager
+def _set_agreed(runner: OverProcesses | None) -> Iterator[None]:
+    token = _agreed.set(runner)
+    try:
+        yield
+    finally:
+        _agreed.reset(token)
 
 
 def _choose_error(failure: Exception) -> type[Exception]:

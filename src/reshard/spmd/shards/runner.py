@@ -12,7 +12,7 @@ runs in one process and in many.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -121,6 +121,18 @@ class Runner:
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
+
+    def agreed(self, digest: bytes) -> AbstractContextManager[None]:
+        """Inside, every rank does the same movements in one order, of which this is a digest."""
+        return nullcontext()
+
+    def unagreed(self) -> AbstractContextManager[None]:
+        """Inside something `agreed`, what its digest does not know of."""
+        return nullcontext()
+
+    def known(self, error: Exception) -> Exception:
+        """An error that every rank raises at the same place."""
+        return error
 
     def given(self, kind: ArrayType, shards: Shards) -> Shards:
         """Shards that a program gives, as those of an array: see `process_gradients`."""

@@ -187,10 +187,7 @@ class RankGroup:
 
         Raises UsageError inside another call of the thread, such as in a transform.
         """
-        # Before its turn: who is in the middle of a run must know that somebody waits.
-        self._threads.add(threading.current_thread())
-        self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
-        with self._turn:
+        with self.sequence():
             if self._is_in_turn:
                 raise UsageError(
                     "this group is in the middle of a run, such as in a transform; other calls "
@@ -201,6 +198,18 @@ class RankGroup:
                 yield
             finally:
                 self._is_in_turn = False
+
+    @contextmanager
+    def sequence(self) -> Iterator[None]:
+        """Calls that follow one another: those of other threads come before or after all of them.
+
+        Each takes its `turn` as ever.
+        """
+        # Before its turn: who is in the middle of a run must know that somebody waits.
+        self._threads.add(threading.current_thread())
+        self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
+        with self._turn:
+            yield
 
     @property
     def has_threads(self) -> bool:
@@ -359,8 +368,12 @@ class RankGroup:
 
     def raise_on_all(self, error: ReshardError, cause: BaseException | None = None) -> NoReturn:
         """Raise what all ranks raise: after it the group goes on."""
-        self._known_error = error
+        self.note_known(error)
         raise error from cause
+
+    def note_known(self, error: BaseException) -> None:
+        """All ranks raise this, each by itself, and nobody has to be told of it."""
+        self._known_error = error
 
     def _close(self, note: str) -> None:
         if self._transport is not None:

@@ -137,7 +137,7 @@ def between_bytes(program: Program, itemsize_bytes: int) -> int:
     return sum(align(elements * itemsize_bytes) for elements in found.own_elements)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def phases_of(program: Program, rank: int) -> RankPhases:
     """The phases of one rank.
 
@@ -231,6 +231,17 @@ def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
     return found
 
 
+# Programs run again and again, each time on other tensors.
+@lru_cache(maxsize=4096)
+def directions_of(phase: Phase, rank: int, only_moving: bool) -> tuple[Transfers, Transfers]:
+    """What a rank receives in a phase, with what stays unless `only_moving`, and what it sends."""
+    found = phase.transfers(rank)
+    if only_moving:
+        found = found.moving
+    into = found.target_slot == rank
+    return found.take(into), found.take(~into)
+
+
 def _permute_shards(step: Permute, rank: int) -> Transfers:
     """The whole shards that come to a rank and leave it."""
     slots, cells, boxes = [], [], []
@@ -302,19 +313,10 @@ class ShardBuffers:
             # A slice that is a view moves nothing.
             if phase.kind == "local" and is_there:
                 continue
-            transfers = phase.transfers(self._rank)
             # Shards that overlap have what stays in its place already: only the rest is listed.
-            yield (
-                number,
-                RankTransfers.of(
-                    phase.change,
-                    transfers.moving if is_there else transfers,
-                    self._rank,
-                    self._find_shard(number),
-                    self._find_shard(number + 1),
-                    self._dtype,
-                ),
-            )
+            received, sent = directions_of(phase, self._rank, only_moving=is_there)
+            shards = self._find_shard(number), self._find_shard(number + 1)
+            yield number, RankTransfers(phase.change, received, sent, *shards, self._dtype)
             self._free_before(number + 1)
 
     @property

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.collectives.program import Program
+from reshard.geometry.transfers import Transfers
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.all_gather import AllGatherRounds, is_all_gather
@@ -42,7 +43,7 @@ from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.meeting import timeout_of
 from reshard.torch.exchange.messages import RankTransfers
-from reshard.torch.programs.phases import Phase, ShardBuffers, phases_of
+from reshard.torch.programs.phases import Phase, ShardBuffers, directions_of, phases_of
 
 # What the smallest messages of any phase need, for each rank of the group.
 _SMALLEST_BYTES = 4 * ALIGNMENT_BYTES
@@ -98,15 +99,9 @@ class ProgramRun:
         self._limit_bytes = extra_bytes
         self._phases = phases_of(program, self._rank)
         self._buffers = ShardBuffers(self._phases, self._rank, source, target, dtype, device)
-        transfers = [phase.transfers(self._rank).moving for phase in self._phases.phases]
-        self.sent_bytes, self.received_bytes = (
-            sum(int(rows.elements[slots == self._rank].sum()) for rows, slots in side)
-            * dtype.itemsize
-            for side in (
-                [(rows, rows.source_slot) for rows in transfers],
-                [(rows, rows.target_slot) for rows in transfers],
-            )
-        )
+        moving = [directions_of(one, self._rank, only_moving=True) for one in self._phases.phases]
+        self.received_bytes = sum(_count_bytes(rows, dtype) for rows, _ in moving)
+        self.sent_bytes = sum(_count_bytes(rows, dtype) for _, rows in moving)
         self.extra_bytes = 0
         self.has_failed = False
 
@@ -164,6 +159,10 @@ class ProgramRun:
             limit_bytes,
             by_region=phase.by_region,
         )
+
+
+def _count_bytes(rows: Transfers, dtype: torch.dtype) -> int:
+    return int(rows.elements.sum()) * int(dtype.itemsize)
 
 
 def process_group(

@@ -1,0 +1,141 @@
+"""Movements that run again and again: what a program does for tensors of one kind, found once.
+
+A redistribution learns what its ranks mean, agrees on it, moves and confirms. Where an array moves
+as others did before, all of that is known but the elements. A `PreparedMovement` has the program,
+the digest of what it means, and where messages begin and end; a run makes the new tensor and moves.
+
+Ranks that carry out one list of movements in one order can agree on the list, once, and on no
+movement of it (`agreed_sequence`)::
+
+    each alone      agree  move           agree  move           agree  move
+    a sequence      agree  move           move                  move           confirm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from reshard.collectives.program import Program
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ShardError
+from reshard.torch.exchange.agreement import Group, Intent, agree, confirm
+from reshard.torch.exchange.copies import empty_result
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.usability import is_usable
+from reshard.torch.programs.methods import method_digest
+from reshard.torch.programs.run import ProgramRun, least_extra_bytes
+
+
+class PreparedMovement:
+    """A program on one rank, for tensors of one dtype. All ranks of the group run it.
+
+    Args:
+        program: from the layout of the tensors to that of the results.
+        dtype: of their elements.
+        group: of all ranks of the program; of all ranks when None.
+    """
+
+    def __init__(
+        self, program: Program, dtype: DType, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.program = program
+        self.dtype = dtype
+        self._group = group
+        ranks = dist.get_world_size(group)
+        least_bytes = least_extra_bytes(program, dtype.itemsize_bytes, ranks)
+        self.extra_bytes = max(DEFAULT_EXTRA_BYTES, least_bytes)
+        self._source = program.source.layout(program.shape)
+        self._target = program.target.layout(program.shape)
+        self._intent = Intent(
+            {
+                "dtype": dtype.name.encode(),
+                "source": self._source.fingerprint,
+                "target": self._target.fingerprint,
+                "method": method_digest(program),
+            }
+        )
+
+    def run(self, tensor: torch.Tensor, is_agreed: bool = False) -> torch.Tensor:
+        """This rank's part of the result, from its part of the source.
+
+        Args:
+            tensor: dense, of the dtype, and of the shape that the program's source has here.
+            is_agreed: whether all ranks know already that they mean the same.
+
+        Raises:
+            RunError: on every rank, a rank that cannot take part; on those that wait for it, one
+                that fails on the way.
+            PlanError: on every rank, ranks that mean different things.
+            ShardError: an agreed run of a tensor that a run has left partly new.
+        """
+        group = rank_group(self._group)
+        with group.turn():
+            if is_agreed:
+                made = self._make_result(tensor, group.rank)
+            else:
+                made = self._agree_on_result(tensor, group)
+            run = ProgramRun(
+                self.program, tensor, made, made.dtype, group, tensor.device, self.extra_bytes
+            )
+            try:
+                run.finish()
+            except BaseException as error:
+                group.break_off(error)
+                raise
+            return made
+
+    def _agree_on_result(self, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        try:
+            made = self._make_result(tensor, group.rank)
+        except Exception as error:
+            # Also memory that is not there: the others wait.
+            agree(replace(self._intent, problem=f"{type(error).__name__}: {error}"), group)
+            raise
+        agree(self._intent, group)
+        return made
+
+    def _make_result(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        before, after = (layout.local_shape(rank) for layout in (self._source, self._target))
+        if after is None or tuple(tensor.shape) != before or as_dtype(tensor.dtype) != self.dtype:
+            raise ShardError(
+                f"a shard, {tensor.dtype} of shape {list(tensor.shape)}, where {self.dtype.name} "
+                f"of shape {before} moves to shape {after}; give shards as the arrays have them"
+            )
+        if not is_usable(tensor):
+            raise ShardError(
+                f"a shard, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and partly "
+                "old after a run into it that failed; fill it again"
+            )
+        made = empty_result(after, tensor.dtype, tensor.device)
+        # No message has padding.
+        return made.zero_() if self._target.is_padded else made
+
+
+@contextmanager
+def agreed_sequence(group: Group, digest: bytes) -> Iterator[None]:
+    """Movements that all ranks do in one order, on which they agree here by a digest of them all.
+
+    Movements inside run as agreed. All ranks come to the end, or those that do not are told of at
+    once: a rank that raises inside breaks the group's connections off, so that others raise its
+    cause.
+
+    Raises:
+        PlanError: ranks that mean different sequences.
+        RunError: a rank that does not come, or has not come to the end.
+    """
+    among: RankGroup = rank_group(group)
+    with among.sequence():
+        agree(Intent({"the program": digest}), among)
+        try:
+            yield
+        except BaseException as error:
+            among.break_off(error)
+            raise
+        confirm(among)
