@@ -120,6 +120,27 @@ class Graph:
             if output not in made:
                 raise SpecError(f"output %{output} is not made by any operation")
 
+    def last_uses(self) -> list[list[int]]:
+        """For each operation, the values that nothing reads after it, but inputs and outputs.
+
+        >>> graph = Graph.parse('''%0: float32[4]
+        ... %1: float32[4] = exp(%0) ([i]) -> ([i]) {i=4}
+        ... %2: float32[4] = exp(%1) ([i]) -> ([i]) {i=4}
+        ... return %2''')
+        >>> graph.last_uses()
+        [[], [1]]
+        """
+        # A result that nobody reads is freed at once; a dictionary keeps the last of equal keys.
+        last = {
+            value: place
+            for place, one in enumerate(self.operations)
+            for value in (*one.results, *one.operands)
+        }
+        found: list[list[int]] = [[] for _ in self.operations]
+        for value in last.keys() - {*self.inputs, *self.outputs}:
+            found[last[value]].append(value)
+        return found
+
     def _check_ranks(self, operation: Operation) -> None:
         numbers = (*operation.operands, *operation.results)
         mappings = operation.rule.tensors

@@ -47,9 +47,7 @@ def with_memory(
     """
     # A row of bytes, one a rank: what is live between two operations.
     live = np.array(held_bytes(inputs, ranks))
-    # The last operation that reads a value; a dictionary keeps the last of equal keys.
-    last = {value: place for place, one in enumerate(graph.operations) for value in one.operands}
-    kept = {*graph.inputs, *graph.outputs}
+    frees = graph.last_uses()
     reused = {
         (moved.value, moved.target): place
         for place, one in enumerate(operations)
@@ -78,10 +76,8 @@ def with_memory(
         for value, size in zip(one.operation.results, after, strict=True):
             held[value] = size
             live = live + size
-        # A result that nobody reads is freed at once.
-        for value in {*one.operation.operands, *one.operation.results}:
-            if value not in kept and last.get(value, place) <= place:
-                live = live - held.pop(value)
+        for value in frees[place]:
+            live = live - held.pop(value)
     return tuple(found)
 
 

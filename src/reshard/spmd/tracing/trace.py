@@ -340,10 +340,18 @@ def carry_out(
     inputs: Mapping[int, Any],
     watcher: Watcher | None = None,
 ) -> dict[int, Any]:
-    """All values of a recorded function, from its inputs. A watcher sees every operation."""
+    """The inputs and outputs of a recorded function. A watcher sees every operation.
+
+    Values between them are kept until the last operation that reads them.
+    """
     values = dict(inputs)
-    for operation, action, wanted in zip(
-        recorded.graph.operations, recorded.recorded_calls, shardings.operands, strict=True
+    frees = recorded.graph.last_uses()
+    for operation, action, wanted, unread in zip(
+        recorded.graph.operations,
+        recorded.recorded_calls,
+        shardings.operands,
+        frees,
+        strict=True,
     ):
         given = [values[number] for number in operation.operands]
         placed = [_reshard(x, spec) for x, spec in zip(given, wanted, strict=True)]
@@ -360,6 +368,10 @@ def carry_out(
         if watcher is not None:
             watcher.saw(operation, given, placed, made, results, action.run)
         values.update(zip(operation.results, results, strict=True))
+        # What holds them here would keep them until the next operation is done.
+        del given, placed, made, results
+        for number in unread:
+            del values[number]
     return values
 
 
