@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -355,6 +356,48 @@ def raising() -> None:
         in_the_middle(out_of_memory)
 
 
+def in_a_message(sender: int, receiver: int) -> None:
+    """Rank 1 is killed while a message of it, or to it, has gone in part."""
+    rank, ranks, shape = dist.get_rank(), dist.get_world_size(), (64 << 20,)
+    # What ranks share has gone at once.
+    os.environ["RESHARD_SHARED_MEMORY"] = "never"
+    processes: list[int] = [0] * ranks
+    dist.all_gather_object(processes, os.getpid())
+    start = MessageExchange.start
+
+    def stopping(self: MessageExchange) -> None:
+        # The other end has begun.
+        time.sleep(0.5)
+        start(self)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def kill() -> None:
+        # The socket is full.
+        time.sleep(1.5)
+        os.kill(processes[1], signal.SIGKILL)
+
+    if rank == 1:
+        MessageExchange.start = stopping  # type: ignore[method-assign]
+    elif rank == 2:
+        threading.Thread(target=kill).start()
+    source, target = (Layout.whole(shape, [one], ranks) for one in (sender, receiver))
+    own = torch.ones(shape, dtype=torch.uint8) if rank == sender else None
+    expect(
+        RunError,
+        " does not answer",
+        lambda: redistribute(own, target, source=source, dtype=torch.uint8, extra_bytes=256 << 20),
+        CULPRIT,
+    )
+
+
+def killed_while_it_sends() -> None:
+    in_a_message(1, 0)
+
+
+def killed_while_it_receives() -> None:
+    in_a_message(0, 1)
+
+
 def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     """Rank 1 does something else in the second step of a program."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -426,6 +469,8 @@ def main(fault: str) -> None:
         outside,
         absent,
         killed,
+        killed_while_it_sends,
+        killed_while_it_receives,
         raising,
         raising_in_a_program,
         killed_in_a_program,

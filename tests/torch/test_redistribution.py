@@ -30,7 +30,16 @@ def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
     expect_all_end_well(run_ranks("faulty_redistribution_process.py", 3, fault))
 
 
-@pytest.mark.parametrize("fault", ["killed", "killed_in_a_program", "bystander"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "killed",
+        "killed_while_it_sends",
+        "killed_while_it_receives",
+        "killed_in_a_program",
+        "bystander",
+    ],
+)
 def test_where_one_rank_is_killed_all_others_raise(fault: str) -> None:
     ended = run_ranks("faulty_redistribution_process.py", 3, fault)
     assert ended.pop(1).code == -signal.SIGKILL

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
+from reshard.torch.exchange.connections import Connections, Message
 from reshard.torch.exchange.copies import empty_bytes
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_memory
@@ -229,6 +231,8 @@ class RankGroup:
         arriving = np.empty_like(most)
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
         ahead, count = 1, len(self.ranks)
+        # All rounds have one time: a rank that hangs does not hold others for a time in each.
+        until_s = time.monotonic() + self._meeting.timeout.total_seconds()
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works: list[Any] = []
         try:
@@ -237,7 +241,7 @@ class RankGroup:
                 works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
                 works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
                 while works:
-                    works.pop().wait()
+                    _wait(works.pop(), until_s)
                 np.maximum(most, arriving, out=most)
                 ahead *= 2
         finally:
@@ -378,12 +382,21 @@ class RankGroup:
     def _close(self, note: str) -> None:
         if self._transport is not None:
             self._meeting.leave_note(note)
-            # Without anybody who keeps them, connections are closed.
-            self._transport = None
+            transport, self._transport = self._transport, None
+            if isinstance(transport, Connections):
+                transport.close()
             if self.shared_memory is not None:
                 self.shared_memory.close()
             for exchange in list(self.running):
                 exchange.fail()
+
+
+def _wait(message: Any, until_s: float) -> None:
+    """Wait for a message; those of a group that has no connections of its own know no time."""
+    if isinstance(message, Message):
+        message.wait(until_s)
+    else:
+        message.wait()
 
 
 def _has_ended(works: Sequence[Any]) -> bool:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError
+from reshard.torch.exchange.connections import Connections
 
 # How often somebody who waits looks for notes, and how long they are waited for.
 _LOOK_S, _NOTES_S = 0.05, 1.0
@@ -114,7 +115,7 @@ class RankMeeting:
                 raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
             raise
         found._set_default_timeout(self.timeout)
-        return found
+        return Connections(found)
 
     def _connect_watched(self, store: Any, options: Any) -> Any:
         """Gloo's connections. Raises RuntimeError where they fail, or a rank is lost meanwhile."""

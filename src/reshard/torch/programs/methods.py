@@ -34,8 +34,8 @@ from reshard.plans.hosts.staged_job import StagedJob
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.hosts import MESSAGE_COUNTS_BYTES, assume_links, find_hosts
 from reshard.torch.exchange.stages import stage_change
+from reshard.torch.programs.hosts import MESSAGE_COUNTS_BYTES, assume_links, find_hosts
 from reshard.torch.programs.run import least_extra_bytes
 from reshard.torch.sides import TensorSide
 

@@ -33,7 +33,7 @@ from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
-from reshard.torch.exchange.hosts import assume_links
+from reshard.torch.programs.hosts import assume_links
 from reshard.torch.programs.methods import assumed_topology, can_be_staged
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match

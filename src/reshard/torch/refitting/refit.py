@@ -28,7 +28,6 @@ from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.exchange.hosts import find_hosts
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.usability import (
     count_runs,
@@ -43,6 +42,7 @@ from reshard.torch.models.model_pairs import GivenNames, ModelPair
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.parameters import Model
 from reshard.torch.models.roster_documents import write_roster
+from reshard.torch.programs.hosts import find_hosts
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
 from reshard.torch.refitting.matching import CastOption

@@ -1,0 +1,149 @@
+"""Gloo's connections between ranks, on which nobody waits for messages that are lost.
+
+Where a connection closes, gloo (as of torch 2.13) tells the messages that wait for their turn, but
+neither the one that is being received, nor those that are being written: whoever waits for one of
+these waits for the group's whole timeout, which may be half an hour, and cannot be interrupted::
+
+    sender      [ written | still to write ]   ends here
+    receiver    [ read    | waits for these bytes, and is not told
+
+So another thread waits, which can be left to it. Who needs the message looks now and then whether
+its connection is there still, and gives up where it is not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+# How often who waits looks at its connection. Each look leaves some hundred bytes with gloo.
+_LOOK_S = 0.5
+# Of messages that nobody sends.
+_PROBE_TAG = (1 << 30) + 1
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Connections:
+    """A process group of gloo, for this process alone.
+
+    Args:
+        group: torch's, which nothing else uses.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, tensors: Sequence[torch.Tensor], receiver: int, tag: int) -> Message:
+        """Begin to send to a rank of the group."""
+        return Message(self, self._group.send(tensors, receiver, tag), receiver)
+
+    def recv(self, tensors: Sequence[torch.Tensor], sender: int, tag: int) -> Message:
+        """Begin to receive from a rank of the group."""
+        return Message(self, self._group.recv(tensors, sender, tag), sender)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Any:
+        """Begin to give all ranks the tensors of one of them."""
+        return self._group.broadcast(tensors, options)
+
+    def allgather(
+        self, found: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Begin to give all ranks the tensors of all of them."""
+        return self._group.allgather(found, tensors)
+
+    def is_closed(self, rank: int) -> bool:
+        """Whether nothing can come from a rank any more."""
+        try:
+            self._group.recv([torch.empty(0)], rank, _PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close all, also where messages or errors that somebody keeps would hold them open."""
+        for rank in range(self._group.size()):
+            if rank != self._group.rank():
+                # Where the time of one message is up, gloo closes all connections of the group.
+                with suppress(RuntimeError):
+                    self._group.recv([torch.empty(0)], rank, _PROBE_TAG).wait(_AT_ONCE)
+
+
+class Message:
+    """A message that is on its way to or from a rank."""
+
+    __slots__ = ("_connections", "_rank", "_work")
+
+    def __init__(self, connections: Connections, work: Any, rank: int) -> None:
+        self._connections, self._work, self._rank = connections, work, rank
+
+    def wait(self, until_s: float = math.inf) -> None:
+        """Wait until it is sent or received, or for as long as the group's timeout.
+
+        `until_s`, of `time.monotonic`, is when its time is up at the latest. Raises RuntimeError
+        where it is not sent or received.
+        """
+        waiter = _IDLE.pop() if _IDLE else _Waiter()
+        waiter.wait(self._work, lambda: self._connections.is_closed(self._rank), until_s)
+
+
+class _Waiter:
+    """A thread that waits for one work of torch after another."""
+
+    def __init__(self) -> None:
+        # Both are taken: the one is let go where a work is given, the other where it has ended.
+        self._given, self._ended = threading.Lock(), threading.Lock()
+        self._given.acquire()
+        self._ended.acquire()
+        self._works: list[Any] = []
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, name="reshard wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._given.acquire() and self._works:
+            try:
+                self._works[0].wait()
+            except RuntimeError as error:
+                # Without the frames that it has seen, which keep the work.
+                self._error = error.with_traceback(None)
+            self._works.clear()
+            self._ended.release()
+
+    def wait(self, work: Any, is_lost: Callable[[], bool], until_s: float) -> None:
+        """Wait for a work, or until it is lost. Raises RuntimeError as it does, or if it is."""
+        self._works.append(work)
+        self._given.release()
+        has_ended, problem = False, ""
+        try:
+            while not problem and not (has_ended := self._has_ended(until_s)):
+                if is_lost():
+                    problem = "the connection closed in the middle of a message"
+                    # It may have ended meanwhile, and then knows more.
+                    has_ended = self._ended.acquire(timeout=_LOOK_S)
+                elif time.monotonic() >= until_s:
+                    problem = "the time to wait for all ranks is up"
+        finally:
+            if not has_ended:
+                # Given nothing behind this work, the thread ends.
+                self._given.release()
+        if not has_ended:
+            raise RuntimeError(problem)
+        error, self._error = self._error, None
+        _IDLE.append(self)
+        if error is not None:
+            raise error
+
+    def _has_ended(self, until_s: float) -> bool:
+        return self._ended.acquire(timeout=max(0, min(_LOOK_S, until_s - time.monotonic())))
+
+
+# Threads that have nothing to wait for. Forks do not have them.
+_IDLE: list[_Waiter] = []
+os.register_at_fork(after_in_child=_IDLE.clear)
