@@ -108,11 +108,14 @@ class Counted(TorchDispatchMode):
         return found
 
     def _add(self, name: str, args: Any, found: Any) -> None:
-        group = next((one for one in args if hasattr(one, "size") and hasattr(one, "rank")), None)
-        ranks = group.size() if group is not None else 0
-        if not ranks:
-            words = [one for one in args if isinstance(one, str)]
-            ranks = dist.distributed_c10d._resolve_process_group(words[-1]).size() if words else 1
+        if name == "_wrap_tensor_autograd":
+            return
+        # FSDP's collectives have the group itself, DTensor's its name.
+        boxed = [one for one in args if isinstance(one, torch.ScriptObject)]
+        groups = [dist.ProcessGroup.unbox(one) for one in boxed if "Group" in str(one._type())]
+        names = [one for one in args if isinstance(one, str)]
+        group = groups[0] if groups else dist.distributed_c10d._resolve_process_group(names[-1])
+        ranks = group.size()
         sizes = sorted(one.nbytes for one in tensors_of(args) + tensors_of(found))
         share = (ranks - 1) / ranks
         self.count += 1

@@ -19,9 +19,9 @@ import reshard.spmd as sp
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    common = ["--tiny", "--dtype", "float64", "--every", "4", "--folder", sys.argv[1]]
+    common = ["--tiny", "--dtype", "float64", "--every", "50", "--folder", sys.argv[1]]
     with sp.running(sp.over_processes()):
-        for mesh, zero, steps in (("dp=4", "1", "4"), ("dp=2,tp=2", "3", "8")):
+        for mesh, zero, steps in (("dp=4", "1", "100"), ("dp=2,tp=2", "3", "200")):
             words = ["--mesh", mesh, "--zero", zero, "--steps", steps]
             run = train.train(train.read_arguments([*common, *words]))
             assert len(run.losses) == int(steps)
