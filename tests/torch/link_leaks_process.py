@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from refit_models import expect, values, zeros
 from reshard.errors import LinkError
@@ -85,8 +86,20 @@ def stay(end: Any) -> list[dict[str, int]]:
     return found
 
 
+def count_connections() -> int:
+    """How many of this process's files are connections by TCP."""
+    files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    held = {os.readlink(file) for file in files if os.path.lexists(file)}
+    lines = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    fields = [line.split() for table in lines for line in table.splitlines()[1:]]
+    return sum(f"socket:[{one[9]}]" in held for one in fields)
+
+
 def come_and_go(url: str, joins: int) -> None:
     """An engine that comes, takes weights, and leaves, `joins` times."""
+    # Connections go with the link's end, not when garbage is collected.
+    gc.disable()
+    connections = []
     for turn in range(joins):
         name = f"last {NUMBER}" if turn == joins - 1 else f"e{NUMBER}"
         dtype = (torch.float32, torch.bfloat16)[turn % 2]
@@ -97,16 +110,29 @@ def come_and_go(url: str, joins: int) -> None:
                 sync.run()
         for tensor, value in values(dtype=dtype).items():
             expect(torch.equal(model[tensor], value), f"{tensor} after {turn} joins")
+        connections.append(count_connections())
+    expect(connections[-1] <= connections[0] + 1, f"connections after joins: {connections}")
+
+
+def open_signs() -> dist.Store:
+    """Where the processes tell each other how far they are."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, None, NUMBER == 0, wait_for_workers=False)
 
 
 def main(port: str, joins: int, runs: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     given: dict[str, Any] = {"rank": 0, "ranks": 1, "timeout_s": WAIT_S}
+    signs = open_signs()
     if NUMBER > 1:
+        # The trainer's first engine is the one that stays.
+        signs.wait(["begun"])
         come_and_go(url, joins // 2)
         return
     given |= {"engines": 1} if NUMBER == 0 else {"name": "stays"}
     with connect(url, "engine" if NUMBER else "trainer", **given) as end:
+        if NUMBER == 0:
+            signs.set("begun", "")
         found = stay(end) if NUMBER else send(end, runs)
     sys.stdout.write(f"{json.dumps(found)}\n")
 

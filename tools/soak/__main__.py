@@ -59,6 +59,18 @@ def _show(outcome: Outcome) -> None:
     sys.stdout.flush()
 
 
+def _show_progress(outcome: Outcome) -> None:
+    """One line: a campaign that is ended from outside has told what it did."""
+    counts = sorted(outcome.counts.items())
+    others = "".join(f", {count:,} {name}" for name, count in counts if name != outcome.goal)
+    failed = f", {len(outcome.failures)} FAILED" if outcome.failures else ""
+    print(
+        f"  {outcome.seconds_s:.0f} s: {outcome.goal} {outcome.counts[outcome.goal]:,} of "
+        f"{outcome.wanted:,}{failed}{others}",
+        flush=True,
+    )
+
+
 def main() -> int:
     arguments = _arguments()
     chosen = [
@@ -76,7 +88,9 @@ def main() -> int:
         (kind, wanted, share), *rest = chosen
         left_s = max(1.0, end_s - time.monotonic())
         share_s = left_s * share / (share + sum(other[2] for other in rest))
-        outcomes.append(run_campaign(kind, wanted, seed, share_s, arguments.workers))
+        outcomes.append(
+            run_campaign(kind, wanted, seed, share_s, arguments.workers, _show_progress)
+        )
         _show(outcomes[-1])
         chosen = rest
     failed = sum(len(outcome.failures) for outcome in outcomes)

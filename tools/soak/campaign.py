@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 LONGEST_CASE_S = 120.0
+# How often a campaign says what it has done.
+TELL_S = 30.0
 MOST_FAILURES = 5
 MEMORY = Path("/dev/shm")
 _BATCH = 4
@@ -127,11 +130,19 @@ def _run_batch(seeds: range) -> list[Counter[str] | Failure]:
 
 
 def run_campaign(
-    kind: type[Campaign], wanted: int, first_seed: int, seconds_s: float, workers: int
+    kind: type[Campaign],
+    wanted: int,
+    first_seed: int,
+    seconds_s: float,
+    workers: int,
+    tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Run cases until `wanted` is reached, or so many seconds have passed."""
+    """Run cases until `wanted` is reached, or so many seconds have passed.
+
+    `tell` is given what was done so far, every `TELL_S` seconds and after each failure.
+    """
     outcome = Outcome(kind.goal, wanted, first_seed)
-    began_s = time.monotonic()
+    began_s = told_s = time.monotonic()
     place = MEMORY if kind.is_in_memory and MEMORY.is_dir() else None
     parent = tempfile.mkdtemp(dir=place, prefix="reshard-soak-")
     pool = ProcessPoolExecutor(
@@ -168,6 +179,11 @@ def run_campaign(
                         outcome.failures.append(result)
                     else:
                         outcome.counts += result
+            outcome.seconds_s = time.monotonic() - began_s
+            has_failed = any(isinstance(result, Failure) for result in results)
+            if running and (has_failed or time.monotonic() - told_s > TELL_S):
+                told_s = time.monotonic()
+                tell(outcome)
             if is_over and wanted > 1:
                 for future in list(running):
                     if future.cancel():

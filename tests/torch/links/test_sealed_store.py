@@ -74,3 +74,13 @@ def test_torchs_own_groups_take_it() -> None:
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
     assert tensor.tolist() == [1, 1]
+
+
+def test_a_closed_store_says_so_and_keeps_no_connection() -> None:
+    _, mine, theirs = open_both()
+    mine.set("a", "text")
+    theirs.close()
+    theirs.close()
+    with pytest.raises(LinkError, match="closed; connect again"):
+        theirs.get("a")
+    assert mine.get("a") == b"text"

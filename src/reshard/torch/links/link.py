@@ -25,7 +25,6 @@ import datetime
 import json
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -234,18 +233,16 @@ class WeightLink:
         for sync in self._engine_syncs:
             sync.close(closed)
         self._presence.close()
-        if groups and self.side == "trainer" and self.rank == 0:
-            time.sleep(_LINGER_S)
+        if self.side == "trainer" and self.rank == 0:
+            time.sleep(_LINGER_S if groups else 0)
+        else:
+            # The server's own is needed for as long as the first rank's process has it.
+            self._store.close()
 
     def __enter__(self) -> WeightLink:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

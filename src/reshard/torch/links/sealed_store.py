@@ -85,9 +85,19 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
-        self._store = store
+        self._store: dist.Store | None = store
         self.key = key
         self.check_others: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Give the connection back, also where groups of torch keep the store."""
+        self._store = None
+
+    def _reach(self) -> Any:
+        given = self._store
+        if given is None:
+            raise LinkError("this end of the link is closed; connect again")
+        return given
 
     def _seal_key(self, key: str) -> str:
         return code_of(self.key, b"key", key.encode()).hex()
@@ -104,25 +114,25 @@ class SealedStore(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(self._seal_key(key), self._seal_value(key, data))
+        self._reach().set(self._seal_key(key), self._seal_value(key, data))
 
     def get(self, key: str) -> bytes:
         """Wait for a value and read it."""
         self.wait([key])
-        return self._open_value(key, bytes(self._store.get(self._seal_key(key))))
+        return self._open_value(key, bytes(self._reach().get(self._seal_key(key))))
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter; what it is then."""
-        return int(self._store.add(self._seal_key(key), value))
+        return int(self._reach().add(self._seal_key(key), value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return bool(self._store.check([self._seal_key(key) for key in keys]))
+        return bool(self._reach().check([self._seal_key(key) for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are there. Raises LinkError where they do not come."""
         begun_s = time.monotonic()
-        limit_s = (timeout or self._store.timeout).total_seconds()
+        limit_s = (timeout or self._reach().timeout).total_seconds()
         while not self.check(keys):
             if self.check_others is not None:
                 self.check_others()
@@ -133,13 +143,13 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
-        return bool(self._store.delete_key(self._seal_key(key)))
+        return bool(self._reach().delete_key(self._seal_key(key)))
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long `get` and `wait` wait."""
-        self._store.set_timeout(timeout)
+        self._reach().set_timeout(timeout)
 
     @property
     def timeout(self) -> Any:
         """How long `get` and `wait` wait."""
-        return self._store.timeout
+        return self._reach().timeout
