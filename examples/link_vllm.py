@@ -81,6 +81,8 @@ def serve(url: str, folder: str) -> None:
         found = llm.generate(prompts, params, use_tqdm=False)
         print(f"engine {version}: {[list(o.outputs[0].token_ids) for o in found]}", flush=True)
     llm.collective_rpc("unlink_weights")
+    # Ends its processes, which would outlive this one.
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ from live_processes import free_port, run_rank_programs
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "link_vllm.py"
 STEPS, LIMIT_S = 3, 900
+
+
+def has_ended(session: int) -> bool:
+    """Whether all processes of a session end within a few seconds."""
+    for _ in range(50):
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
@@ -50,10 +62,11 @@ def test_an_engine_generates_what_one_of_the_saved_weights_does(
         command = [sys.executable, EXAMPLE, "trainer", url, folder, saved]
         run_rank_programs(command, 2, environment, timeout_s=LIMIT_S)
         assert engine.wait(LIMIT_S) == 0, told.read_text()[-4000:]
+        assert has_ended(engine.pid), "processes of vLLM outlive the engine"
     except (RuntimeError, TimeoutError) as error:
         pytest.fail(f"{error}\n--- engine\n{told.read_text()[-8000:]}")
     finally:
-        # Also vLLM's own processes, where they outlive it.
+        # Also vLLM's own processes, where it fails.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engine.pid, signal.SIGKILL)
         engine.wait()
