@@ -58,6 +58,9 @@ _NAMES_OF = {
     "programs.control_flow": "cond scan while_loop",
     "programs.jit": "jit",
     "programs.own_operators": "operator",
+    "programs.pipelines.orders": "pipeline_schedule",
+    "programs.pipelines.schedule": "PipelineSchedule PipelineTask Work",
+    "programs.pipelines.timetable": "StageCosts Timetable",
     "functions.windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
     ),

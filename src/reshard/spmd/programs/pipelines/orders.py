@@ -1,0 +1,117 @@
+"""The orders of pipelines that are known by name.
+
+Sources: `gpipe`, Huang et al., "GPipe" (2019); `1f1b`, PipeDream-Flush of Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training" (2021); `interleaved`, Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021); `zb-h1`,
+Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.errors import UsageError
+from reshard.integers import as_integer
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+
+ORDERS = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def pipeline_schedule(
+    order: str, n_ranks: int, n_microbatches: int, *, stages_per_rank: int = 1
+) -> PipelineSchedule:
+    """A schedule by its name.
+
+    With costs F, I and W of a rank for a microbatch (forward, gradient of the input, gradients of
+    the weights), each rank is idle for `(n_ranks - 1) * (F + I + W)` under `gpipe` and `1f1b`, a
+    `stages_per_rank`-th of that under `interleaved`; under `zb-h1`, where the three cost the same
+    and there are at least as many microbatches as ranks, for `(n_ranks - 1) * (F + I - W)`. Rank
+    `r` holds activations of all microbatches under `gpipe`, of `n_ranks - r` under `1f1b`, and
+    of `n_ranks` under `zb-h1`, or of all microbatches where there are fewer.
+
+    Args:
+        order: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
+        n_ranks: of the pipeline.
+        n_microbatches: of a step; for `interleaved` a multiple of the ranks.
+        stages_per_rank: 1, but for `interleaved`.
+
+    Raises:
+        UsageError: another name, numbers that are less than 1 or do not fit the order.
+
+    >>> from reshard.spmd.programs.pipelines.timetable import Timetable
+    >>> print(Timetable(pipeline_schedule("zb-h1", n_ranks=2, n_microbatches=3)))
+    0 | F0 F1 .. I0 W0 F2 I1 W1 I2 W2
+    1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
+    >>> pipeline_schedule("gpipe", 4, 8).peak_activations
+    (8, 8, 8, 8)
+    >>> pipeline_schedule("1f1b", 4, 8).peak_activations
+    (4, 3, 2, 1)
+    """
+    if order not in ORDERS:
+        raise UsageError(f"order {order!r}.\nExpected one of {', '.join(ORDERS)}.")
+    n_ranks = as_integer(n_ranks, "number of ranks", least=1)
+    n_microbatches = as_integer(n_microbatches, "number of microbatches", least=1)
+    per_rank = as_integer(stages_per_rank, "stages_per_rank", least=1)
+    if order != "interleaved" and per_rank != 1:
+        raise UsageError(
+            f"stages_per_rank={per_rank} with order {order!r}.\n"
+            "Expected 1; several stages a rank are of order 'interleaved'."
+        )
+    if order == "interleaved" and n_microbatches % n_ranks:
+        raise UsageError(
+            f"{n_microbatches} microbatches on {n_ranks} ranks, interleaved.\n"
+            "Expected a multiple of the number of ranks; cut the batch otherwise."
+        )
+    lines = tuple(
+        tuple(_list_tasks(order, rank, n_ranks, n_microbatches, per_rank))
+        for rank in range(n_ranks)
+    )
+    return PipelineSchedule(lines, n_ranks * per_rank, n_microbatches)
+
+
+def _list_tasks(
+    order: str, rank: int, n_ranks: int, n_microbatches: int, per_rank: int
+) -> Iterator[PipelineTask]:
+    """One rank's tasks: forward ones to warm up, then one forward, one backward, then the rest."""
+    n_tasks = n_microbatches * per_rank
+    forward = [_place(k, rank, n_ranks, per_rank) for k in range(n_tasks)]
+    backward = [
+        ((per_rank - 1 - stage // n_ranks) * n_ranks + rank, microbatch)
+        for stage, microbatch in forward
+    ]
+    split = order == "zb-h1"
+    # Weights wait for as many microbatches as make the rank hold what the first one does.
+    waiting = rank if split else 0
+    warm = min(n_tasks, _warm_up(order, rank, n_ranks, n_tasks, per_rank))
+    for place in forward[:warm]:
+        yield PipelineTask(Work.FORWARD, *place)
+    for k, place in enumerate(backward):
+        if warm + k < n_tasks:
+            yield PipelineTask(Work.FORWARD, *forward[warm + k])
+        yield PipelineTask(Work.BACKWARD_INPUT if split else Work.BACKWARD, *place)
+        if split and k >= waiting:
+            yield PipelineTask(Work.BACKWARD_WEIGHTS, *backward[k - waiting])
+    if split:
+        for place in backward[max(0, n_tasks - waiting) :]:
+            yield PipelineTask(Work.BACKWARD_WEIGHTS, *place)
+
+
+def _warm_up(order: str, rank: int, n_ranks: int, n_tasks: int, per_rank: int) -> int:
+    """How many forward tasks a rank runs before it takes turns."""
+    if order == "gpipe":
+        return n_tasks
+    if order == "interleaved" and per_rank > 1:
+        return 2 * (n_ranks - 1 - rank) + (per_rank - 1) * n_ranks
+    return n_ranks - 1 - rank
+
+
+def _place(k: int, rank: int, n_ranks: int, per_rank: int) -> tuple[int, int]:
+    """The stage and microbatch of a rank's `k`-th forward task.
+
+    A rank takes as many microbatches as there are ranks through each of its stages in turn.
+    """
+    if per_rank == 1:
+        return rank, k
+    group, within = divmod(k, n_ranks * per_rank)
+    stage, microbatch = divmod(within, n_ranks)
+    return stage * n_ranks + rank, group * n_ranks + microbatch
