@@ -17,6 +17,8 @@ import reshard.spmd as sp
 from reshard import spec
 from reshard.spmd.shards import process_runner
 from reshard.spmd.tracing.argument_tree import leaves
+from reshard.torch.programs import movement
+from reshard.torch.programs.run import ProgramRun
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
 
 RECEIVED_BYTES = []
@@ -29,6 +31,14 @@ def counted(*arguments: Any, **options: Any) -> Any:
     found = begun.wait()
     RECEIVED_BYTES.append(begun.received_bytes)
     return found
+
+
+class CountedRun(ProgramRun):
+    """A run of a prepared movement, likewise."""
+
+    def finish(self) -> None:
+        super().finish()
+        RECEIVED_BYTES.append(self.received_bytes)
 
 
 def check(case: Traced, strategy: str) -> None:
@@ -96,6 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     process_runner.redistribute = counted
+    movement.ProgramRun = CountedRun
     for number, case in enumerate(FUNCTIONS):
         # Starting and agreeing take most of the time: strategies take turns.
         for strategy in ("eager", "basic")[number % 2 :][:1]:
