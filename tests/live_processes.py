@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -30,10 +32,16 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port of this machine that nobody listens on.
+
+    The system gives ports from 32768 on to whoever asks for any, such as gloo: one of those could
+    be somebody's before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -8,14 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from live_processes import free_port  # noqa: E402
 from reshard.errors import LinkError, UsageError  # noqa: E402
 from reshard.torch.links.address import LinkAddress  # noqa: E402
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -65,3 +60,10 @@ def test_a_store_is_served_and_reached() -> None:
 def test_nobody_serves_it() -> None:
     with pytest.raises(LinkError, match="nobody serves"):
         LinkAddress("127.0.0.1", free_port()).open_store(False, "s", 0.3)
+
+
+def test_what_listens_there_is_no_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = LinkAddress("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(LinkError, match="another program has the port"):
+            place.open_store(False, "s", 0.5)

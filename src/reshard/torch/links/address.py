@@ -12,8 +12,12 @@ import datetime
 import ipaddress
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -110,14 +114,38 @@ class LinkAddress:
         try:
             if not is_server:
                 self._wait_for_server(timeout_s)
-            store = dist.TCPStore(
-                self.host, self.port, None, is_server, timeout, wait_for_workers=False
-            )
+            address = (self.host, self.port, None, is_server, timeout)
+            make = partial(dist.TCPStore, *address, wait_for_workers=False)
+            store = make() if is_server else self._reach(make, timeout_s)
             return seal(store, secret, salt)
         except (RuntimeError, ValueError) as error:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             what = "served" if is_server else "reached"
             raise LinkError(f"the store at {self} cannot be {what}: {line}") from error
+
+    def _reach(self, make: Callable[[], dist.TCPStore], timeout_s: float) -> dist.TCPStore:
+        """The store of a server. Raises LinkError where what listens there is none."""
+        made: SimpleQueue[dist.TCPStore | Exception] = SimpleQueue()
+
+        def work() -> None:
+            try:
+                made.put(make())
+            except Exception as error:
+                made.put(error)
+
+        # Torch waits for the server's first answer without end: a program of another kind gives
+        # none, and the thread stays.
+        threading.Thread(target=work, name="reshard-store", daemon=True).start()
+        try:
+            found = made.get(timeout=timeout_s)
+        except Empty:
+            raise LinkError(
+                f"what listens at {self} does not answer as a store in {timeout_s:g} s; another "
+                "program has the port: choose one that is free"
+            ) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _wait_for_server(self, timeout_s: float) -> None:
         """Return once somebody listens there; torch would log every try."""
