@@ -50,11 +50,15 @@ def timed(action: Callable[[], object]) -> Turn:
     action()
     seconds_s = time.perf_counter() - start_s
     processor_s = _processor_s() - before_s
-    peak_kib = max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    children_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    peak_kib = max(_peak_kib(), children_kib)
     return Turn(seconds_s, peak_kib * 1024, _read_bytes() - before_bytes, processor_s)
+
+
+def _peak_kib() -> int:
+    """Of this process. `getrusage` counts what started it too, whose memory it had until `exec`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def _processor_s() -> float:

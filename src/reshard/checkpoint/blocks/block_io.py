@@ -31,7 +31,9 @@ from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer, BufferRegion
 from reshard.checkpoint.files.descriptors import Closable
+from reshard.checkpoint.files.places.host_reads import HostReads, SharingFile
 from reshard.checkpoint.files.places.place_file import open_source
+from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.errors import DigestError
 from reshard.layout import Box
@@ -138,8 +140,10 @@ def _raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFiles[SourceFile]:
-    """The tensor files of a checkpoint, for reading.
+def open_sources(
+    checkpoint: Checkpoint, scratch: Path | None = None, shared: HostReads | None = None
+) -> OpenFiles[SourceFile]:
+    """The tensor files of a checkpoint, for reading; objects as `shared` with other processes.
 
     Derived files are made when something in them is first read, in the folder `scratch` (that of
     temporary files when None). To open a file raises
@@ -152,7 +156,10 @@ def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFil
             return checkpoint.held[name].open()
         derived = checkpoint.derived.get(name)
         if derived is None:
-            return open_source(checkpoint.path(name), checkpoint.identities.get(name))
+            path, identity = checkpoint.path(name), checkpoint.identities.get(name)
+            if shared is not None and isinstance(path, PlacePath):
+                return SharingFile(path, identity, shared, name)
+            return open_source(path, identity)
         return derived.open(checkpoint.path(name), files[derived.source], scratch)
 
     files: OpenFiles[SourceFile] = OpenFiles(open_file)

@@ -89,6 +89,32 @@ def read_box(
     target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
 
 
+def hull_of(
+    view: View, local: Sequence[int], shape: Sequence[int], itemsize_bytes: int, joined_bytes: int
+) -> tuple[int, int, int]:
+    """Where a box of a shard lies in a file: first byte, end, and how much is read between.
+
+    Args:
+        view: how the shard lies there.
+        local, shape: the box.
+        itemsize_bytes: of an element.
+        joined_bytes: ranges no further apart are read with what lies between them.
+
+    >>> hull_of(View(0, (200, 1)), (0, 10), (3, 70), 8, 0)
+    (80, 3840, 1680)
+    >>> hull_of(View(0, (200, 1)), (0, 10), (3, 70), 8, 2000)
+    (80, 3840, 3760)
+    """
+    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
+    at, size_bytes = first * itemsize_bytes, reach * itemsize_bytes
+    inner, length = _dense_end(view.strides, shape)
+    gap = view.strides[inner - 1] - length if inner else 0
+    if reach_at_once(view.strides, shape, itemsize_bytes) or gap * itemsize_bytes <= joined_bytes:
+        return at, at + size_bytes, size_bytes
+    return at, at + size_bytes, math.prod(shape) * itemsize_bytes
+
+
 def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: int) -> int | None:
     """The elements from the first to the last of a box in a file, both included, if all are read.
 
@@ -111,13 +137,19 @@ def _ranges(strides: Sequence[int], shape: Sequence[int]) -> tuple[IntArray, int
     >>> _ranges((8, 1), (3, 2))
     (array([ 0,  8, 16]), 2)
     """
+    inner, length = _dense_end(strides, shape)
+    begin = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(shape[:inner], strides[:inner], strict=True):
+        # An outer sum in row-major order: the ranges so far, for every index of this dimension.
+        begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
+    return begin, length
+
+
+def _dense_end(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    """How many dimensions are outside of a contiguous range, and the range's length."""
     dense, inner = 1, len(shape)
     # Trailing dimensions that lie densely in the file are part of one range.
     while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == dense):
         inner -= 1
         dense *= shape[inner]
-    begin = np.zeros(1, dtype=np.int64)
-    for size, stride in zip(shape[:inner], strides[:inner], strict=True):
-        # An outer sum in row-major order: the ranges so far, for every index of this dimension.
-        begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
-    return begin, math.prod(shape[inner:])
+    return inner, dense

@@ -56,7 +56,7 @@ def refusals_explained(action: str, path: Path) -> Iterator[None]:
         raise RunError(f"cannot {action}: {exact}: {reason}") from error
 
 
-def write_all(descriptor: int, data: bytes, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`, however many calls it takes. Raises `OSError`."""
     remaining = memoryview(data)
     while remaining:

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -23,12 +23,20 @@ from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.files.places.host_reads import (
+    MOST_THREADS,
+    PIECE_BYTES,
+    HostReads,
+    ReadSpan,
+    check_readers,
+)
+from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threads
+from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.progress import (
     Progress,
     ProgressFunction,
@@ -129,6 +137,21 @@ class _Read:
         address = self.tensor.file_range(self.slot, self.number, self.offset)
         return address.path, address.start_bytes
 
+    @property
+    def view(self) -> View:
+        """How the shard lies in the file."""
+        return self.tensor.view(self.slot, self.number) or View.row_major(self.shape)
+
+    @property
+    def spans(self) -> list[ReadSpan]:
+        """What is read of an object."""
+        path, start_bytes = self.place
+        itemsize_bytes = self.tensor.dtype.itemsize_bytes
+        start, stop, read_bytes = hull_of(
+            self.view, self.local, self.target.shape, itemsize_bytes, JOINED_BYTES
+        )
+        return [ReadSpan(path, start_bytes + start, start_bytes + stop, read_bytes)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
@@ -188,6 +211,7 @@ def load_layouts(
     threads: int | None = None,
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
+    readers_on_host: int = 1,
     progress: ProgressFunction | None = None,
     stop: threading.Event | None = None,
 ) -> dict[str, NDArray[Any]]:
@@ -215,6 +239,11 @@ def load_layouts(
         if not isinstance(given, Mapping):
             raise UsageError(f"{what} of {type(given).__name__}; give a dict by tensor name")
     expect_stop(stop)
+    if check_readers(readers_on_host) > 1 and files is not None:
+        raise UsageError(
+            f"files, and beside them readers_on_host={readers_on_host}; files that are open "
+            "already are not shared, leave one of them out"
+        )
     wanted = None if dtype is None else cast_type(dtype)
     arrays: dict[str, NDArray[Any]] = {}
     groups: dict[tuple[int, int], _Group] = {}
@@ -244,35 +273,46 @@ def load_layouts(
         for array in group.arrays if out is not None and group.layout.is_padded else ():
             array[...] = np.zeros((), dtype=array.dtype)
         reads += group.read(columns, rank, shared)
-    opened = open_sources(checkpoint) if files is None else files
-
     total_bytes = sum(array.nbytes for array in arrays.values())
     LOGGER.info("%s: %d bytes loaded as rank %d", checkpoint.folder, total_bytes, rank)
 
-    def work(task: _Read | SharedTask, buffer: AlignedBuffer) -> _Read | IntArray:
-        if isinstance(task, SharedTask):
-            return shared.read(task, opened, buffer)
+    # In the order of the files, so that a disk reads forward.
+    tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
+    tasks.sort(key=lambda task: task.place)
+    together: HostReads | None = None
+    workers = usual_threads(threads, checkpoint.folder)
+    if readers_on_host > 1 and isinstance(checkpoint.folder, PlacePath):
+        workers = min(workers, MOST_THREADS)
+        together, tasks = _share(checkpoint, readers_on_host, tasks)
+    opened = open_sources(checkpoint, shared=together) if files is None else files
+
+    def work(numbered: tuple[int, _Read | SharedTask], buffer: AlignedBuffer) -> _Read | IntArray:
+        number, task = numbered
+        done = (
+            shared.read(task, opened, buffer)
+            if isinstance(task, SharedTask)
+            else fill(task, buffer)
+        )
+        if together is not None:
+            together.finish(number)
+        return done
+
+    def fill(task: _Read, buffer: AlignedBuffer) -> _Read:
         path, start_bytes = task.place
-        view = task.tensor.view(task.slot, task.number) or View.row_major(task.shape)
         target, kind = task.target, task.tensor.dtype
         if task.cast is not None:
             target = np.empty(target.shape, dtype=kind.storage)
-        read_box(opened[path], start_bytes, view, task.local, target, buffer)
+        read_box(opened[path], start_bytes, task.view, task.local, target, buffer)
         if task.cast is not None:
             rounded = np.empty(target.size, dtype=task.cast.storage)
             cast_elements(target.reshape(-1), kind, rounded, task.cast)
             task.target[...] = rounded.reshape(target.shape)
         return task
 
-    # In the order of the files, so that a disk reads forward.
-    tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
-    tasks.sort(key=lambda task: task.place)
     done_bytes = 0
     try:
         check_stop(stop)
-        for done in run_in_threads(
-            tasks, work, _make_buffer, usual_threads(threads, checkpoint.folder)
-        ):
+        for done in run_in_threads(enumerate(tasks), work, _make_buffer, workers):
             if isinstance(done, _Read):
                 filled: Iterable[tuple[str, int]] = ((done.tensor.name, done.target.nbytes),)
             elif progress is None:
@@ -293,6 +333,8 @@ def load_layouts(
     finally:
         if files is None:
             opened.close()
+        if together is not None:
+            together.close()
     LOGGER.info("%s: loaded, %d bytes", checkpoint.folder, done_bytes)
     if out is not None:
         return {name: out[name] for name in arrays}
@@ -301,6 +343,23 @@ def load_layouts(
         for row, array in zip(group.rows, group.arrays, strict=True):
             arrays[columns.names[row]] = array.view(kind)
     return arrays
+
+
+def _share(
+    checkpoint: Checkpoint, readers: int, tasks: Iterable[_Read | SharedTask]
+) -> tuple[HostReads, list[_Read | SharedTask]]:
+    """The reads that processes of this host share, and the tasks as they are begun then."""
+    sizes = {
+        file.name: file.size_bytes
+        for file in checkpoint.files
+        if file.name not in checkpoint.derived and file.name not in checkpoint.held
+    }
+    small: list[_Read | SharedTask] = []
+    for task in tasks:
+        small += [task] if isinstance(task, SharedTask) else _split(task, _is_wide)
+    small.sort(key=lambda task: (task.spans[0].name, task.spans[0].start))
+    spans = [[span for span in task.spans if span.name in sizes] for task in small]
+    return HostReads(str(checkpoint.folder), readers, sizes, spans), small
 
 
 def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:
@@ -406,14 +465,26 @@ def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, .
     return tuple(found)
 
 
-def _split(read: _Read) -> list[_Read]:
+def _is_large(read: _Read) -> bool:
+    return read.target.nbytes > 4 * BUFFER_BYTES
+
+
+def _is_wide(read: _Read) -> bool:
+    """Whether it reaches over so much of a file that others would wait for its end."""
+    (span,) = read.spans
+    return span.stop - span.start > 2 * PIECE_BYTES
+
+
+def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_Read]:
     """Split a read into parts of some megabytes, so that threads share it."""
     long = [d for d, n in enumerate(read.target.shape) if n > 1]
-    if read.target.nbytes <= 4 * BUFFER_BYTES or not long:
+    if not is_large(read) or not long:
         return [read]
     # Halves along the outermost dimension: each is as contiguous in the file as the whole.
     d = long[0]
     half = read.target.shape[d] // 2
     low, high = np.split(read.target, [half], axis=d)
     behind = (*read.local[:d], read.local[d] + half, *read.local[d + 1 :])
-    return _split(replace(read, target=low)) + _split(replace(read, target=high, local=behind))
+    return _split(replace(read, target=low), is_large) + _split(
+        replace(read, target=high, local=behind), is_large
+    )

@@ -36,6 +36,7 @@ def load(
     threads: int | None = None,
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
+    readers_on_host: int = 1,
     progress: ProgressFunction | None = None,
     stop: threading.Event | None = None,
     **arguments: Unpack[CutArguments],
@@ -57,6 +58,10 @@ def load(
             closes them.
         dtype: of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of each tensor
             when None.
+        readers_on_host: how many processes of this host load from the checkpoint at the same time,
+            each its own rank's part: from an address, bytes that several of them need are asked
+            for once, and shared in at most 256 MiB of memory for all of them. Each waits up to
+            10 s for the others. Files of this machine are shared by the page cache.
         progress: called with a `Progress` after every piece that was read.
         stop: an event that ends the work when it is set.
         to, rules, recipe, options, strategy, source_names, target_names, layout, allow, include,
@@ -70,7 +75,7 @@ def load(
         CheckpointError: a tensor that is not in the checkpoint.
         RecipeError: rules or a recipe that do not fit.
         UsageError: layouts and, beside them, what to cut for; a layout of another shape, a partial
-            one, or none; a rank or a type that cannot be.
+            one, or none; a rank, a type or a number of readers that cannot be.
         ShardError: an array in `out` that does not fit, or cannot be written.
         RunError: a file that cannot be read; `stop` was set (`InterruptedRunError`). Arrays in
             `out` may be filled in part then; others are not returned.
@@ -99,6 +104,7 @@ def load(
         threads=threads,
         files=files,
         dtype=dtype,
+        readers_on_host=readers_on_host,
         progress=progress,
         stop=stop,
     )

@@ -34,6 +34,7 @@ from reshard.checkpoint.blocks.joined_ranges import (
 )
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, MOST_WASTE, reach_at_once
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
+from reshard.checkpoint.files.places.host_reads import ReadSpan
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.dtypes import DType
 from reshard.elements.casting import cast_elements
@@ -103,6 +104,14 @@ class SharedTask:
     def place(self) -> tuple[str, int]:
         """The file, and where in it the first range begins."""
         return self.path, self.ranges[0].start_bytes
+
+    @property
+    def spans(self) -> list[ReadSpan]:
+        """What is read of an object."""
+        return [
+            ReadSpan(self.path, one.start_bytes, one.start_bytes + one.size_bytes, one.size_bytes)
+            for one in self.ranges
+        ]
 
 
 class SharedReads:

@@ -19,8 +19,8 @@ from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.errors import RunError, SourceChangedError, UsageError
 
-# What may be read in vain to save a request, and the most that is then in memory.
-_JOINED_BYTES = 128 << 10
+#: What may be read in vain to save a request, and the most that is then in memory.
+JOINED_BYTES = 128 << 10
 _MOST_JOINED_BYTES = 4 << 20
 _THREADS = 4
 # They wait for answers, most of the time.
@@ -72,13 +72,16 @@ class PlaceFile(SourceFile):
     def close(self) -> None:
         """Nothing is held."""
 
-    def _read(self, view: memoryview, offset: int) -> None:
+    def _expect_inside(self, view: memoryview, offset: int) -> None:
         if offset + len(view) > self.size_bytes:
             raise SourceChangedError(
                 f"{self.path}: ends early: expected {len(view)} bytes at offset {offset}, and it "
                 f"had {self.size_bytes} bytes when it was opened; put the whole file back and "
                 "start over"
             )
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        self._expect_inside(view, offset)
         try:
             found = self._source.read_into(self._key, offset, view)
         except OSError as error:
@@ -120,7 +123,7 @@ def _join(offsets: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
         if number < len(offsets):
             gap = offsets[number] - offsets[number - 1] - size_bytes
             span = offsets[number] + size_bytes - offsets[first]
-            if 0 <= gap <= _JOINED_BYTES and span <= _MOST_JOINED_BYTES:
+            if 0 <= gap <= JOINED_BYTES and span <= _MOST_JOINED_BYTES:
                 continue
         if offsets:
             yield first, number - 1

@@ -1,0 +1,256 @@
+"""Processes of one host load from an address: what several need is asked of the store once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reshard
+from object_server import ObjectServer, object_server
+from reshard import checkpoint
+from reshard.errors import RunError, UsageError
+
+pytest.importorskip("obstore")
+
+from reshard.checkpoint.blocks.block_io import open_sources
+from reshard.checkpoint.files.places import host_reads, object_source
+from reshard.checkpoint.files.places.host_reads import HostReads, ReadSpan
+
+READERS = 4
+RULES = ["columns.*=-, tp", "rows.*=tp, -", "whole.*=-, -"]
+# What a server's answers are beside the shards: headers, read by each.
+HEADERS_BYTES = READERS * 2 * 256 * 1024
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    monkeypatch.setattr(object_source, "_FIRST_WAIT_S", 0.001)
+    with object_server() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the readers meet."""
+    found = tmp_path / "memory"
+    found.mkdir()
+    monkeypatch.setattr(host_reads, "_find_memory", lambda: found)
+    return found
+
+
+def make_model(server: ObjectServer, folder: Path) -> int:
+    """A model at the server's `/m` and in a folder `model`, in two files; its bytes."""
+    rng = np.random.default_rng(3)
+    arrays = {f"columns.{i}": rng.integers(0, 99, (1500, 1031)).astype(np.int32) for i in range(3)}
+    arrays |= {f"rows.{i}": rng.integers(0, 99, (901, 500)).astype(np.float32) for i in range(2)}
+    arrays |= {f"whole.{i}": rng.integers(0, 99, (1100, 500)).astype(np.int16) for i in range(4)}
+    held = checkpoint.describe_ranks({0: arrays}, reshard.DeviceMesh.of(tp=1), rules=["*=-, -"])
+    checkpoint.convert(held, folder / "model", to="full", most_file_bytes=16 << 20)
+    for path in (folder / "model").iterdir():
+        server.objects[f"/m/{path.name}"] = path.read_bytes()
+    return sum(array.nbytes for array in arrays.values())
+
+
+def load_all(url: str, readers: int = READERS, **arguments: Any) -> list[dict[str, Any]]:
+    """What the ranks of tp=4 load at the same time."""
+
+    def load(rank: int) -> dict[str, Any]:
+        return checkpoint.load(
+            url, to="tp=4", rules=RULES, rank=rank, readers_on_host=readers, **arguments
+        )
+
+    with ThreadPoolExecutor(READERS) as threads:
+        return list(threads.map(load, range(READERS)))
+
+
+def expect_loaded(found: list[dict[str, Any]], model: Path) -> None:
+    """The same as from the folder."""
+    for rank, own in enumerate(found):
+        expected = checkpoint.load(model, to="tp=4", rules=RULES, rank=rank)
+        assert own.keys() == expected.keys()
+        assert all(np.array_equal(own[name], expected[name]) for name in expected)
+
+
+def test_what_several_ranks_need_is_read_once(
+    server: ObjectServer, tmp_path: Path, folder: Path
+) -> None:
+    size_bytes = make_model(server, tmp_path)
+    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+    assert size_bytes <= server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
+    assert not list(folder.iterdir())
+    # Alone, each reads what it needs of columns with all that lies between.
+    server.sent_bytes = 0
+    expect_loaded(load_all(f"{server.url}/m", readers=1), tmp_path / "model")
+    assert server.sent_bytes > 2.5 * size_bytes
+
+
+def test_a_small_window_is_enough(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = make_model(server, tmp_path)
+    monkeypatch.setattr(host_reads, "WINDOW_BYTES", 12 << 20)
+    expect_loaded(load_all(f"{server.url}/m", threads=1), tmp_path / "model")
+    assert server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
+
+
+def test_who_never_comes_is_not_waited_for_twice(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = make_model(server, tmp_path)
+    monkeypatch.setattr(host_reads, "_PATIENCE_S", 0.2)
+    expect_loaded(load_all(f"{server.url}/m", readers=READERS + 1), tmp_path / "model")
+    assert server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
+
+
+def load_and_die(url: str, folder: Path) -> None:
+    """A reader that is killed in the middle of its work."""
+    host_reads._find_memory = lambda: folder  # type: ignore[assignment]
+    read = HostReads.read
+    count = 0
+
+    def die(self: HostReads, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        read(self, *arguments)
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    HostReads.read = die  # type: ignore[method-assign]
+    checkpoint.load(url, to="tp=4", rules=RULES, rank=3, readers_on_host=READERS, threads=1)
+
+
+def test_a_killed_reader_holds_nobody(server: ObjectServer, tmp_path: Path, folder: Path) -> None:
+    make_model(server, tmp_path)
+    url = f"{server.url}/m"
+    victim = multiprocessing.get_context("spawn").Process(target=load_and_die, args=(url, folder))
+    victim.start()
+
+    def load(rank: int) -> dict[str, Any]:
+        return checkpoint.load(url, to="tp=4", rules=RULES, rank=rank, readers_on_host=READERS)
+
+    with ThreadPoolExecutor(READERS) as threads:
+        found = list(threads.map(load, range(READERS - 1)))
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL
+    expect_loaded(found, tmp_path / "model")
+    assert not list(folder.iterdir())
+
+
+def test_what_killed_readers_left_is_used_and_removed(
+    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = make_model(server, tmp_path)
+    left: list[Path] = []
+
+    def keep(path: Path) -> None:
+        left.append(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_reads.shutil, "rmtree", keep)
+        load_all(f"{server.url}/m")
+    (place,) = {*left}
+    # One that was being filled.
+    pieces = sorted(place.glob("piece-*"))
+    with pieces[0].open("r+b") as half:
+        half.truncate(1000)
+    server.sent_bytes = 0
+    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+    assert server.sent_bytes < size_bytes / 2 + HEADERS_BYTES
+    assert not list(folder.iterdir())
+
+
+def test_an_object_that_is_replaced_is_not_mixed_with_the_one_before(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(server, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_reads.shutil, "rmtree", lambda path: None)
+        load_all(f"{server.url}/m")
+    # Another step of the same shapes, under the same names.
+    (name,) = [name for name in server.objects if name.endswith("-00001-of-00002.safetensors")]
+    other = bytearray(server.objects[name])
+    other[-4:] = b"\7\0\0\0"
+    server.objects[name] = bytes(other)
+    (tmp_path / "model" / name.rpartition("/")[2]).write_bytes(other)
+    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+
+
+def test_readers_whose_objects_change_say_so(server: ObjectServer, tmp_path: Path) -> None:
+    make_model(server, tmp_path)
+    opened = checkpoint.open_checkpoint(f"{server.url}/m")
+    server.objects = {
+        name: content if name.endswith(".json") else content[:-4] + b"\7\0\0\0"
+        for name, content in server.objects.items()
+    }
+
+    def load(rank: int) -> str:
+        with pytest.raises(RunError, match="changed since it was opened") as caught:
+            checkpoint.load(opened, to="tp=4", rules=RULES, rank=rank, readers_on_host=READERS)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(READERS) as threads:
+        assert len(list(threads.map(load, range(READERS)))) == READERS
+
+
+def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full window waits for the last reader, and no longer than it makes progress."""
+    monkeypatch.setattr(host_reads, "WINDOW_BYTES", host_reads.PIECE_BYTES + 1)
+    monkeypatch.setattr(host_reads, "_PATIENCE_S", 1.0)
+    sizes = {"a": 3 * host_reads.PIECE_BYTES}
+    tasks = [
+        [ReadSpan("a", at, at + host_reads.PIECE_BYTES, host_reads.PIECE_BYTES)]
+        for at in range(0, sizes["a"], host_reads.PIECE_BYTES)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        fast, slow = threads.map(lambda _: HostReads("m", 2, sizes, tasks), range(2))
+    fast.finish(0)
+    content = folder / fast.folder.name / f"piece-0-0-{host_reads.PIECE_BYTES}-tag"
+    content.write_bytes(bytes(host_reads.PIECE_BYTES + 1))
+    threading.Timer(0.2, slow.finish, (0,)).start()
+    began_s = time.monotonic()
+    fast._make_room(host_reads.PIECE_BYTES)
+    assert 0.1 < time.monotonic() - began_s < 1.0
+    assert not content.exists()
+    # It hangs.
+    content = content.with_name(f"piece-1-0-{host_reads.PIECE_BYTES}-tag")
+    content.write_bytes(bytes(host_reads.PIECE_BYTES + 1))
+    began_s = time.monotonic()
+    fast._make_room(host_reads.PIECE_BYTES)
+    assert time.monotonic() - began_s > 0.9
+    assert not content.exists()
+    slow.close()
+    fast.close()
+    assert not list(folder.iterdir())
+
+
+def test_what_is_refused(server: ObjectServer, tmp_path: Path, folder: Path) -> None:
+    make_model(server, tmp_path)
+    url = f"{server.url}/m"
+    for wrong in (0, -1, True, 2.0):
+        with pytest.raises(UsageError, match=r"readers_on_host=.*1 or more"):
+            checkpoint.load(url, readers_on_host=wrong)  # type: ignore[arg-type]
+    opened = checkpoint.open_checkpoint(url)
+    with pytest.raises(UsageError, match="beside them"):
+        checkpoint.load(opened, files=open_sources(opened), readers_on_host=2)
+    # Files of this machine share the page cache.
+    checkpoint.load(tmp_path / "model", readers_on_host=2)
+    assert not list(folder.iterdir())
+
+
+def test_another_users_folder_is_refused(
+    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(server, tmp_path)
+    monkeypatch.setattr(host_reads.os, "getuid", lambda: 12345)
+    with pytest.raises(RunError, match="another user's; load without `readers_on_host`"):
+        checkpoint.load(f"{server.url}/m", readers_on_host=2)
