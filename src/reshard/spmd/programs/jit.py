@@ -51,10 +51,11 @@ def jit(
 ) -> JittedFunction:
     """A function that is traced once for arguments of a kind, and then runs as a program.
 
-    The program computes what is there several times once, moves a value to a sharding once, leaves
-    out what no result needs, and frees each value after its last use. The function must depend on
-    its arguments alone: arrays and all else that it has from elsewhere are as they were when it was
-    traced, and what it does beside returning (printing, appending) is done then alone.
+    The program computes what is there several times once (but for what is `rematerialized`), moves
+    a value to a sharding once, leaves out what no result needs, and frees each value after its last
+    use. The function must depend on its arguments alone: arrays and all else that it has from
+    elsewhere are as they were when it was traced, and what it does beside returning (printing,
+    appending) is done then alone.
 
     Args:
         function: of arrays, and lists, tuples and dictionaries of them. What is no array is part of

@@ -8,6 +8,9 @@ of which no result is needed is none:
     %4 = exp(%2)                return %3
     %5 = add(%2, %3)
     return %5
+
+An `identity` is one by itself, and so is all that reads it: with it `sp.rematerialized` computes
+again what is not to be kept.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ def simplified(recorded: Recording) -> Recording:
     for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
         operands = tuple(same[number] for number in operation.operands)
         said = (_freeze(action.attributes), _freeze(action.options), action.target, action.run)
-        key = (action.name, operands, said)
+        key: tuple[Any, ...] = (action.name, operands, said)
+        # Merged, what `rematerialized` computes again would be kept from the first time on.
+        if action.name == "identity":
+            key = (*key, operation.results)
         before = known.setdefault(key, operation)
         if before is operation:
             first.append((replace(operation, operands=operands), action))
