@@ -100,4 +100,9 @@ FUNCTIONS = [
             ((6, 4), None),
         ),
     ),
+    Traced(
+        "ring attention",
+        lambda q, k, v: sp.attention(q, k, v, is_causal=True),
+        (((2, 7, 3), "-, y x, -"),) * 3,
+    ),
 ]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
@@ -61,24 +63,68 @@ def test_as_pytorch_in_every_cut(
             np.testing.assert_allclose(one.grad, leaf.grad, 1e-10, 1e-12)
 
 
+HEADS = (1, 2, 60, 4)
+PART_BYTES = 2 * 10 * 4 * 8
+"""The keys of a sixth of the sequence."""
+
+
+def trace_attention(both_ways: bool, **options: Any) -> sp.Trace:
+    heads = [sp.array(np.zeros(HEADS), spec(MESH, "-, -, x y, -")) for _ in range(3)]
+    if not both_ways:
+        return sp.trace(lambda q, k, v: sp.attention(q, k, v, **options), *heads)
+    return sp.trace(
+        sp.grad(lambda q, k, v: sp.sum(sp.attention(q, k, v, **options)), (0, 1, 2)), *heads
+    )
+
+
 def test_keys_go_round_once_and_no_rank_has_them_all() -> None:
-    cut = spec(MESH, "-, -, x y, -")
-    q, k, v = (sp.array(np.zeros((1, 2, 60, 4)), cut) for _ in range(3))
-    heads = 2 * 60 * 4 * 8
-    trace = sp.trace(lambda q, k, v: sp.attention(q, k, v, is_causal=True), q, k, v)
-    # Each rank gets the keys and values of the five others.
-    assert trace.moved_bytes == 2 * 5 * heads
-    assert max(trace.peak_bytes.values()) < 2 * heads
-    both = sp.trace(sp.grad(lambda q, k, v: sp.sum(sp.attention(q, k, v)), (0, 1, 2)), q, k, v)
+    trace = trace_attention(False)
+    # Each of six ranks gets the keys and values of the five others.
+    assert trace.moved_bytes == 6 * 5 * 2 * PART_BYTES
+    assert max(trace.peak_bytes.values()) < 6 * 2 * PART_BYTES
     # Their cotangents go home. A traced program moves a value once, and keeps it for the way back.
-    assert both.moved_bytes == 4 * 5 * heads
+    assert trace_attention(True).moved_bytes == 6 * 5 * 4 * PART_BYTES
 
 
-def test_turns_in_which_no_query_sees_a_key_are_left_out() -> None:
-    q = sp.array(np.zeros((1, 2, 60, 4)), spec(MESH, "-, -, x y, -"))
-    trace = sp.trace(lambda q: sp.attention(q, q, q, is_causal=True, window=11), q)
-    # Of the part before one's own alone.
-    assert trace.moved_bytes == 2 * 60 * 4 * 8
+@pytest.mark.parametrize(
+    ("pairs", "options"),
+    [
+        # Of 6 parts of 10 places, those before a rank's own: 0 + 1 + 2 + 3 + 4 + 5.
+        (15, {"is_causal": True}),
+        (5, {"is_causal": True, "window": 11}),
+        (9, {"is_causal": True, "window": 12}),
+        (0, {"is_causal": True, "window": 1}),
+        (10, {"window": 2}),
+        (30, {"window": 60}),
+    ],
+)
+def test_only_keys_that_are_seen_move(pairs: int, options: dict[str, Any]) -> None:
+    assert trace_attention(False, **options).moved_bytes == pairs * 2 * PART_BYTES
+    assert trace_attention(True, **options).moved_bytes == pairs * 4 * PART_BYTES
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    length=st.integers(1, 14),
+    cut=st.sampled_from(CUTS),
+    is_causal=st.booleans(),
+    window=st.none() | st.integers(1, 15),
+)
+def test_as_whole_arrays_have_it(
+    length: int, cut: str, is_causal: bool, window: int | None
+) -> None:
+    draw = np.random.default_rng(length)
+    arrays = [draw.normal(size=(2, 6, length, 3)) for _ in range(3)]
+
+    def weigh(*heads: Any) -> Any:
+        found = sp.attention(*heads, is_causal=is_causal, window=window)
+        return sp.sum(found * found)
+
+    expected = sp.value_and_grad(weigh, (0, 1, 2))(*map(sp.array, arrays))
+    found = sp.value_and_grad(weigh, (0, 1, 2))(*[sp.array(x, spec(MESH, cut)) for x in arrays])
+    np.testing.assert_allclose(found[0].to_dense(), expected[0].to_dense(), 1e-10)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
 
 
 def test_keys_that_went_round_are_not_kept() -> None:

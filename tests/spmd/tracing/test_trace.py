@@ -85,7 +85,10 @@ def received(step: Step) -> int:
             elif isinstance(step, Permute):
                 total += 0 if box == box_of(before, rank) else wanted
             else:
-                total += wanted - volume_of_both(box, box_of(before, rank))
+                for one in after.boxes(rank):
+                    total += one.elements - sum(
+                        volume_of_both(one, other) for other in before.boxes(rank)
+                    )
     return total
 
 

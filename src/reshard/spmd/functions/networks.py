@@ -32,7 +32,7 @@ from reshard.spmd.functions.elementwise import (
 from reshard.spmd.functions.indexing import take, take_along_axis
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
 from reshard.spmd.functions.wide_types import in_wide_types
-from reshard.spmd.operators.networks import may_turn
+from reshard.spmd.operators.networks.ring_attention import may_turn
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.array_value import ArrayValue

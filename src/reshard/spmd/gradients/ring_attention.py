@@ -1,8 +1,9 @@
 """Ring attention: keys and values go round, and no rank ever has all of them.
 
 Queries, keys and values are cut alike along their sequences. In each turn a rank gets the keys and
-values of one other part, attends to them, and joins what it found to what it has, by the
-logarithms of the sums. On the way back they go round once more, and their cotangents go home.
+values of one other part, where its queries see some of them, attends to them, and joins what it
+found to what it has, by the logarithms of the sums. On the way back they go round once
+more, and their cotangents go home.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023.
 """
@@ -19,7 +20,7 @@ from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
 from reshard.spmd.local.ring_attention import is_reached
-from reshard.spmd.operators.networks import parts_of
+from reshard.spmd.operators.networks.ring_attention import parts_of
 from reshard.spmd.shards.operation_call import call, recorders
 
 Attributes = dict[str, Any]

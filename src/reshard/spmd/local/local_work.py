@@ -62,6 +62,18 @@ class LocalWork:
         boxes = [one.layout.boxes(rank) for rank in self.ranks]
         return [box[0].start[axis] if box else 0 for box in boxes]
 
+    def stretches_here(self, operand: int, axis: int) -> list[list[tuple[int, int]]]:
+        """What each rank has of an operand's axis, as `(start, stop)` in the order it lies there.
+
+        Other dimensions are in one stretch.
+        """
+        one = self.operands[operand]
+        if one is None or one.spec is None:
+            shape = () if one is None else one.shape
+            return [[(0, shape[axis])] if shape else []] * len(self.ranks)
+        boxes = [one.layout.boxes(rank) for rank in self.ranks]
+        return [[(box.start[axis], box.stop[axis]) for box in some] for some in boxes]
+
     def is_cut(self, operand: int, axis: int) -> bool:
         """Whether ranks have different parts of an operand's axis."""
         one = self.operands[operand]

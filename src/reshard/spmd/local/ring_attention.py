@@ -7,7 +7,7 @@ counted around. A rank has its queries and, for the turn, those keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.spmd.local.attention import Attention, SeenKeys, as_groups, grouped
@@ -32,11 +32,12 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
 class _Turn:
     """One rank's part of a turn."""
 
-    def __init__(self, work: LocalWork, query_start: int, key_start: int) -> None:
+    def __init__(self, work: LocalWork, query_start: int, key_stretches: Sequence[Part]) -> None:
         self.options = work.attributes
         self.space = work.library.namespace
         self.query_start = query_start
-        self.key_start = key_start
+        # Of the sequence, in the order in which they lie here.
+        self.key_stretches = key_stretches
 
     def meetings(self, q: Any, k: Any) -> Iterator[tuple[Part, Part, Attention]]:
         """Stretches of the queries here, the keys here that each sees, and what computes them."""
@@ -47,11 +48,21 @@ class _Turn:
             if rows is None:
                 continue
             of_keys = options["key_parts"][(number + options["turn"]) % len(parts)]
-            columns = _overlap(of_keys, self.key_start, k.shape[-2])
-            seen = seen_keys(
-                options, self.query_start + rows[0], self.key_start + (columns or (0, 0))[0]
-            )
-            yield rows, columns or (0, 0), Attention(self.space, options["scale"], seen)
+            columns = (0, 0)
+            if is_reached(options, (start, stop), of_keys):
+                columns = self._find_columns(of_keys)
+            seen = seen_keys(options, self.query_start + rows[0], of_keys[0])
+            yield rows, columns, Attention(self.space, options["scale"], seen)
+
+    def _find_columns(self, part: Part) -> Part:
+        """Where a part of the keys lies among those that are here, which may be its own too."""
+        before = 0
+        for start, stop in self.key_stretches:
+            if start <= part[0] and part[1] <= stop:
+                return before + part[0] - start, before + part[1] - start
+            before += stop - start
+        # Arrays that only tell the results' element types have none of the sequence's places.
+        return 0, 0
 
 
 def _overlap(part: Part, start: int, length: int) -> Part | None:
@@ -61,9 +72,9 @@ def _overlap(part: Part, start: int, length: int) -> Part | None:
 
 
 def _list_turns(work: LocalWork) -> list[_Turn]:
-    rank = len(work.operand_shapes_here(0)[0])
-    starts = work.starts_here(0, rank - 2), work.starts_here(1, rank - 2)
-    return [_Turn(work, *both) for both in zip(*starts, strict=True)]
+    axis = len(work.operand_shapes_here(0)[0]) - 2
+    pairs = zip(work.starts_here(0, axis), work.stretches_here(1, axis), strict=True)
+    return [_Turn(work, *both) for both in pairs]
 
 
 def attention_turn(work: LocalWork) -> list[Function]:

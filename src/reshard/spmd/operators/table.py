@@ -20,12 +20,12 @@ from reshard.spmd.operators import (
     indexing,
     linear_algebra,
     movement,
-    networks,
     ordering,
     products,
     reductions,
     windows,
 )
+from reshard.spmd.operators.networks import attention, layers, ring_attention
 from reshard.spmd.operators.operator import Linear, Operator
 from reshard.spmd.operators.work import of_own_rule
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
@@ -41,7 +41,9 @@ for _module in (
     indexing,
     ordering,
     windows,
-    networks,
+    layers,
+    attention,
+    ring_attention,
     linear_algebra,
     creation,
 ):

@@ -1,0 +1,5 @@
+"""Operators of neural networks.
+
+`layers.py` has softmax, norms and losses; `attention.py` attention and its gradient;
+`ring_attention.py` its turns over sequences that are cut.
+"""

@@ -1,0 +1,207 @@
+"""Attention, and the operators of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.errors import SpecError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.local import attention as local
+from reshard.spmd.local.local_work import has_plain_parts
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.work import of_attention, of_attention_gradient, of_scores
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import counted
+
+
+def attention(
+    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
+) -> Inferred:
+    """Queries `[..., h, s, d]`, keys `[..., g, t, d]`, values `[..., g, t, e]`, maybe a mask.
+
+    The `h` heads of the queries are `g` groups, each with keys and values of its own. The mask
+    broadcasts to `[..., h, s, t]`. A causal query has to know its place.
+
+    >>> print(attention([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]).rule)
+    ([i, jk, l, n], [i, j, o, n], [i, j, o, m]) -> ([i, jk, l, m])
+    {i=2, j=4, k=2, l=5, m=32, n=16, o=7} need_replication={n, o}
+    """
+    if len(shapes) != 4:
+        counted("attention", shapes, 3)
+    queries, keys, values = shapes[:3]
+    rank = len(queries)
+    lead = rank - 3
+    if (
+        lead < 0
+        or len(keys) != rank
+        or keys[:-1] != values[:-1]
+        or queries[:lead] != keys[:lead]
+        or queries[-1] != keys[-1]
+        or queries[lead] % max(keys[lead], 1)
+    ):
+        raise SpecError(
+            f"attention of {', '.join(map(str, shapes))}; [..., h, s, d], [..., g, t, d] and "
+            "[..., g, t, e] were expected, g dividing h"
+        )
+    # Heads are the product of groups and the heads of each, groups being the major factor.
+    heads, groups = queries[lead], keys[lead]
+    each = heads // max(groups, 1)
+    scores = (*queries[:-1], keys[-2])
+    mask = shapes[3] if len(shapes) == 4 else ()
+    missing = rank - len(mask)
+    if missing < 0 or any(b not in (1, a) for a, b in zip(scores[missing:], mask, strict=True)):
+        raise SpecError(f"mask {mask} of scores {scores}; it must broadcast to them")
+
+    def of_mask(dim: int) -> int | None:
+        own = dim - missing
+        is_there = len(shapes) == 4 and own >= 0 and mask[own] == scores[dim]
+        return own if is_there else None
+
+    is_placed = is_causal or window is not None
+    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1])])
+
+    def factor(dims: Sequence[int | None], result: int | None, **kind: object) -> None:
+        given = list(dims) if len(shapes) == 4 else list(dims)[:3]
+        builder.factor(given, [result], **kind)  # type: ignore[arg-type]
+
+    # Batch, groups of heads, heads of a group, queries, and the elements of values pass through.
+    for dim in range(lead):
+        factor([dim, dim, dim, of_mask(dim)], dim)
+    factor([lead, lead, lead, of_mask(lead)], lead, size=groups)
+    if each != 1:
+        factor([lead, None, None, of_mask(lead)], lead, size=each)
+    factor([rank - 2, None, None, of_mask(rank - 2)], rank - 2, adjusted=is_placed)
+    factor([None, None, rank - 1, None], rank - 1)
+    # Scores must be complete before the softmax, and the softmax sees all keys: neither sum over a
+    # part can be combined later.
+    factor([rank - 1, rank - 1, None, None], None, kind="need_replication")
+    factor([None, rank - 2, rank - 2, of_mask(rank - 1)], None, kind="need_replication")
+    return builder.build()
+
+
+def attention_logsumexp(
+    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
+) -> Inferred:
+    """Queries and keys of attention: the logarithm of the sum of each query's exponentials.
+
+    >>> print(attention_logsumexp([(2, 8, 5, 16), (2, 4, 7, 16)]).rule)
+    ([i, jk, l, m], [i, j, n, m]) -> ([i, jk, l])
+    {i=2, j=4, k=2, l=5, m=16, n=7} need_replication={m, n}
+    """
+    counted("attention_logsumexp", shapes, 2)
+    queries, keys = shapes
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [queries[:-1]])
+    for dim in range(lead):
+        builder.factor([dim, dim], [dim])
+    builder.factor([lead, lead], [lead], size=keys[lead])
+    builder.factor([lead], [lead], size=queries[lead] // max(keys[lead], 1))
+    builder.factor([lead + 1], [lead + 1], adjusted=is_causal or window is not None)
+    builder.factor([lead + 2, lead + 2], kind="need_replication")
+    return builder.build()
+
+
+def attention_queries_gradient(
+    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
+) -> Inferred:
+    """Of attention, the cotangent of the queries.
+
+    Operands are queries, keys, values, the logarithms of the sums, what is taken off the weights'
+    cotangents, and the cotangent of the result.
+    """
+    counted("attention_queries_gradient", shapes, 6)
+    queries, keys = shapes[:2]
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [queries])
+    for dim in range(lead):
+        builder.factor([dim] * 6, [dim])
+    builder.factor([lead] * 6, [lead], size=keys[lead])
+    each = queries[lead] // max(keys[lead], 1)
+    builder.factor([lead, None, None, lead, lead, lead], [lead], size=each)
+    place = lead + 1
+    is_placed = is_causal or window is not None
+    builder.factor([place, None, None, place, place, place], [place], adjusted=is_placed)
+    builder.factor([lead + 2, lead + 2], [lead + 2], kind="need_replication")
+    return builder.build()
+
+
+def attention_keys_gradient(
+    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
+) -> Inferred:
+    """Of attention, the cotangents of the keys and of the values: operands as of the queries'.
+
+    Queries add up, those of all heads of a group, so that each part of them has a contribution.
+    """
+    counted("attention_keys_gradient", shapes, 6)
+    queries, keys, values = shapes[:3]
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [keys, values])
+    for dim in range(lead):
+        builder.factor([dim] * 6, [dim, dim])
+    builder.factor([lead] * 6, [lead, lead], size=keys[lead])
+    each = queries[lead] // max(keys[lead], 1)
+    builder.factor([lead, None, None, lead, lead, lead], size=each, kind="reduction")
+    place = lead + 1
+    is_placed = is_causal or window is not None
+    builder.factor([place, None, None, place, place, place], kind="reduction", adjusted=is_placed)
+    builder.factor([None, place, place], [place, place], adjusted=is_placed)
+    builder.factor([lead + 2, lead + 2], [lead + 2], kind="need_replication")
+    builder.factor(
+        [None, None, lead + 2, None, None, lead + 2], [None, lead + 2], kind="need_replication"
+    )
+    return builder.build()
+
+
+def _finds_places(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    return all(map(has_plain_parts, specs[:2]))
+
+
+def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return Operator(name, "networks", infer, example=example, **options)
+
+
+_HEADS: list[Shape] = [(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]
+_BACK: list[Shape] = [*_HEADS, (2, 8, 5), (2, 8, 5), (2, 8, 5, 32)]
+
+OPERATORS: tuple[Operator, ...] = (
+    _row(
+        "attention",
+        attention,
+        ([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)], {}),
+        linear=(2,),
+        work=of_attention,
+        local=local.attention,
+        knows_place=_finds_places,
+        note="heads are cut by groups of keys; keys are whole along their sequence",
+    ),
+    _row(
+        "attention_logsumexp",
+        attention_logsumexp,
+        (_HEADS[:2], {}),
+        work=of_scores,
+        local=local.attention_logsumexp,
+        knows_place=_finds_places,
+        note="for the gradient of attention",
+    ),
+    _row(
+        "attention_queries_gradient",
+        attention_queries_gradient,
+        (_BACK, {}),
+        work=of_attention_gradient,
+        local=local.attention_queries_gradient,
+        knows_place=_finds_places,
+        note="weights are found again, block by block",
+    ),
+    _row(
+        "attention_keys_gradient",
+        attention_keys_gradient,
+        (_BACK, {}),
+        work=of_attention_gradient,
+        local=local.attention_keys_gradient,
+        knows_place=_finds_places,
+        note="queries that are cut have contributions",
+    ),
+)

@@ -1,0 +1,190 @@
+"""Turns of ring attention: a rank gets the keys of one other part of the sequence.
+
+In turn `j` the queries of part `p` see the keys of part `p + j`, counted around, and only ranks
+whose queries see some of those keys get them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.block_rules import Joined
+from reshard.cut_rules import CutRule, Windows
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.local import ring_attention
+from reshard.spmd.local.local_work import has_plain_parts
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import counted
+
+Part = tuple[int, int]
+Specs = tuple[ShardingSpec, ...]
+
+
+def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Part, ...]:
+    """Where the parts of a dimension start and stop, the empty ones too.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)
+    ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    found, at = [], 0
+    for length in spec.dim_specs[axis].table(spec.mesh, size).local_lengths:
+        found.append((at, at + int(length)))
+        at += int(length)
+    return tuple(found)
+
+
+def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
+    """Whether queries, keys and values `[..., h, s, d]` are cut alike along their sequences.
+
+    Heads may be cut as well, where each part has the keys of its own groups.
+    """
+    queries, keys, values = specs[:3]
+    cut = queries.dim_specs[-2]
+    if not cut.levels or any(one.dim_specs[-2] != cut for one in (keys, values)):
+        return False
+    if not all(map(has_plain_parts, (queries, keys, values))):
+        return False
+    heads = math.prod(queries.mesh.axis_size(axis) for axis in queries.dim_specs[-3].axes)
+    return shapes[0][-3] % heads == 0 and shapes[1][-3] % heads == 0
+
+
+def attention_turn(
+    shapes: Sequence[Shape],
+    is_causal: bool,
+    window: int | None,
+    turn: int,
+    query_parts: tuple[Part, ...],
+    key_parts: tuple[Part, ...],
+) -> Inferred:
+    """Queries, keys and values: what is weighed in a turn, and the logarithms of the sums."""
+    counted("attention_turn", shapes, 3)
+    queries, keys, values = shapes
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1]), queries[:-1]])
+    for dim in range(lead):
+        builder.factor([dim] * 3, [dim] * 2)
+    builder.factor([lead] * 3, [lead] * 2, size=keys[lead])
+    builder.factor([lead], [lead] * 2, size=queries[lead] // max(keys[lead], 1))
+    builder.factor([lead + 1], [lead + 1] * 2, kind="need_replication")
+    builder.factor([None, None, lead + 2], [lead + 2])
+    return builder.build()
+
+
+def attention_turn_gradient(
+    shapes: Sequence[Shape],
+    is_causal: bool,
+    window: int | None,
+    turn: int,
+    query_parts: tuple[Part, ...],
+    key_parts: tuple[Part, ...],
+) -> Inferred:
+    """Of a turn, the cotangents of queries, keys and values: operands as of attention's."""
+    counted("attention_turn_gradient", shapes, 6)
+    queries, keys, values = shapes[:3]
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [queries, keys, values])
+    for dim in range(lead):
+        builder.factor([dim] * 6, [dim] * 3)
+    builder.factor([lead] * 6, [lead] * 3, size=keys[lead], kind="need_replication")
+    each = queries[lead] // max(keys[lead], 1)
+    builder.factor([lead, None, None, lead, lead, lead], [lead], size=each, kind="need_replication")
+    for dim in (lead + 1, lead + 2):
+        builder.factor([dim], [dim], kind="need_replication")
+        builder.factor([None, dim], [None, dim], kind="need_replication")
+        builder.factor([None, None, dim], [None, None, dim], kind="need_replication")
+    return builder.build()
+
+
+def _find_rule(attributes: Mapping[str, Any]) -> CutRule:
+    """Where the keys of a turn are: with the part that sees them, or where they were."""
+    queries, keys = attributes["query_parts"], attributes["key_parts"]
+    count = len(keys)
+    sizes, rules = [], []
+    for number, part in enumerate(keys):
+        seeing = (number - attributes["turn"]) % count
+        is_seen = ring_attention.is_reached(attributes, queries[seeing], part)
+        holder = seeing if is_seen else number
+        size = part[1] - part[0]
+        if size:
+            windows = [(0, size) if one == holder else (0, 0) for one in range(count)]
+            sizes.append(size)
+            rules.append(Windows(tuple(windows)))
+    return Joined(tuple(sizes), tuple(rules))
+
+
+def _place(
+    specs: Sequence[ShardingSpec],
+    shapes: Sequence[Shape],
+    attributes: Mapping[str, Any],
+    results: int,
+) -> tuple[Specs, Specs] | None:
+    if not may_turn(specs, shapes):
+        return None
+    queries = specs[0]
+    sizes = shapes[0][-2], shapes[1][-2]
+    asked = attributes["query_parts"], attributes["key_parts"]
+    if tuple(parts_of(queries, -2, size) for size in sizes) != asked:
+        return None
+    mesh, whole = queries.mesh, DimSpec()
+    lead, cut = queries.dim_specs[:-2], queries.dim_specs[-2]
+
+    own = ShardingSpec(mesh, [*lead, cut, whole])
+    numbers = ShardingSpec(mesh, [*lead, cut])
+    turned = own
+    if attributes["turn"]:
+        level = Level(cut.axes, _find_rule(attributes))
+        turned = ShardingSpec(mesh, [*lead, DimSpec([level]), whole])
+    if results == 2:
+        return (own, turned, turned), (own, numbers)
+    return (own, turned, turned, numbers, numbers, own), (own, turned, turned)
+
+
+def _place_forward(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> tuple[Specs, Specs] | None:
+    return _place(specs, shapes, attributes, 2)
+
+
+def _place_back(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> tuple[Specs, Specs] | None:
+    return _place(specs, shapes, attributes, 3)
+
+
+def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return Operator(name, "networks", infer, example=example, **options)
+
+
+_EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
+_PARTS: tuple[Part, ...] = ((0, 3), (3, 6))
+_TURN = {
+    "is_causal": True,
+    "window": None,
+    "turn": 1,
+    "query_parts": _PARTS,
+    "key_parts": _PARTS,
+}
+_TURNS = "sequences that are cut alike stay so: a rank gets the keys of one other part"
+
+OPERATORS: tuple[Operator, ...] = (
+    _row(
+        "attention_turn",
+        attention_turn,
+        (_EVEN, _TURN),
+        local=ring_attention.attention_turn,
+        placed=_place_forward,
+        note=_TURNS,
+    ),
+    _row(
+        "attention_turn_gradient",
+        attention_turn_gradient,
+        ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),
+        local=ring_attention.attention_turn_gradient,
+        placed=_place_back,
+        note=_TURNS,
+    ),
+)
