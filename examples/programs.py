@@ -31,6 +31,8 @@ def gathered_once() -> None:
 
     traced = program.trace(x, weights)
     assert sum(operation.moved_bytes > 0 for operation in traced.operations) == 1
+    limited = sp.jit(heads, live_bytes=max(traced.peak_bytes.values()))
+    assert limited.trace(x, weights).peak_bytes == traced.peak_bytes
     print(traced.peak_bytes)
 
 

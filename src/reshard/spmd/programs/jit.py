@@ -19,6 +19,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.programs.memory_limit import check_limit, trace_within
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import unrecorded
@@ -48,6 +49,7 @@ def jit(
     strategy: str = "eager",
     topology: Topology | None = None,
     library: str = "nccl",
+    live_bytes: int | None = None,
 ) -> JittedFunction:
     """A function that is traced once for arguments of a kind, and then runs as a program.
 
@@ -64,10 +66,15 @@ def jit(
         strategy: where reshards are placed, as of `sp.trace`: "eager", "basic", "aggressive",
             "widest" or "cost".
         topology, library: of the times by which "cost" decides, as of `sp.trace`.
+        live_bytes: the most that each rank may hold at any time, arguments included: the trace's
+            `peak_bytes`. Where the strategy's placement holds more, another strategy's is taken
+            that does not, and moves the least. No limit when None.
 
     Raises:
-        UsageError: what is no function, an unknown strategy or library. When it is called: a
-            function that asks for elements, as `if x > 0:` does; arguments that cannot be compared.
+        UsageError: what is no function, an unknown strategy or library, what is no limit. When it
+            is called: a function that asks for elements, as `if x > 0:` does; arguments that cannot
+            be compared.
+        PlanError: when it is called or traced: no placement that keeps the limit.
 
     >>> import reshard.spmd as sp
     >>> norm = sp.jit(lambda x: x / sp.sqrt(sp.sum(x * x)))
@@ -80,20 +87,27 @@ def jit(
             "was expected: sp.jit(f), or @sp.jit above its definition"
         )
     check_trace_options(strategy, topology, library)
-    return JittedFunction(function, strategy, topology, library)
+    check_limit(live_bytes)
+    return JittedFunction(function, strategy, topology, library, live_bytes)
 
 
 class JittedFunction:
     """A function that runs as a program. Make one with `jit`."""
 
     def __init__(
-        self, function: Function, strategy: str, topology: Topology | None, library: str
+        self,
+        function: Function,
+        strategy: str,
+        topology: Topology | None,
+        library: str,
+        live_bytes: int | None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._strategy = strategy
         self._topology = topology
         self._library = library
+        self._live_bytes = live_bytes
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -126,10 +140,18 @@ class JittedFunction:
         """The trace of the program: its operations, bytes, time and memory; see `sp.trace`.
 
         Arguments are those of a call, or arrays without elements from `sp.abstract`. Its
-        `peak_bytes` are what the program holds on each rank at most.
+        `peak_bytes` are what the program holds on each rank at most, and its `strategy` is the one
+        that keeps the limit, where there is one.
+
+        Raises PlanError where none keeps it.
         """
+        if self._live_bytes is not None:
+            return self._trace_within(self._live_bytes, arguments, options)
         return trace_recorded(
-            self._record(arguments, options), self._strategy, self._topology, self._library
+            self._record(self._strategy, arguments, options),
+            self._strategy,
+            self._topology,
+            self._library,
         )
 
     @property
@@ -137,7 +159,19 @@ class JittedFunction:
         """How often the function was traced to be run."""
         return self._traced_count
 
-    def _record(self, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
+    def _trace_within(self, limit: int, arguments: Sequence[Any], options: dict[str, Any]) -> Trace:
+        return trace_within(
+            lambda strategy: self._record(strategy, arguments, options),
+            repr(self),
+            self._strategy,
+            self._topology,
+            self._library,
+            limit,
+        )
+
+    def _record(
+        self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> Recording:
         function: Function = self._function
         given: Sequence[Any] = arguments
         if options:
@@ -147,7 +181,7 @@ class JittedFunction:
 
             given = (*arguments, options)
         with unrecorded():
-            return simplified(record_for(self._strategy, function, given, has_others=True))
+            return simplified(record_for(strategy, function, given, has_others=True))
 
     def _trace(
         self, key: Any, arguments: Sequence[Any], options: dict[str, Any]
@@ -156,8 +190,12 @@ class JittedFunction:
             found = self._programs.get(key)
             if found is not None:
                 return found
-            recorded = self._record(arguments, options)
-            shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
+            if self._live_bytes is None:
+                recorded = self._record(self._strategy, arguments, options)
+                shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
+            else:
+                traced = self._trace_within(self._live_bytes, arguments, options)
+                recorded, shardings = traced.recording, traced.shardings
             self._traced_count += 1
             if self._traced_count == MANY_PROGRAMS:
                 warnings.warn(

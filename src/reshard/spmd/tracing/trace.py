@@ -72,11 +72,12 @@ class Shardings:
 class Trace(TraceRecord):
     """What a function does on arrays in shards. Make one with `trace`.
 
-    Args: those of `TraceRecord`, and what carries the function out again.
+    Args: those of `TraceRecord`, and what carries the function out again: the recorded function and
+        the sharding of each of its values.
     """
 
-    _recording: Recording
-    _shardings: Shardings
+    recording: Recording
+    shardings: Shardings
 
     def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
         """What the function returns, computed in these shardings.
@@ -98,7 +99,7 @@ class Trace(TraceRecord):
         """
         # 1. The arrays among the arguments, in the order in which inputs were recorded.
         given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-        wanted = [n for n in self.graph.inputs if n not in self._recording.constants]
+        wanted = [n for n in self.graph.inputs if n not in self.recording.constants]
         if len(given) != len(wanted):
             raise ShardError(
                 f"{len(given)} arrays, but {len(wanted)} were traced: "
@@ -109,7 +110,7 @@ class Trace(TraceRecord):
         keeper = runner or next(
             (one.runner for one in given if isinstance(one, ArrayValue)), runner_for(*given[:1])
         )
-        arrays = dict(zip(wanted, given, strict=True)) | dict(self._recording.constants)
+        arrays = dict(zip(wanted, given, strict=True)) | dict(self.recording.constants)
         # 3. Each input as it was traced.
         for number, name, kind in zip(self.graph.inputs, self.names, self.inputs, strict=True):
             if kind is None:
@@ -122,8 +123,8 @@ class Trace(TraceRecord):
             placed = array(arrays[number], kind.spec, runner=keeper)
             # Nobody writes to it while the function runs, so it keeps its reshards meanwhile.
             arrays[number] = ShardedArray.of_shards(placed.type, placed._shards, keeper)
-        values = carry_out(self._recording, self._shardings, arrays)
-        return filled(self._recording.results, values)
+        values = carry_out(self.recording, self.shardings, arrays)
+        return filled(self.recording.results, values)
 
     def html(self, title: str = "") -> str:
         """A page that shows it, without scripts or anything from elsewhere."""

@@ -1,0 +1,78 @@
+"""A limit on what each rank holds in a program: another placement that keeps it, or a refusal.
+
+1. the strategy that was asked for
+2. the other strategies; of those that keep the limit, the one that moves the least bytes
+3. none does: a PlanError, with the operation at the peak and the least limit that can be kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reshard.errors import PlanError, UsageError
+from reshard.spmd.tracing.graph_recording import Recording
+from reshard.spmd.tracing.trace import STRATEGIES, Trace, trace_recorded
+from reshard.topology import Topology
+
+Record = Callable[[str], Recording]
+"""From a strategy to the function's graph, as that is to place it."""
+
+
+def check_limit(live_bytes: Any) -> None:
+    """Raises UsageError for what is no limit."""
+    is_count = isinstance(live_bytes, int) and not isinstance(live_bytes, bool)
+    if live_bytes is not None and not (is_count and live_bytes > 0):
+        raise UsageError(
+            f"live_bytes={live_bytes!r}; give the most bytes that each rank may hold, a whole "
+            "number above 0, such as live_bytes=8 << 30, or None for no limit"
+        )
+
+
+def trace_within(
+    record: Record, name: str, strategy: str, topology: Topology | None, library: str, limit: int
+) -> Trace:
+    """The trace of a function in a placement that keeps a limit on every rank.
+
+    Args:
+        record: gives the function's graph.
+        name: of the function, for errors.
+        strategy, topology, library: see `reshard.spmd.tracing.trace.trace`.
+        limit: the most bytes of `Trace.peak_bytes` on any rank.
+
+    Raises PlanError where no strategy keeps it.
+    """
+    asked = trace_recorded(record(strategy), strategy, topology, library)
+    if _peak(asked) <= limit:
+        return asked
+    others = [one for one in STRATEGIES if one != strategy]
+    # Without shardings all strategies are one.
+    placed = [trace_recorded(record(one), one, topology, library) for one in others if asked.mesh]
+    fitting = [one for one in placed if _peak(one) <= limit]
+    if fitting:
+        return min(fitting, key=lambda one: one.moved_bytes)
+    raise PlanError(_describe(name, asked, placed, limit))
+
+
+def _peak(traced: Trace) -> int:
+    return max(traced.peak_bytes.values())
+
+
+def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
+    peak = _peak(asked)
+    rank = next(rank for rank, size in asked.peak_bytes.items() if size == peak)
+    place = asked.ranks.index(rank)
+    at = next((one for one in asked.operations if one.live_bytes[place] == peak), None)
+    where = (
+        "with its arguments alone"
+        if at is None
+        else f"at %{at.operation.results[0]} = {at.operation}"
+    )
+    tried = "; ".join(f"{one.strategy!r} holds {_peak(one):,}" for one in others)
+    least = min(map(_peak, (asked, *others)))
+    return (
+        f"{name} with strategy {asked.strategy!r} holds {peak:,} bytes on rank {rank} {where}, "
+        f"more than live_bytes={limit:,}" + (f" ({tried})" if tried else "") + ". Give at least "
+        f"live_bytes={least:,}, cut arguments over more axes, take a smaller batch, or put layers "
+        "that are differentiated under @sp.rematerialized"
+    )
