@@ -1,11 +1,13 @@
 """One process of a conversion, with small blocks; killed after its n-th record if told so.
 
 Arguments: source, target, format of the target; the process to be killed, and the record.
+With `HOSTS` in the environment the processes are on as many hosts, by the names that they find.
 """
 
 import json
 import os
 import signal
+import socket
 import sys
 
 from reshard.checkpoint import plan_conversion, run_conversion
@@ -19,6 +21,10 @@ from reshard.errors import ReshardError
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
     blocks.BLOCK_BYTES = 4096
     part_grid.LEAST_PART_BYTES = 4 * 4096
+    hosts = int(os.environ.get("HOSTS", "1"))
+    if hosts > 1:
+        host = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])
+        socket.gethostname = lambda: f"host{host}"
     record = conversion_run._ConversionRun._record
     recorded = 0
 

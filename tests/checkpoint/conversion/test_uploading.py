@@ -345,3 +345,69 @@ def test_processes_share_the_work(
     assert [code for code, _ in run(3, model, ADDRESS, form)] == [0, 0, 0]
     assert server.objects == expected and server.pending == []
     assert list((tmp_path / "cache" / "reshard").iterdir()) == []
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    whole = {"w": tensor("float32", (300, 200), 1), "v": tensor("bfloat16", (101, 500), 2)}
+    write_file(folder / "model.safetensors", {**whole, "s": tensor("int64", (), 3)})
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files wait for an address."""
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "reshard"
+
+
+@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp"])
+def test_hosts_share_the_work(
+    server: BucketServer, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    assert run(1, model, tmp_path / "target", form)[0][0] == 0
+    expected = files_of(tmp_path / "target")
+    monkeypatch.setenv("HOSTS", "2")
+    outcome = run(4, model, ADDRESS, form)
+    assert [code for code, _ in outcome] == [0] * 4, outcome
+    assert server.objects == expected and server.pending == []
+    assert len(server.stored_parts) == len(set(server.stored_parts)) > 20
+    assert list(cache.iterdir()) == []
+    report = json.loads(outcome[0][1].splitlines()[-1])
+    read = [read for read, _ in report["by_process"]]
+    size_bytes = open_checkpoint(model).size_bytes
+    if form == "sharded-safetensors":
+        # Blocks at the border of the hosts' parts are read by both: a few of 4096 bytes.
+        assert max(sum(read[:2]), sum(read[2:])) < 0.6 * size_bytes
+        assert sum(read) < 1.2 * size_bytes
+
+
+@pytest.mark.parametrize(("killed", "hosts"), [(0, 2), (3, 2), (1, 1), (2, 3)])
+def test_hosts_go_on(
+    server: BucketServer,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed: int,
+    hosts: int,
+) -> None:
+    """Any number of hosts continues, each with what is on it."""
+    form = "sharded-safetensors"
+    model = make_model(tmp_path / "model")
+    assert run(1, model, tmp_path / "target", form)[0][0] == 0
+    expected = files_of(tmp_path / "target")
+    monkeypatch.setenv("HOSTS", "2")
+    outcome = run(4, model, ADDRESS, form, killed, 1)
+    assert outcome[killed][0] == -9, outcome
+    assert [code for rank, (code, _) in enumerate(outcome) if rank != killed] == [3] * 3, outcome
+    sent = len(server.stored_parts)
+    monkeypatch.setenv("HOSTS", str(hosts))
+    outcome = run(3, model, ADDRESS, form)
+    assert [code for code, _ in outcome] == [0] * 3, outcome
+    assert server.objects == expected and server.pending == []
+    # What the store has is not sent again.
+    assert len(server.stored_parts) == len(set(server.stored_parts)) >= sent
+    read = sum(one for one, _ in json.loads(outcome[0][1].splitlines()[-1])["by_process"])
+    assert read < 1.1 * open_checkpoint(model).size_bytes

@@ -65,10 +65,11 @@ class FileChecksums:
         """The checksums of this process, for `merge` in process 0."""
         return self._read.state(), self._written.state()
 
-    def merge(self, state: ChecksumState) -> None:
-        """Add the checksums of another process."""
+    def merge(self, state: ChecksumState, *, wrote_here: bool = True) -> None:
+        """Add the checksums of another process, which wrote to the same files or others."""
         self._read.merge(state[0])
-        self._written.merge(state[1])
+        if wrote_here:
+            self._written.merge(state[1])
 
     def check_sources(self, sources: OpenFiles[SourceFile]) -> None:
         """Compare the checksums of what was read.

@@ -18,7 +18,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -69,6 +69,47 @@ class OneProcess:
 
     def fail(self, message: str) -> None:
         return
+
+
+class HostProcesses:
+    """The processes of this one's host, among all of a run; `host` is its number, from 0.
+
+    All hosts call the same methods in the same order, since each call is one of all processes.
+
+    Args:
+        everybody: the processes of the run.
+        hosts: the name of the host of each.
+
+    >>> alone = HostProcesses(OneProcess(), ["a"])
+    >>> alone.host, alone.hosts, alone.share("x")
+    (0, 1, 'x')
+    """
+
+    def __init__(self, everybody: Processes, hosts: Sequence[str]) -> None:
+        self._everybody = everybody
+        names = list(dict.fromkeys(hosts))
+        own = hosts[everybody.rank]
+        self.host, self.hosts = names.index(own), len(names)
+        self.host_of = [names.index(name) for name in hosts]
+        self._members = [rank for rank, name in enumerate(hosts) if name == own]
+        self.rank, self.size = self._members.index(everybody.rank), len(self._members)
+
+    def share(self, value: Any) -> Any:
+        """The value of this host's process 0, on every process of the host."""
+        return self._everybody.collect(value)[self._members[0]]
+
+    def collect(self, value: Value) -> list[Value]:
+        """The values of this host's processes, on every process of the host."""
+        found = self._everybody.collect(value)
+        return [found[rank] for rank in self._members]
+
+    def check(self) -> None:
+        """Say that this process is alive. Raises RunError when another failed or is gone."""
+        self._everybody.check()
+
+    def fail(self, message: str) -> None:
+        """Tell the others, of all hosts, that this process stops, and why."""
+        self._everybody.fail(message)
 
 
 class GlooProcesses:

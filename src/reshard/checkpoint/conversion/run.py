@@ -36,7 +36,7 @@ from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
-from reshard.checkpoint.conversion.processes import OneProcess, Processes
+from reshard.checkpoint.conversion.processes import HostProcesses, OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.conversion.uploading import ConversionUpload
 from reshard.checkpoint.files.folders import (
@@ -97,6 +97,8 @@ class _ConversionRun:
         self.upload = upload
         self.staging = staging
         self.processes = processes
+        self.here: Processes = processes if upload is None else upload.here
+        self.left: IntArray = np.zeros(0, dtype=np.int64)
         self.sources = sources
         self.conversion_id = conversion_id
         self.extra_bytes = extra_bytes
@@ -148,20 +150,18 @@ class _ConversionRun:
 
     def begin(self) -> None:
         """Make the files, and share with the other processes which blocks are done already."""
-        files = (self.staging, self.moves, self.writer, self.targets)
         if self.staging.owner is not None:
             self._make_files()
-            if self.upload is not None:
-                self.upload.begin(*files, self.finished)
-                self.resumed_bytes = self.finished_bytes
-            # One bit a block keeps the message to the other processes small.
-            self.processes.share((np.packbits(self.finished), self.resumed_bytes))
-        else:
-            packed, self.resumed_bytes = self.processes.share(None)
-            self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
         if self.upload is not None:
-            self.upload.join(*files)
-            self.upload.expect(np.flatnonzero(~self.finished), self.own_blocks())
+            self.upload.begin(self.staging, self.moves, self.writer, self.targets, self.finished)
+        # One bit a block keeps the message to the other processes small.
+        packed = self.here.share(np.packbits(self.finished))
+        self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
+        self.left, done = np.flatnonzero(~self.finished), self.finished
+        if self.upload is not None:
+            self.left, done = self.upload.divide(self.finished)
+            self.upload.expect(self.left, self.own_blocks())
+        self.resumed_bytes = self.moves.size_bytes(np.flatnonzero(done))
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
@@ -190,10 +190,9 @@ class _ConversionRun:
     def own_blocks(self) -> IntArray:
         """This process's share of the blocks that are left, in the order of the source's tensors.
 
-        Every process counts the same blocks, and takes an equally long stretch of them.
+        Every process of a host counts the same blocks, and takes an equally long stretch of them.
         """
-        left = np.flatnonzero(~self.finished)
-        rank, size = self.processes.rank, self.processes.size
+        left, rank, size = self.left, self.here.rank, self.here.size
         return left[len(left) * rank // size : len(left) * (rank + 1) // size]
 
     def batches(self) -> Iterator[Batch]:
@@ -272,15 +271,21 @@ class _ConversionRun:
         self.by_process = tuple((read, written) for read, written, *_ in done)
         self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in done)
         self.counts = sum((counts for _, _, _, counts, *_ in done), CastCounts())
-        if self.staging.owner is None:
+        if self.staging.owner is not None:
+            for record in self.staging.other_records():
+                self._note_journal(record.finished)
+        if self.upload is not None:
+            own = np.flatnonzero(self.finished)
+            found = self.digests.found[own].tobytes()
+            for told in self.upload.meet([sent for *_, sent, _ in done], own, found):
+                self._note(*told)
+        if self.processes.rank:
             return
-        for rank, (*_, sent, state) in enumerate(done):
-            if rank != self.processes.rank:
-                self.checksums.merge(state)
-                if self.upload is not None:
-                    self.upload.merge(sent)
-        for record in self.staging.other_records():
-            self._note_journal(record.finished)
+        for rank, (*_, state) in enumerate(done):
+            is_here = self.upload is None or self.upload.is_here(rank)
+            # A range that is not seen whole is read again; one that is seen twice must not count.
+            if rank and (is_here or not self.resumed_bytes):
+                self.checksums.merge(state, wrote_here=is_here)
         missing = int(np.count_nonzero(~self.finished))
         if missing:
             raise RunError(
@@ -291,8 +296,11 @@ class _ConversionRun:
 
     def finish(self) -> None:
         """Write everything but the tensors, the manifest last, and commit; only on process 0."""
-        if self.staging.owner is None:
+        if self.processes.rank or self.staging.owner is None:
             self.processes.share(None)
+            if self.staging.owner is not None:
+                # Of another host: all of it is in the store.
+                self.staging.owner.discard()
             return
         self._finish()
         # The others wait: on every process, a run that returns has a target in its place.
@@ -397,10 +405,14 @@ def run_conversion(
     expect_runnable(conversion, extra_bytes, threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
-    target = conversion.target
+    target, here = conversion.target, processes
+    machine = socket.gethostname()
+    machines = processes.collect(machine)
     address = target if isinstance(target, PlacePath) else None
     if address is not None:
-        target = spool_target(address, staging)
+        # A folder is shared by the processes of all hosts, what waits for an address by one's.
+        here = hosts = HostProcesses(processes, machines)
+        target = spool_target(address, staging, hosts.host)
     sources = open_sources(conversion.source, target.parent)
     run: _ConversionRun | None = None
     upload: ConversionUpload | None = None
@@ -409,18 +421,14 @@ def run_conversion(
         # Equal fingerprints mean equal results: only the same conversion resumes a staging folder.
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
-        machine = socket.gethostname()
         # The processes of one machine share its cores: the default is for all of them together.
-        machines = processes.collect(machine)
         usual = -(-usual_threads(None, *conversion.folders) // machines.count(machine))
         workers = conversion.threads(extra_bytes, threads or usual)
         if address is not None:
-            upload = ConversionUpload(
-                conversion, address, conversion_id, processes, len({*machines})
-            )
+            upload = ConversionUpload(conversion, address, conversion_id, processes, hosts)
         # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
-            processes, target, conversion_id, description, overwrite=overwrite, restart=restart
+            here, target, conversion_id, description, overwrite=overwrite, restart=restart
         ) as staged:
             if staged.already_complete or (
                 upload is not None

@@ -9,16 +9,19 @@ and its space here is given back::
 
 1. Each process counts, for each part, the blocks that are left. It sends the parts whose blocks are
    all its own.
-2. At the end process 0 sends the rest: parts that several processes wrote to, and those with bytes
-   that follow from all elements.
+2. At the end the first process of the host sends the rest: parts that several processes wrote to,
+   and those with bytes that follow from all elements.
 3. Parts that the store has are not sent again; what it and this machine have lost is done again.
+
+Several hosts have a staging folder each, and every part has one host that sends it, which does all
+blocks that touch it (`divide_parts`). Blocks at the border of two hosts' parts are done by both.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,24 +33,31 @@ from reshard.checkpoint.blocks.touched_ranges import touched_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.file_checksums import late_ranges
 from reshard.checkpoint.conversion.moves import Moves
-from reshard.checkpoint.conversion.processes import Processes
+from reshard.checkpoint.conversion.processes import HostProcesses, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
 from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import spool_target
+from reshard.checkpoint.files.places.spool import spool_target, spool_targets
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.places.upload import SentFile, Upload
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
-from reshard.errors import UsageError
+from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
 
 
 class ConversionUpload(Closing):
     """The upload of a run's files, seen from one of its processes.
 
-    Raises as `Upload`; UsageError for processes on several machines.
+    Args:
+        conversion: that runs.
+        target: its address.
+        conversion_id: the fingerprint of everything that decides the bytes of the files.
+        processes: those of the run.
+        here: those of this host, which share a staging folder.
+
+    Raises as `Upload`.
     """
 
     def __init__(
@@ -56,38 +66,36 @@ class ConversionUpload(Closing):
         target: PlacePath,
         conversion_id: str,
         processes: Processes,
-        machines: int,
+        here: HostProcesses,
     ) -> None:
-        if machines > 1:
-            raise UsageError(
-                f"the target {target} with processes on {machines} machines; an address is written "
-                "by those of one, which share a staging folder: start them on one machine"
-            )
-        self._processes = processes
+        self._processes, self.here = processes, here
+        self.hosts = here.hosts
         self._upload = Upload(target, conversion_id, _list_files(conversion), MANIFEST_NAME)
         self._lock = threading.Lock()
         self._left: IntArray = np.zeros(0, dtype=np.int64)
+        self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
 
     def is_complete(self, staging: SharedStaging, *, overwrite: bool, restart: bool) -> bool:
         """Whether an earlier run put all of it in its place; the same on all processes.
 
         Raises as `Upload.find_target`; RunError with its message on the other processes.
         """
-        owner = staging.owner
-        if owner is None:
-            return bool(self._processes.share(None))
+        owner, found = staging.owner, False
         try:
-            is_complete = self._upload.find_target(
-                overwrite=overwrite, restart=restart, is_resumed=owner.resumed
-            )
-        except UsageError:
+            if owner is not None and self._processes.rank == 0:
+                found = self._upload.find_target(
+                    overwrite=overwrite, restart=restart, is_resumed=owner.resumed
+                )
+            is_complete = bool(self._processes.share(found))
+        except (UsageError, RunError) as error:
             # Nothing was begun: a refusal leaves no empty staging folder behind.
-            if not owner.resumed:
+            is_refusal = isinstance(error, UsageError) or self.here.host > 0
+            if owner is not None and is_refusal and not owner.resumed:
                 owner.discard()
             raise
-        if is_complete:
+        if is_complete and owner is not None:
             owner.discard()
-        return bool(self._processes.share(is_complete))
+        return is_complete
 
     def begin(
         self,
@@ -99,27 +107,57 @@ class ConversionUpload(Closing):
     ) -> None:
         """Find what is in the store; blocks of parts that are lost are no longer `finished`.
 
-        Called on process 0 only, before the others `join`. Raises RunError.
+        All processes call it; `finished` counts on the first of each host. Raises RunError.
         """
         self._use(staging, moves, writer, targets)
-        self._upload.begin()
+        if self._processes.rank == 0:
+            self._upload.begin()
+            self._processes.share(self._upload.state())
+        else:
+            self._upload.join(self._processes.share(None))
+        if staging.owner is None:
+            return
         lost = self._upload.lost_parts(staging.content)
         numbers = np.flatnonzero(finished) if lost.any() else np.zeros(0, dtype=np.int64)
         for blocks, parts in self._find_touched(numbers):
             finished[numbers[blocks[lost[parts]]]] = False
 
-    def join(
-        self,
-        staging: SharedStaging,
-        moves: Moves,
-        writer: BatchWriter,
-        targets: OpenFiles[TargetFile],
-    ) -> None:
-        """Take part in what process 0 began; called on all processes. Raises RunError."""
-        state = self._processes.share(self._upload.state() if staging.owner is not None else None)
-        if staging.owner is None:
-            self._use(staging, moves, writer, targets)
-            self._upload.join(state)
+    def divide(self, finished: NDArray[np.bool_]) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The blocks that this host does, and which have been done by any.
+
+        All processes call it. Raises RunError.
+
+        Args:
+            finished: the blocks that were done on this host.
+        """
+        count = self._upload.grid.count
+        if self.hosts == 1:
+            self._is_here = np.ones(count, dtype=bool)
+            return np.flatnonzero(~finished), finished
+        packed = self._processes.collect(np.packbits(finished))
+        firsts = [self.here.host_of.index(host) for host in range(self.hosts)]
+        done = np.array([np.unpackbits(packed[one], count=len(finished)) for one in firsts]) > 0
+        touched = list(self._find_touched(np.arange(len(finished))))
+        none: IntArray = np.zeros(0, dtype=np.int64)
+        blocks = np.concatenate([none, *(found for found, _ in touched)])
+        parts = np.concatenate([none, *(found for _, found in touched)])
+        # What is only known at the end is put together where all of the file is.
+        whole = np.zeros(count, dtype=bool)
+        for number, file in enumerate(self._upload.files):
+            if file.late or file.is_read_back:
+                span = self._upload.grid.parts_of(number)
+                whole[span.start : span.stop] = True
+        of_part, of_block = divide_parts(blocks, parts, done, count)
+        of_part[whole] = 0
+        is_needed = ~self._upload.sent[parts]
+        own, any_host = np.zeros((2, len(finished)), dtype=bool)
+        own[blocks[is_needed & (of_part[parts] == self.here.host)]] = True
+        any_host[blocks[is_needed]] = True
+        # Of what the store has, only the digest is missing.
+        is_known: NDArray[np.bool_] = np.any(done, axis=0)
+        own |= ~any_host & ~is_known & (of_block == self.here.host)
+        self._is_here = of_part == self.here.host
+        return np.flatnonzero(own & ~done[self.here.host]), is_known
 
     def _use(
         self,
@@ -135,11 +173,11 @@ class ConversionUpload(Closing):
         self._upload.open_spool(staging.content, self._processes.rank)
 
     def expect(self, left: IntArray, own: IntArray) -> None:
-        """Count what is left: the blocks of all processes, and those of this one."""
+        """Count what is left: the blocks of this host's processes, and those of this one."""
         everything = self._count(left)
         mine = everything if len(own) == len(left) else self._count(own)
         # A part with a count of -1 is never whole here.
-        is_own = (mine == everything) & ~self._upload.late_parts
+        is_own = (mine == everything) & ~self._upload.late_parts & self._is_here
         self._left = np.where(is_own, mine, -1)
 
     def _count(self, numbers: IntArray) -> IntArray:
@@ -172,16 +210,55 @@ class ConversionUpload(Closing):
         self._targets[name].give_back(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
-        """Which parts were sent, for `merge` on process 0."""
+        """Which parts were sent, for `meet`."""
         return self._upload.state()[2]
 
-    def merge(self, state: bytes) -> None:
-        """Add the parts that another process sent."""
-        self._upload.merge(state)
+    def meet(
+        self, sent: Sequence[bytes], numbers: IntArray, digests: bytes
+    ) -> Iterator[tuple[IntArray, bytes]]:
+        """Send what is left of other hosts' parts, and hear on process 0 what they did.
+
+        All processes call it when their blocks are done. Raises RunError.
+
+        Args:
+            sent: what each process sent.
+            numbers, digests: the blocks that the first process of each host knows to be done.
+        """
+        told = None
+        if self.here.rank == 0:
+            for state in sent:
+                self._upload.merge(state)
+            if self.here.host:
+                self._send_rest()
+                told = (numbers, digests, self.state())
+        if self.hosts == 1:
+            return
+        for found in self._processes.collect(told):
+            if found is not None and self._processes.rank == 0:
+                self._upload.merge(found[2])
+                yield found[:2]
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a process is on this host."""
+        return self.here.host_of[rank] == self.here.host
+
+    def _send_rest(self) -> None:
+        """Send the parts of this host that no process sent, since several wrote to them.
+
+        On the first process of the host, which knows what the others sent. Raises RunError.
+        """
+        self._upload.send_rest(self._content, self._is_here)
 
     def commit(self, staging: SharedStaging) -> None:
         """Send the rest and make all of it visible; on process 0. Raises RunError."""
-        self._upload.send_rest(self._content)
+        self._send_rest()
+        missing = np.flatnonzero(~self._upload.sent).tolist()
+        if missing:
+            number, start, stop = self._upload.grid.range_of(missing[0])
+            raise RunError(
+                f"bytes {start}:{stop} of {self._upload.files[number].name} were sent by no host; "
+                "run the same command again, it continues"
+            )
         self._upload.commit(self._content)
         if staging.owner is not None:
             staging.owner.discard()
@@ -189,6 +266,38 @@ class ConversionUpload(Closing):
     def close(self) -> None:
         """Close connections; what was sent stays."""
         self._upload.close()
+
+
+def divide_parts(
+    blocks: IntArray, parts: IntArray, done: NDArray[np.bool_], count: int
+) -> tuple[IntArray, IntArray]:
+    """Which host sends each part, and in whose stretch each block lies.
+
+    Blocks that no host has done are divided into equally long stretches. A part goes to the host
+    that has done most of its blocks, or in whose stretch most of them are.
+
+    Args:
+        blocks, parts: the pairs that touch each other, shape `(pairs,)`.
+        done: the blocks that each host did before, shape `(hosts, blocks)`.
+        count: of the parts.
+
+    Returns:
+        The host of each part, shape `(count,)`, and of each block.
+
+    >>> nothing = np.zeros((2, 4), dtype=bool)
+    >>> divide_parts(np.array([0, 1, 1, 2, 3]), np.array([0, 0, 1, 1, 2]), nothing, 3)
+    (array([0, 0, 1]), array([0, 0, 1, 1]))
+    """
+    hosts = len(done)
+    left = ~done.any(axis=0)
+    before: IntArray = np.cumsum(left) - left
+    of_block = np.minimum(before * hosts // max(int(left.sum()), 1), hosts - 1)
+    have, expected = (
+        np.stack([np.bincount(parts[row[blocks]], minlength=count) for row in rows])
+        for rows in (done, of_block == np.arange(hosts)[:, None])
+    )
+    # Parts without blocks, such as a header alone, go to the first host.
+    return np.where(have.any(axis=0), have.argmax(axis=0), expected.argmax(axis=0)), of_block
 
 
 def _list_files(conversion: Conversion) -> list[SentFile]:
@@ -227,11 +336,11 @@ def begun_target(
     return begun
 
 
-def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> Path | None:
-    """The folder of this machine with what is staged for an address. Raises RunError."""
-    root = staging_folder(spool_target(target, staging))
-    with refusals_explained("look for staged files", root):
-        return root if root.is_dir() else None
+def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
+    """The folders of this machine with what is staged for an address. Raises RunError."""
+    roots = [staging_folder(one) for one in spool_targets(target, staging)]
+    with refusals_explained("look for staged files", roots[0]):
+        return [root for root in roots if root.is_dir()]
 
 
 def remove_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> None:
@@ -240,7 +349,6 @@ def remove_staged(target: PlacePath, staging: str | os.PathLike[str] | None = No
     Raises:
         RunError: a process works there; the file system refuses.
     """
-    root = find_staged(target, staging)
-    if root is not None:
+    for root in find_staged(target, staging):
         with FolderLock.acquire(root), refusals_explained("delete the staging folder", root):
             remove_folder(root)

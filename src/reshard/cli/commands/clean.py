@@ -70,7 +70,7 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
 def _as_text(
     folder: PlacePath,
     found: list[AbandonedUpload],
-    staged: dict[PlacePath, Path | None],
+    staged: dict[PlacePath, list[Path]],
     is_removed: bool,
 ) -> list[str]:
     if not found:
@@ -82,7 +82,7 @@ def _as_text(
             count_text(len(one.uploads)),
             duration_text(_age_s(one)),
             "half in its place" if one.is_half_visible else "",
-            printable(str(staged[one.target] or "")),
+            printable(", ".join(map(str, staged[one.target]))),
         )
         for one in found
     ]
@@ -107,7 +107,7 @@ def _age_s(one: AbandonedUpload) -> float:
     return max(time.time() - one.began_s, 0.0)
 
 
-def _as_json(one: AbandonedUpload, staged: Path | None) -> dict[str, Any]:
+def _as_json(one: AbandonedUpload, staged: list[Path]) -> dict[str, Any]:
     return {
         "target": str(one.target),
         "conversion": one.conversion_id,
@@ -115,5 +115,5 @@ def _as_json(one: AbandonedUpload, staged: Path | None) -> dict[str, Any]:
         "files": len(one.uploads),
         "age_s": _age_s(one),
         "half_visible": one.is_half_visible,
-        "staged": None if staged is None else str(staged),
+        "staged": str(staged[0]) if staged else None,
     }

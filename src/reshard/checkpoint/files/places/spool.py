@@ -7,6 +7,7 @@ store has lost such a part does its blocks again.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import struct
@@ -21,11 +22,11 @@ _FOLDER = ".reshard"
 _RECORD = struct.Struct("<QQQ")
 
 
-def spool_target(target: PlacePath, folder: str | os.PathLike[str] | None) -> Path:
+def spool_target(target: PlacePath, folder: str | os.PathLike[str] | None, host: int = 0) -> Path:
     """What stands for an address on this machine, in a folder that is made where it is missing.
 
-    By default the folder is `reshard` in the user's cache folder (`XDG_CACHE_HOME`). Raises
-    RunError.
+    By default the folder is `reshard` in the user's cache folder (`XDG_CACHE_HOME`). Hosts of a run
+    have numbers, since they may share such a folder. Raises RunError.
 
     >>> spool_target(PlacePath("s3://bucket/model"), "/tmp").name
     'model-70498e845ae8'
@@ -36,7 +37,17 @@ def spool_target(target: PlacePath, folder: str | os.PathLike[str] | None) -> Pa
     digest = hashlib.blake2b(str(target).encode(), digest_size=6).hexdigest()
     with refusals_explained("make the folder for staged files", Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder) / f"{target.name[:60]}-{digest}"
+    return Path(folder) / f"{target.name[:60]}-{digest}{f'-host{host}' if host else ''}"
+
+
+def spool_targets(target: PlacePath, folder: str | os.PathLike[str] | None) -> list[Path]:
+    """What may stand for an address on this machine, of any host of a run. Raises RunError."""
+    first = spool_target(target, folder)
+    with refusals_explained("look for staged files", first.parent):
+        # A staging folder is hidden, and has the name of its target in its own.
+        found = {one.name for one in first.parent.glob(f".{glob.escape(first.name)}-host*")}
+    names = [name.removeprefix(".").rpartition(".")[0] for name in sorted(found)]
+    return [first, *(first.with_name(name) for name in names)]
 
 
 class GivenBack(Closing):

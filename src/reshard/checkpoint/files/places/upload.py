@@ -311,9 +311,9 @@ class Upload(Closing):
                 self._given_back.note(number, start, stop)
             give_back(file.name, start, stop)
 
-    def send_rest(self, content: Path) -> None:
-        """Send every part that the store does not have. Raises RunError."""
-        rest = np.flatnonzero(~self.sent).tolist()
+    def send_rest(self, content: Path, parts: NDArray[np.bool_]) -> None:
+        """Send every one of these parts that the store does not have. Raises RunError."""
+        rest = np.flatnonzero(parts & ~self.sent).tolist()
         self._at_once(lambda part: self.send(part, content, None), rest)
 
     # The end.
