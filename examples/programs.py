@@ -33,6 +33,8 @@ def gathered_once() -> None:
     assert sum(operation.moved_bytes > 0 for operation in traced.operations) == 1
     limited = sp.jit(heads, live_bytes=max(traced.peak_bytes.values()))
     assert limited.trace(x, weights).peak_bytes == traced.peak_bytes
+    ahead = sp.jit(heads, overlap=1)
+    assert ahead.trace(x, weights).moved_bytes == traced.moved_bytes
     print(traced.peak_bytes)
 
 

@@ -18,6 +18,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.programs.run import ProgramRun
 
 MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
 DATA = np.arange(48.0).reshape(8, 6)
@@ -61,9 +62,9 @@ def given(offset: float = 0.0) -> Any:
     return sp.array(DATA + offset, spec(MESH, "x, y"))
 
 
-def check_rounds() -> None:
+def check_rounds(overlap: int) -> None:
     """A program agrees at its begin and at its end; movement by movement each agrees."""
-    jitted = sp.jit(moved_twice)
+    jitted = sp.jit(moved_twice, overlap=overlap)
     expected = moved_twice(given()).to_dense()
     first = jitted(given())
     with counted_rounds() as alone:
@@ -75,7 +76,7 @@ def check_rounds() -> None:
         np.testing.assert_array_equal(one.to_dense(), expected)
 
 
-def check_loops() -> None:
+def check_loops(overlap: int) -> None:
     """What a loop does inside a program agrees by itself: all of it gives the same."""
 
     def function(x: Any) -> Any:
@@ -84,7 +85,7 @@ def check_loops() -> None:
         return moved_twice(x)
 
     expected = function(given()).to_dense()
-    jitted = sp.jit(function)
+    jitted = sp.jit(function, overlap=overlap)
     for _ in range(3):
         np.testing.assert_array_equal(jitted(given()).to_dense(), expected)
 
@@ -102,10 +103,10 @@ def expect(kind: type[ReshardError], part: str, function: Callable[[], Any]) -> 
     assert time.monotonic() - begin_s < SOON_S
 
 
-def check_failure() -> None:
+def check_failure(overlap: int) -> None:
     """One rank fails inside a program: all others raise its cause soon, and all go on after it."""
     own = sp.operator("([i, j]) -> ([i, j])", fails_here, name="failing")
-    jitted = sp.jit(lambda x: moved_twice(own(moved_twice(x))))
+    jitted = sp.jit(lambda x: moved_twice(own(moved_twice(x))), overlap=overlap)
     expected = jitted(given()).to_dense()
     np.testing.assert_array_equal(jitted(given()).to_dense(), expected)
     FAILING["here"] = dist.get_rank() == 1
@@ -115,9 +116,9 @@ def check_failure() -> None:
     np.testing.assert_array_equal(jitted(given()).to_dense(), expected)
 
 
-def check_difference() -> None:
+def check_difference(overlap: int) -> None:
     """Ranks that run other programs learn so before anything moves."""
-    programs = sp.jit(moved_twice), sp.jit(moved_otherwise)
+    programs = sp.jit(moved_twice, overlap=overlap), sp.jit(moved_otherwise, overlap=overlap)
     for one in programs:
         one(given())
     mine = programs[dist.get_rank() == 2]
@@ -126,10 +127,10 @@ def check_difference() -> None:
         np.testing.assert_array_equal(one(given()).to_dense(), function(given()).to_dense())
 
 
-def check_infinite_factors() -> None:
+def check_infinite_factors(overlap: int) -> None:
     """Elements for which the program is not right: all ranks find out, and none counts as lost."""
     left = np.array([[3.0, -1.0], [0.5, 7.0]])
-    jitted = sp.jit(lambda a, b, c: (a @ b) * c)
+    jitted = sp.jit(lambda a, b, c: (a @ b) * c, overlap=overlap)
     for last in (1.0, 2.0, np.inf, 1.0):
         factor = np.array([[1.0, 2.0], [3.0, last]])
         arrays = (
@@ -141,9 +142,9 @@ def check_infinite_factors() -> None:
         np.testing.assert_array_equal(found, (left @ np.ones((2, 2))) * factor)
 
 
-def check_threads() -> None:
+def check_threads(overlap: int) -> None:
     """Programs of two threads at once: each has all its movements to itself, in one order."""
-    programs = [sp.jit(moved_twice), sp.jit(moved_otherwise)]
+    programs = [sp.jit(moved_twice, overlap=overlap), sp.jit(moved_otherwise, overlap=overlap)]
     arrays = [given(1.0), given(2.0)]
     for one, x in zip(programs, arrays, strict=True):
         one(x)
@@ -166,16 +167,159 @@ def check_threads() -> None:
         np.testing.assert_array_equal(one.to_dense(), right)
 
 
+def trained(weights: list[Any], x: Any) -> Any:
+    """Weights are gathered where they are used, and their slopes reduced, as with ZeRO 3."""
+    rows, whole = spec(MESH, "x y, -"), spec(MESH, "-, -")
+
+    def loss(weights: list[Any], x: Any) -> Any:
+        for w in weights:
+            x = sp.tanh(x @ w.shard(whole))
+        return sp.sum(x * x)
+
+    return sp.value_and_grad(loss, specs=[rows] * len(weights))(weights, x)
+
+
+@contextmanager
+def movement_threads() -> Iterator[list[str]]:
+    """The threads in which movements run inside."""
+    found: list[str] = []
+    plain = ProgramRun.finish
+
+    def finish(self: ProgramRun) -> None:
+        found.append(threading.current_thread().name)
+        plain(self)
+
+    ProgramRun.finish = finish  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        ProgramRun.finish = plain  # type: ignore[method-assign]
+
+
+def check_overlap() -> None:
+    """The same bits in every order, from movements in a thread of their own; the least memory."""
+    random = np.random.default_rng(0)
+    x = sp.array(random.normal(size=(16, 8)), spec(MESH, "x y, -"))
+    weights = [sp.array(random.normal(size=(8, 8)), spec(MESH, "x y, -")) for _ in range(5)]
+    expected = sp.jit(trained)(weights, x)
+    for overlap in (1, 2, 5):
+        program = sp.jit(trained, overlap=overlap)
+        program(weights, x)
+        with movement_threads() as threads, torch.no_grad():
+            found = program(weights, x)
+        assert threads.count("reshard movements") >= 5, threads
+        for one, right in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+            assert one.spec is right.spec
+            np.testing.assert_array_equal(one.to_dense(), right.to_dense())
+    # Nobody is left.
+    assert all(one.name != "reshard movements" for one in threading.enumerate())
+
+
+def check_memory() -> None:
+    """What is in registers of a run stays within the peak of the trace, and comes near to it."""
+    random = np.random.default_rng(0)
+    x = sp.array(random.normal(size=(16, 64)), spec(MESH, "x y, -"))
+    weights = [sp.array(random.normal(size=(64, 64)), spec(MESH, "x y, -")) for _ in range(5)]
+    peaks = []
+    for overlap in (0, 1, 3):
+        program = sp.jit(trained, overlap=overlap)
+        program(weights, x)
+        ((_, recorded),) = program._programs.items()
+        most = [0]
+        runs = recorded._program._runs
+
+        def watched(run: Any, most: list[int] = most) -> Any:
+            def watching(values: list[Any]) -> None:
+                run(values)
+                tensors = [
+                    one
+                    for shards in values
+                    if isinstance(shards, tuple)
+                    for one in shards
+                    if isinstance(one, torch.Tensor)
+                ]
+                storages = {
+                    one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors
+                }
+                most[0] = max(most[0], sum(one.nbytes() for one in storages.values()))
+
+            return watching
+
+        recorded._program._runs = [(watched(run), frees) for run, frees in runs]
+        program(weights, x)
+        stated = program.trace(weights, x).peak_bytes[dist.get_rank()]
+        assert most[0] <= stated, (overlap, most[0], stated)
+        # What movements under way have made is in no register yet.
+        assert overlap or most[0] > 0.7 * stated, (most[0], stated)
+        peaks.append(stated)
+    assert peaks[0] < peaks[2], peaks
+
+
+def check_torch_gradients() -> None:
+    """PyTorch's own gradients go through movements that run in another thread."""
+    random = np.random.default_rng(0)
+    weights = random.normal(size=(3, 8, 8))
+    cut, whole = spec(MESH, "x y, -"), spec(MESH, "-, -")
+
+    def loss(weights: list[Any], x: Any) -> Any:
+        for w in weights:
+            x = sp.tanh(x @ w.shard(whole))
+        return sp.sum(x * x)
+
+    x = sp.array(random.normal(size=(16, 8)), cut)
+    slopes = []
+    for overlap in (0, 2):
+        own = [sp.array(w, cut).shards[dist.get_rank()].clone().requires_grad_() for w in weights]
+        program = sp.jit(loss, overlap=overlap)
+        for _ in range(2):
+            given = [sp.from_shards({dist.get_rank(): one}, (8, 8), cut) for one in own]
+            found = torch.autograd.grad(program(given, x).to_dense(), own)
+        slopes.append(found)
+    for one, right in zip(*slopes, strict=True):
+        assert right.abs().max() > 0
+        torch.testing.assert_close(one, right, rtol=0, atol=0)
+
+
+def check_failed_movement() -> None:
+    """A movement that fails in its thread, on one rank: all learn its cause soon, and go on."""
+    program = sp.jit(moved_twice, overlap=2)
+    expected = program(given()).to_dense()
+    plain = ProgramRun.finish
+    count = [0]
+
+    def finish(self: ProgramRun) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            raise MemoryError("no room for it")
+        plain(self)
+
+    kind: type[Exception] = RunError
+    if dist.get_rank() == 3:
+        ProgramRun.finish = finish  # type: ignore[method-assign]
+        kind = MemoryError
+    begin_s = time.monotonic()
+    with pytest.raises(kind, match="no room for it"):
+        program(given())
+    assert time.monotonic() - begin_s < SOON_S
+    ProgramRun.finish = plain  # type: ignore[method-assign]
+    np.testing.assert_array_equal(program(given()).to_dense(), expected)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
-        check_rounds()
-        check_loops()
-        check_infinite_factors()
-        check_threads()
-        check_difference()
-        check_failure()
+        check_overlap()
+        check_memory()
+        check_torch_gradients()
+        check_failed_movement()
+        for overlap in (0, 2):
+            check_rounds(overlap)
+            check_loops(overlap)
+            check_infinite_factors(overlap)
+            check_threads(overlap)
+            check_difference(overlap)
+            check_failure(overlap)
     dist.destroy_process_group()
 
 

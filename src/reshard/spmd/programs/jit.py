@@ -20,6 +20,7 @@ from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
+from reshard.spmd.programs.overlapped_trace import check_overlap, with_overlap
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import unrecorded
@@ -50,6 +51,7 @@ def jit(
     topology: Topology | None = None,
     library: str = "nccl",
     live_bytes: int | None = None,
+    overlap: int = 0,
 ) -> JittedFunction:
     """A function that is traced once for arguments of a kind, and then runs as a program.
 
@@ -69,11 +71,15 @@ def jit(
         live_bytes: the most that each rank may hold at any time, arguments included: the trace's
             `peak_bytes`. Where the strategy's placement holds more, another strategy's is taken
             that does not, and moves the least. No limit when None.
+        overlap: over processes, how many movements may be under way beside what is computed. They
+            begin as early as their input is there and are waited for where they are read, in one
+            order on all ranks; 0 lets each end before the next operation. In one process movements
+            are copies, and none is beside anything.
 
     Raises:
-        UsageError: what is no function, an unknown strategy or library, what is no limit. When it
-            is called: a function that asks for elements, as `if x > 0:` does; arguments that cannot
-            be compared.
+        UsageError: what is no function, an unknown strategy or library, what is no limit or no
+            count. When it is called: a function that asks for elements, as `if x > 0:` does;
+            arguments that cannot be compared.
         PlanError: when it is called or traced: no placement that keeps the limit.
 
     >>> import reshard.spmd as sp
@@ -88,7 +94,8 @@ def jit(
         )
     check_trace_options(strategy, topology, library)
     check_limit(live_bytes)
-    return JittedFunction(function, strategy, topology, library, live_bytes)
+    check_overlap(overlap)
+    return JittedFunction(function, strategy, topology, library, live_bytes, overlap)
 
 
 class JittedFunction:
@@ -101,6 +108,7 @@ class JittedFunction:
         topology: Topology | None,
         library: str,
         live_bytes: int | None,
+        overlap: int,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -108,6 +116,7 @@ class JittedFunction:
         self._topology = topology
         self._library = library
         self._live_bytes = live_bytes
+        self._overlap = overlap
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -143,31 +152,24 @@ class JittedFunction:
         `peak_bytes` are what the program holds on each rank at most, and its `strategy` is the one
         that keeps the limit, where there is one.
 
+        With `overlap` it is the trace of the program over processes.
+
         Raises PlanError where none keeps it.
         """
-        if self._live_bytes is not None:
-            return self._trace_within(self._live_bytes, arguments, options)
-        return trace_recorded(
-            self._record(self._strategy, arguments, options),
-            self._strategy,
-            self._topology,
-            self._library,
-        )
+
+        def trace_by(strategy: str) -> Trace:
+            recorded = self._record(strategy, arguments, options)
+            traced = trace_recorded(recorded, strategy, self._topology, self._library)
+            return with_overlap(traced, self._overlap, self._library) if self._overlap else traced
+
+        if self._live_bytes is None:
+            return trace_by(self._strategy)
+        return trace_within(trace_by, repr(self), self._strategy, self._live_bytes)
 
     @property
     def traced_count(self) -> int:
         """How often the function was traced to be run."""
         return self._traced_count
-
-    def _trace_within(self, limit: int, arguments: Sequence[Any], options: dict[str, Any]) -> Trace:
-        return trace_within(
-            lambda strategy: self._record(strategy, arguments, options),
-            repr(self),
-            self._strategy,
-            self._topology,
-            self._library,
-            limit,
-        )
 
     def _record(
         self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]
@@ -194,7 +196,7 @@ class JittedFunction:
                 recorded = self._record(self._strategy, arguments, options)
                 shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
             else:
-                traced = self._trace_within(self._live_bytes, arguments, options)
+                traced = self.trace(*arguments, **options)
                 recorded, shardings = traced.recording, traced.shardings
             self._traced_count += 1
             if self._traced_count == MANY_PROGRAMS:
@@ -207,7 +209,7 @@ class JittedFunction:
                 )
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = RecordedProgram(recorded, shardings)
+            found = self._programs[key] = RecordedProgram(recorded, shardings, self._overlap)
             return found
 
     def __repr__(self) -> str:

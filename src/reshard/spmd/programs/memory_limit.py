@@ -11,12 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import PlanError, UsageError
-from reshard.spmd.tracing.graph_recording import Recording
-from reshard.spmd.tracing.trace import STRATEGIES, Trace, trace_recorded
-from reshard.topology import Topology
-
-Record = Callable[[str], Recording]
-"""From a strategy to the function's graph, as that is to place it."""
+from reshard.spmd.tracing.trace import STRATEGIES, Trace
 
 
 def check_limit(live_bytes: Any) -> None:
@@ -29,25 +24,23 @@ def check_limit(live_bytes: Any) -> None:
         )
 
 
-def trace_within(
-    record: Record, name: str, strategy: str, topology: Topology | None, library: str, limit: int
-) -> Trace:
+def trace_within(trace_by: Callable[[str], Trace], name: str, strategy: str, limit: int) -> Trace:
     """The trace of a function in a placement that keeps a limit on every rank.
 
     Args:
-        record: gives the function's graph.
+        trace_by: gives the function's trace by a strategy.
         name: of the function, for errors.
-        strategy, topology, library: see `reshard.spmd.tracing.trace.trace`.
+        strategy: that was asked for.
         limit: the most bytes of `Trace.peak_bytes` on any rank.
 
     Raises PlanError where no strategy keeps it.
     """
-    asked = trace_recorded(record(strategy), strategy, topology, library)
+    asked = trace_by(strategy)
     if _peak(asked) <= limit:
         return asked
     others = [one for one in STRATEGIES if one != strategy]
     # Without shardings all strategies are one.
-    placed = [trace_recorded(record(one), one, topology, library) for one in others if asked.mesh]
+    placed = [trace_by(one) for one in others if asked.mesh]
     fitting = [one for one in placed if _peak(one) <= limit]
     if fitting:
         return min(fitting, key=lambda one: one.moved_bytes)

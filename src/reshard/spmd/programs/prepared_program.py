@@ -21,6 +21,13 @@ from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import row_of
+from reshard.spmd.programs.step_order import (
+    Action,
+    ProgramStep,
+    Registers,
+    Run,
+    overlapped_order,
+)
 from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.compiled_run import compute
@@ -28,28 +35,15 @@ from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall
 from reshard.spmd.shards.pending_sums import are_finite
 from reshard.spmd.shards.refusals import REFUSALS, refuse
-from reshard.spmd.shards.runner import Runner, replicated
+from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.graph_recording import RunFunction
 
-Registers = list[Any]
-Run = Callable[[Registers], None]
-Agreed = Callable[[bytes], AbstractContextManager[None]]
+Agreed = Callable[[bytes], AbstractContextManager[Begin | None]]
 
 
 class UnforeseenElementsError(ReshardError):
     """Elements for which a prepared program is not right: an infinite factor of contributions."""
-
-
-class _Step:
-    """One call of a program: the registers that it reads and makes, and what it does."""
-
-    __slots__ = ("makes", "reads", "run")
-
-    def __init__(self, run: Run, reads: Sequence[int], makes: Sequence[int]) -> None:
-        self.run = run
-        self.reads = reads
-        self.makes = makes
 
 
 class Preparation:
@@ -58,11 +52,16 @@ class Preparation:
     Args:
         runner: of the shards.
         inputs: types of arrays by their numbers, and numbers as they are.
+
+    `steps` are those so far, and `kinds` the types of what is in registers, by register; a number
+    has none.
     """
 
     def __init__(self, runner: Runner, inputs: dict[int, Any]) -> None:
         self._runner = runner
-        self._steps: list[_Step] = []
+        self.steps: list[ProgramStep] = []
+        self.kinds: dict[int, ArrayType] = {}
+        self._operation = -1
         self._call: CompiledCall | None = None
         self._count = 0
         self._constants: dict[int, Any] = {}
@@ -77,12 +76,19 @@ class Preparation:
         self._viewing: set[int] = set()
         for number, kind in inputs.items():
             if isinstance(kind, ArrayType):
-                self._register_of[number] = self._add()
+                self._register_of[number] = self._add(kind)
                 self._viewing.add(self._register_of[number])
 
-    def _add(self) -> int:
+    def _add(self, kind: ArrayType | None = None) -> int:
+        if kind is not None:
+            self.kinds[self._count] = kind
         self._count += 1
         return self._count - 1
+
+    def _add_step(
+        self, run: Run, reads: Sequence[int], makes: Sequence[int], travel: Travel = "here"
+    ) -> None:
+        self.steps.append(ProgramStep(run, reads, makes, travel, self._operation))
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -104,6 +110,7 @@ class Preparation:
     ) -> None:
         """An operation: its operands, those that it was called with, and its results likewise."""
         called, self._call = self._call, None
+        self._operation += 1
         registers: list[Any] = [
             self._move(self._register_of[number], x.type, there.type.spec)
             if isinstance(x, ArrayValue)
@@ -115,7 +122,7 @@ class Preparation:
         elif called is None:
             made_in = registers
         else:
-            made_in = self._call_step(called, registers, placed)
+            made_in = self._call_step(called, registers, placed, made)
         for number, register, x, there in zip(
             operation.results, made_in, made, results, strict=True
         ):
@@ -132,19 +139,27 @@ class Preparation:
         before = kind.spec or replicated(spec.mesh, kind.ndim)
         # Layouts are interned: different specs of one layout move nothing.
         is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
-        made = register if is_same else self._add()
+        made = register if is_same else self._add(kind.with_spec(spec))
         if not is_same:
             self._moves_any = True
             self._meant.update(before.layout(kind.shape).fingerprint)
             self._meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
-            self._steps.append(_Step(_make_move(move, register, made), [register], [made]))
+            run = _make_move(move, register, made)
+            travel = self._runner.travel(kind, spec)
+            self.steps.append(
+                ProgramStep(run, [register], [made], travel, self._operation, move, (kind, spec))
+            )
             if register in self._viewing:
                 self._viewing.add(made)
         self._moved[register, spec] = made
         return made
 
     def _call_step(
-        self, called: CompiledCall, registers: Sequence[Any], placed: Sequence[Any]
+        self,
+        called: CompiledCall,
+        registers: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
     ) -> list[int]:
         count = len(called.functions)
         kinds = [x.type if isinstance(x, ArrayValue) else x for x in placed]
@@ -156,9 +171,9 @@ class Preparation:
             else self._number(kind, count)
             for register, kind, spec in zip(registers, kinds, called.runs_with, strict=True)
         ]
-        makes = [self._add() for _ in called.results]
+        makes = [self._add(x.type) for x in made]
         run = _make_call(called, kinds, reads, makes, self._runner)
-        self._steps.append(_Step(run, reads, makes))
+        self._add_step(run, reads, makes, "together" if called.shares_failure else "here")
         if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
         return makes
@@ -168,7 +183,7 @@ class Preparation:
     ) -> list[int]:
         """A loop or a branch, on arrays of what is in registers."""
         runner = self._runner
-        makes = [self._add() for _ in made]
+        makes = [self._add(x.type) for x in made]
         kinds = [(type(x), x.type, register) for x, register in zip(placed, reads, strict=True)]
 
         def step(values: Registers) -> None:
@@ -181,7 +196,7 @@ class Preparation:
             for register, result in zip(makes, results, strict=True):
                 values[register] = result._shards
 
-        self._steps.append(_Step(step, reads, makes))
+        self._add_step(step, reads, makes, "together")
         if not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
         return makes
@@ -211,16 +226,33 @@ class Preparation:
                 raise runner.known(UnforeseenElementsError(f"an infinite factor of {called.name}"))
 
         reads = [register for register, kind in pairs if isinstance(kind, ArrayType)]
-        self._steps.append(_Step(check, reads, []))
+        self._add_step(check, reads, [], "together")
 
-    def program(self, inputs: Sequence[int], outputs: Iterable[int]) -> PreparedProgram:
+    def registers(self, numbers: Iterable[int]) -> list[int]:
+        """In which registers values are, by their numbers."""
+        return [self._register_of[number] for number in numbers]
+
+    def order(self, outputs: Iterable[int], overlap: int) -> tuple[Action, ...]:
+        """In which order steps are carried out, with so many movements beside others."""
+        kept = {*self._constants, *self.registers(outputs)}
+        return overlapped_order(self.steps, kept, overlap)
+
+    def program(
+        self, inputs: Sequence[int], outputs: Iterable[int], overlap: int
+    ) -> PreparedProgram:
         """The program, from the shards of inputs to those of outputs, by their numbers."""
-        returned = [self._register_of[number] for number in outputs]
+        returned = self.registers(outputs)
+        order = self.order(outputs, overlap)
+        for action in order:
+            # Ranks that begin or wait otherwise would wait for one another.
+            if action.kind != "run":
+                self._meant.update(f"{action.kind} {action.step} ".encode())
         return PreparedProgram(
-            self._steps,
+            self.steps,
+            order,
             self._count,
             self._constants,
-            [self._register_of[number] for number in inputs],
+            self.registers(inputs),
             returned,
             frozenset(self._viewing),
             self._runner.agreed if self._moves_any else None,
@@ -232,7 +264,8 @@ class PreparedProgram:
     """Steps on registers of shards. Made by a `Preparation`.
 
     Args:
-        steps: in their order.
+        steps: all of them.
+        order: what is done of them.
         count: of registers.
         constants: numbers for all ranks, by register.
         inputs: registers of the inputs' shards.
@@ -244,7 +277,8 @@ class PreparedProgram:
 
     def __init__(
         self,
-        steps: Sequence[_Step],
+        steps: Sequence[ProgramStep],
+        order: Sequence[Action],
         count: int,
         constants: dict[int, Any],
         inputs: Sequence[int],
@@ -259,10 +293,10 @@ class PreparedProgram:
         self.outputs_view = [register in viewing for register in outputs]
         self._inputs = inputs
         self._outputs = outputs
-        self._first: Registers = [None] * count
+        self._first: Registers = [None] * (count + 1)
         for register, value in constants.items():
             self._first[register] = value
-        self._runs = _with_frees(steps, {*constants, *outputs})
+        self._runs = [(_make_run(one, steps[one.step]), one.frees) for one in order]
 
     def run(self, inputs: Sequence[Shards]) -> list[Shards]:
         """The outputs' shards, from those of the inputs."""
@@ -272,7 +306,8 @@ class PreparedProgram:
         if self._agreed is None:
             self._run_on(values)
         else:
-            with self._agreed(self._digest):
+            with self._agreed(self._digest) as begin:
+                values[-1] = begin
                 self._run_on(values)
         return [values[register] for register in self._outputs]
 
@@ -283,15 +318,20 @@ class PreparedProgram:
                 values[register] = None
 
 
-def _with_frees(steps: Sequence[_Step], kept: set[int]) -> list[tuple[Run, tuple[int, ...]]]:
-    """What steps do, each with the registers that nobody reads after it."""
-    seen = set(kept)
-    found = []
-    for step in reversed(steps):
-        frees = tuple(dict.fromkeys(r for r in (*step.reads, *step.makes) if r not in seen))
-        seen.update(frees)
-        found.append((step.run, frees))
-    return found[::-1]
+def _make_run(action: Action, step: ProgramStep) -> Run:
+    """What an action does on registers, of which the last has what begins movements."""
+    move = step.move
+    if action.kind == "run" or move is None:
+        return step.run
+    (source,), (target,) = step.reads, step.makes
+
+    def begin(values: Registers) -> None:
+        values[target] = values[-1](move, values[source])
+
+    def wait(values: Registers) -> None:
+        values[target] = values[target]()
+
+    return begin if action.kind == "begin" else wait
 
 
 def _make_move(move: Movement, source: int, target: int) -> Run:

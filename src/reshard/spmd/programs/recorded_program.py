@@ -20,9 +20,13 @@ from reshard.spmd.tracing.trace import Shardings, carry_out
 
 
 class RecordedProgram:
-    """A recorded function with its shardings, and its program once it was carried out."""
+    """A recorded function with its shardings, and its program once it was carried out.
 
-    def __init__(self, recorded: Recording, shardings: Shardings) -> None:
+    `overlap` movements at most are under way beside others.
+    """
+
+    def __init__(self, recorded: Recording, shardings: Shardings, overlap: int = 0) -> None:
+        self._overlap = overlap
         self._recorded = recorded
         self._shardings = shardings
         self._program: PreparedProgram | None = None
@@ -106,5 +110,5 @@ class RecordedProgram:
         preparation = Preparation(runner, kinds)
         values = self._compute(arrays, runner, preparation)
         self._types = tuple(values[number].type for number in self._outputs)
-        self._program = preparation.program(self._inputs, self._outputs)
+        self._program = preparation.program(self._inputs, self._outputs, self._overlap)
         return filled(self._recorded.results, values)

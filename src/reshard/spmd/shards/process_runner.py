@@ -7,11 +7,11 @@ moves by the program that `chosen_program` finds, or by the direct exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import library
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, taken, with_gradient
-from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import Intent, agree, run_errors
-from reshard.torch.exchange.groups import rank_group
-from reshard.torch.programs.movement import PreparedMovement, agreed_sequence
+from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.programs.movement import PreparedMovement
+from reshard.torch.programs.sequence import agreed_sequence
 from reshard.torch.redistribution import redistribute
 
 
@@ -70,12 +71,31 @@ class OverProcesses(Runner):
         by_hosts = self._move_by_exchange(source, spec.layout(source.shape))
 
         def moved(shards: Shards) -> Shards:
-            if is_exchange and len(set(rank_group(self.group).hosts)) > 1:
+            if is_exchange and self._has_hosts():
                 return by_hosts(shards)
             own = torch.as_tensor(shards[0]).contiguous()
-            return (prepared.run(own, is_agreed=_agreed.get() is self),)
+            agreed = _agreed.get()
+            is_own = agreed is not None and agreed.runner is self
+            return (prepared.run(own, agreed.group if agreed and is_own else None),)
 
         return moved
+
+    def _has_hosts(self) -> bool:
+        agreed = _agreed.get()
+        # In a sequence that has failed, `rank_group` would wait for all ranks to meet again.
+        group = rank_group(self.group) if agreed is None else agreed.group
+        return len(set(group.hosts)) > 1
+
+    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+        """How the shards of an array come to another sharding."""
+        before = source.spec or replicated(spec.mesh, source.ndim)
+        plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
+        if not plan.moved_elements and plan.target.reduction is None:
+            return "here"
+        # Between hosts the direct exchange is agreed on by itself.
+        program = chosen_program(source, spec)
+        is_exchange = any(isinstance(step, Exchange) for step in program.steps)
+        return "together" if is_exchange and self._has_hosts() else "messages"
 
     def _move_by_exchange(self, source: ArrayType, target: Layout) -> Movement:
         def moved(shards: Shards) -> Shards:
@@ -85,17 +105,24 @@ class OverProcesses(Runner):
 
         return moved
 
-    def agreed(self, digest: bytes) -> AbstractContextManager[None]:
+    def agreed(self, digest: bytes) -> AbstractContextManager[Begin | None]:
         """All ranks come here with equal digests, or all raise; and to the end likewise.
 
-        Raises PlanError and RunError as `reshard.torch.programs.movement.agreed_sequence` does.
+        Raises PlanError and RunError as `reshard.torch.programs.sequence.agreed_sequence` does.
         """
         return self._agree(digest)
 
     @contextmanager
-    def _agree(self, digest: bytes) -> Iterator[None]:
-        with agreed_sequence(self.group, digest), _set_agreed(self):
-            yield
+    def _agree(self, digest: bytes) -> Iterator[Begin]:
+        with agreed_sequence(self.group, digest) as sequence:
+
+            def begin(move: Movement, shards: Shards) -> Callable[[], Shards]:
+                # Streams of a device belong to threads.
+                is_here = shards[0].device.type != "cpu"
+                return sequence.begin(partial(move, shards), is_here).wait
+
+            with _set_agreed(_Agreed(self, sequence.group)):
+                yield begin
 
     def unagreed(self) -> AbstractContextManager[None]:
         return _set_agreed(None)
@@ -152,13 +179,18 @@ class OverProcesses(Runner):
         return f"over_processes() of rank {self.rank}"
 
 
-# The runner whose movements all ranks have agreed on, in this thread.
-_agreed: ContextVar[OverProcesses | None] = ContextVar("agreed", default=None)
+class _Agreed(NamedTuple):
+    runner: OverProcesses
+    group: RankGroup
+
+
+# The runner whose movements all ranks have agreed on, and its ranks.
+_agreed: ContextVar[_Agreed | None] = ContextVar("agreed", default=None)
 
 
 @contextmanager
-def _set_agreed(runner: OverProcesses | None) -> Iterator[None]:
-    token = _agreed.set(runner)
+def _set_agreed(agreed: _Agreed | None) -> Iterator[None]:
+    token = _agreed.set(agreed)
     try:
         yield
     finally:

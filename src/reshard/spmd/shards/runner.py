@@ -11,11 +11,11 @@ runs in one process and in many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 from reshard.errors import MeshError, UsageError
@@ -29,6 +29,13 @@ from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.element_types import widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
+
+Travel = Literal["here", "messages", "together"]
+"""Of a movement: without messages, by messages alone, or by what all ranks come to together."""
+
+Begin = Callable[[Movement, Shards], Callable[[], Shards]]
+"""Begins a movement, and returns a function that waits for what it makes. Until all that have begun
+are waited for, no other movement may run."""
 
 # Beyond any program's number of different operations; a bound all the same.
 MOST_KEPT = 1 << 16
@@ -122,8 +129,16 @@ class Runner:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
 
-    def agreed(self, digest: bytes) -> AbstractContextManager[None]:
-        """Inside, every rank does the same movements in one order, of which this is a digest."""
+    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+        """How the shards of an array come to another sharding."""
+        return "here"
+
+    def agreed(self, digest: bytes) -> AbstractContextManager[Begin | None]:
+        """Inside, every rank does the same movements in one order, of which this is a digest.
+
+        It gives a function that begins a movement of messages beside what is computed, if there is
+        one; see `Begin`.
+        """
         return nullcontext()
 
     def unagreed(self) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from reshard.spmd.local.library import Library, library
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.element_types import find_result_types
-from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.runner import Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
 
@@ -102,6 +102,13 @@ class AbstractRunner(Runner):
             return make(*(number for number, kind in pairs if kind is None))[place]
 
         return [partial(function, place) for place in range(len(work.ranks))]
+
+    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+        """How the shards of an array come to another sharding, over processes of one host."""
+        before = source.spec or replicated(spec.mesh, source.ndim)
+        plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
+        is_here = not plan.moved_elements and plan.target.reduction is None
+        return "here" if is_here else "messages"
 
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices

@@ -131,6 +131,11 @@ def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
     return total[list(ranks)]
 
 
+def extra_bytes_of(reshard: InsertedReshard, ranks: Ranks) -> tuple[int, ...]:
+    """The bytes that a movement needs on each rank beyond its source and target."""
+    return tuple(_count_extra_bytes(reshard, ranks).tolist())
+
+
 def _count_extra_bytes(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
     return _count_extra(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
 

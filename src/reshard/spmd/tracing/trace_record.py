@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from reshard.mesh import DeviceMesh
@@ -31,6 +31,8 @@ class TraceRecord:
         operations: one for each of the graph's.
         outputs: types of what the function returns.
         topology: of the times; None where there are none.
+        overlapped_s: how long it takes with movements beside computing; None where one operation
+            follows the other, or without a topology.
     """
 
     graph: Graph
@@ -41,6 +43,7 @@ class TraceRecord:
     operations: tuple[TracedOperation, ...]
     outputs: tuple[ArrayType, ...]
     topology: Topology | None
+    overlapped_s: float | None = field(default=None, kw_only=True)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -84,10 +87,11 @@ class TraceRecord:
         """How long the function takes; None without a topology.
 
         One operation after the other, each as long as on the rank that computes longest, since
-        collectives wait for all. Where the topology knows of no devices, what is inserted alone.
+        collectives wait for all; or overlapped, where the program is. Where the topology knows of
+        no devices, what is inserted alone.
         """
-        if self.topology is None:
-            return None
+        if self.topology is None or self.overlapped_s is not None:
+            return self.overlapped_s
         return sum(one.seconds_s for one in self.operations)
 
     @cached_property

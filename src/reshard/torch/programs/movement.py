@@ -3,18 +3,12 @@
 A redistribution learns what its ranks mean, agrees on it, moves and confirms. Where an array moves
 as others did before, all of that is known but the elements. A `PreparedMovement` has the program,
 the digest of what it means, and where messages begin and end; a run makes the new tensor and moves.
-
-Ranks that carry out one list of movements in one order can agree on the list, once, and on no
-movement of it (`agreed_sequence`)::
-
-    each alone      agree  move           agree  move           agree  move
-    a sequence      agree  move           move                  move           confirm
+Those of a `sequence` are agreed on together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -24,7 +18,7 @@ from reshard.collectives.program import Program
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
-from reshard.torch.exchange.agreement import Group, Intent, agree, confirm
+from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
@@ -62,12 +56,13 @@ class PreparedMovement:
             }
         )
 
-    def run(self, tensor: torch.Tensor, is_agreed: bool = False) -> torch.Tensor:
+    def run(self, tensor: torch.Tensor, agreed: RankGroup | None = None) -> torch.Tensor:
         """This rank's part of the result, from its part of the source.
 
         Args:
             tensor: dense, of the dtype, and of the shape that the program's source has here.
-            is_agreed: whether all ranks know already that they mean the same.
+            agreed: the group, where it is in the middle of a sequence of which this is a part: all
+                ranks know already that they mean the same.
 
         Raises:
             RunError: on every rank, a rank that cannot take part; on those that wait for it, one
@@ -75,9 +70,10 @@ class PreparedMovement:
             PlanError: on every rank, ranks that mean different things.
             ShardError: an agreed run of a tensor that a run has left partly new.
         """
-        group = rank_group(self._group)
-        with group.turn():
-            if is_agreed:
+        group = rank_group(self._group) if agreed is None else agreed
+        # A sequence has the turn, whichever of its threads this is.
+        with group.turn() if agreed is None else nullcontext():
+            if agreed is not None:
                 made = self._make_result(tensor, group.rank)
             else:
                 made = self._agree_on_result(tensor, group)
@@ -116,26 +112,3 @@ class PreparedMovement:
         made = empty_result(after, tensor.dtype, tensor.device)
         # No message has padding.
         return made.zero_() if self._target.is_padded else made
-
-
-@contextmanager
-def agreed_sequence(group: Group, digest: bytes) -> Iterator[None]:
-    """Movements that all ranks do in one order, on which they agree here by a digest of them all.
-
-    Movements inside run as agreed. All ranks come to the end, or those that do not are told of at
-    once: a rank that raises inside breaks the group's connections off, so that others raise its
-    cause.
-
-    Raises:
-        PlanError: ranks that mean different sequences.
-        RunError: a rank that does not come, or has not come to the end.
-    """
-    among: RankGroup = rank_group(group)
-    with among.sequence():
-        agree(Intent({"the program": digest}), among)
-        try:
-            yield
-        except BaseException as error:
-            among.break_off(error)
-            raise
-        confirm(among)

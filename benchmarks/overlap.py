@@ -1,0 +1,154 @@
+"""Movements beside computing: programs of `sp.jit(overlap=...)` beside the blocking order.
+
+Four gloo processes, float32, one thread each, all orders in turns in one job:
+
+    layers     eight layers tanh(x @ w), their weights gathered where they are used, and with the
+               gradient, reduce-scattered
+    training   the step of examples/train.py over dp=2,tp=2, with ZeRO 3
+
+A line for each order: the median and the least milliseconds of the clock, and the median of all
+processors', with what the trace says that each rank holds at most.
+
+    python benchmarks/overlap.py [--repeat 9] [--case layers|training] [--rows 2048] [--width 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+AHEAD = (0, 1, 2, 4)
+LAYERS = 8
+Case = tuple[Callable[[], Any], int]
+
+
+def layers(rows: int, width: int) -> dict[str, list[Case]]:
+    """For each function, what runs it in each order, and the bytes that it holds."""
+    mesh = DeviceMesh.of(x=4)
+    cut, whole = spec(mesh, "x, -"), spec(mesh, "-, -")
+    random = np.random.default_rng(0)
+    x = sp.array(random.normal(size=(rows, width)).astype("float32"), cut)
+    weights = [
+        sp.array((random.normal(size=(width, width)) / width**0.5).astype("float32"), cut)
+        for _ in range(LAYERS)
+    ]
+
+    def forward(weights: list[Any], x: Any) -> Any:
+        for w in weights:
+            x = sp.tanh(x @ w.shard(whole))
+        return x
+
+    gradient = sp.value_and_grad(lambda w, x: sp.sum(forward(w, x) ** 2), specs=[cut] * LAYERS)
+
+    def case(function: Callable[..., Any], ahead: int) -> Case:
+        program = sp.jit(function, overlap=ahead)
+        held = max(program.trace(weights, x).peak_bytes.values())
+        return lambda: program(weights, x), held
+
+    return {
+        "layers": [case(forward, ahead) for ahead in AHEAD],
+        "layers and gradient": [case(gradient, ahead) for ahead in AHEAD],
+    }
+
+
+def training() -> dict[str, list[Case]]:
+    """The example's step, likewise."""
+    found = importlib.util.spec_from_file_location("example", ROOT / "examples" / "train.py")
+    assert found is not None and found.loader is not None
+    example: Any = importlib.util.module_from_spec(found)
+    sys.modules["example"] = example
+    found.loader.exec_module(example)
+    run = example.Training(example.Sizes(), DeviceMesh.parse("dp=2,tp=2"), "float32", 3)
+    rows = spec(run.mesh, "dp, -")
+    batch = [sp.array(one, rows) for one in example.make_batch(run.text, run.sizes, 0)]
+
+    def case(ahead: int) -> Case:
+        program = sp.jit(run.step.__wrapped__, overlap=ahead)
+        held = max(program.trace(run.parameters, run.state, *batch).peak_bytes.values())
+        return lambda: program(run.parameters, run.state, *batch), held
+
+    return {"training": [case(ahead) for ahead in AHEAD]}
+
+
+def processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def compare(name: str, cases: list[Case], repeat: int) -> None:
+    clock_s: list[list[float]] = [[] for _ in cases]
+    work_s: list[list[float]] = [[] for _ in cases]
+    for turn in range(repeat + 2):
+        for place, (action, _) in enumerate(cases):
+            dist.barrier()
+            began, used = time.perf_counter(), processor_s()
+            action()
+            dist.barrier()
+            spent = torch.tensor(processor_s() - used, dtype=torch.float64)
+            taken_s = time.perf_counter() - began
+            dist.all_reduce(spent)
+            if turn >= 2:
+                clock_s[place].append(taken_s)
+                work_s[place].append(spent.item())
+    if dist.get_rank() == 0:
+        for ahead, one, work, (_, held) in zip(AHEAD, clock_s, work_s, cases, strict=True):
+            print(
+                f"{name}, {f'{ahead} ahead' if ahead else 'blocking'}: "
+                f"{statistics.median(one) * 1e3:.1f} ms, least {min(one) * 1e3:.1f}, processors "
+                f"{statistics.median(work) * 1e3:.0f} ms, {held / 2**20:.1f} MiB held; "
+                f"load {os.getloadavg()[0]:.0f}",
+                flush=True,
+            )
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with sp.running(sp.over_processes()):
+        if arguments.case in (None, "layers"):
+            for name, cases in layers(arguments.rows, arguments.width).items():
+                compare(name, cases, arguments.repeat)
+        if arguments.case in (None, "training"):
+            for name, cases in training().items():
+                compare(name, cases, arguments.repeat)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--case", choices=["layers", "training"])
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        measure(arguments)
+        return
+    from live_processes import run_rank_programs
+
+    command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
+    print(run_rank_programs(command, 4, timeout_s=500)[0].strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

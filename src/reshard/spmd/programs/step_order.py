@@ -1,0 +1,185 @@
+"""Orders of a program's steps: where movements begin, and where they are waited for.
+
+In the blocking order each step ends before the next begins. Overlapped, a movement begins as early
+as its source is there, and is waited for where its result is first read::
+
+    blocking      kernel a | move x | kernel b | move y | kernel c(x, y)
+    overlapped    kernel a | kernel b | kernel c(x, y)
+                           | move x | move y |
+
+1. Movements begin in the order of the steps, and run one after another: every rank has them in one
+   order, and its messages wait for nobody who waits for others.
+2. At most so many have begun and are not waited for, so that memory for their results and sources
+   is bounded: one begins early only when the one that many before it is read.
+3. What ranks do together (loops, questions to all) waits for all that have begun, and none begins
+   before it that belongs behind it.
+4. A movement that is waited for where it begins is a step as all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.shards.runner import Travel
+from reshard.spmd.shards.shard_copies import Movement
+
+Registers = list[Any]
+Run = Callable[[Registers], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramStep:
+    """One call of a program: the registers that it reads and makes, and what it does.
+
+    Args:
+        run: does it, on registers.
+        reads, makes: registers.
+        travel: "here" where this rank does it alone.
+        operation: the number of the operation that it belongs to.
+        move: of a movement.
+        moved: of a movement: the array before, and the sharding after it.
+    """
+
+    run: Run
+    reads: Sequence[int]
+    makes: Sequence[int]
+    travel: Travel = "here"
+    operation: int = 0
+    move: Movement | None = None
+    moved: tuple[ArrayType, ShardingSpec] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What is done of a step, and the registers that nobody reads after it."""
+
+    kind: Literal["run", "begin", "wait"]
+    step: int
+    frees: tuple[int, ...] = ()
+
+
+def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[Action, ...]:
+    """All steps, one after the other. Registers in `kept` are never freed."""
+    return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
+
+
+def overlapped_order(
+    steps: Sequence[ProgramStep], kept: Iterable[int], ahead: int
+) -> tuple[Action, ...]:
+    """All steps, with at most `ahead` movements under way beside others; 0 is the blocking order.
+
+    >>> def step(reads, makes, travel="here"):
+    ...     return ProgramStep(lambda values: None, reads, makes, travel)
+    >>> steps = [step([0], [1]), step([1], [2], "messages"), step([1], [3]), step([2, 3], [4])]
+    >>> [(one.kind, one.step, one.frees) for one in overlapped_order(steps, {4}, 1)]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('run', 0, (0,)), ('begin', 1, ()), ('run', 2, ()), ('wait', 1, (1,)), ('run', 3, (2, 3))]
+    """
+    if not ahead:
+        return blocking_order(steps, kept)
+    maker = {made: number for number, one in enumerate(steps) for made in one.makes}
+    begins = _find_begins(steps, maker, ahead)
+    actions: list[Action] = []
+    pending: list[int] = []
+
+    def wait(number: int) -> None:
+        if number in pending:
+            pending.remove(number)
+            actions.append(Action("wait", number))
+
+    for place in range(len(steps) + 1):
+        for number in begins.get(place, ()):
+            for register in steps[number].reads:
+                wait(maker.get(register, -1))
+            while len(pending) >= ahead:
+                wait(pending[0])
+            pending.append(number)
+            actions.append(Action("begin", number))
+        if place == len(steps):
+            break
+        one = steps[place]
+        if one.travel == "messages":
+            continue
+        for number in list(pending) if one.travel == "together" else map(_get(maker), one.reads):
+            wait(number)
+        actions.append(Action("run", place))
+    for number in list(pending):
+        wait(number)
+    return _with_frees(_join(actions), steps, kept)
+
+
+def _get(maker: dict[int, int]) -> Callable[[int], int]:
+    return lambda register: maker.get(register, -1)
+
+
+def _find_begins(
+    steps: Sequence[ProgramStep], maker: dict[int, int], ahead: int
+) -> dict[int, list[int]]:
+    """Before which step each movement begins: movements by the numbers of steps."""
+    readers: dict[int, int] = {}
+    for number, one in enumerate(steps):
+        for register in one.reads:
+            readers.setdefault(register, number)
+    found: dict[int, list[int]] = {}
+    earliest = 0
+    read_at: list[int] = []
+    for number, one in enumerate(steps):
+        if one.travel == "together":
+            earliest = number + 1
+        if one.travel != "messages":
+            continue
+        made_at = [maker.get(register, -1) for register in one.reads]
+        at = max(earliest, *(place + 1 for place in made_at))
+        if len(read_at) >= ahead:
+            at = max(at, read_at[-ahead])
+        # The result of another movement is there when that was waited for: nothing is won.
+        if any(place >= 0 and steps[place].travel == "messages" for place in made_at):
+            at = number
+        earliest = at = min(at, number)
+        read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
+        found.setdefault(at, []).append(number)
+    return found
+
+
+def _join(actions: Sequence[Action]) -> list[Action]:
+    """Movements that are waited for at once become steps as others, behind all that have begun."""
+    found: list[Action] = []
+    pending: list[int] = []
+    number = 0
+    while number < len(actions):
+        one = actions[number]
+        if one.kind == "begin":
+            if number + 1 < len(actions) and actions[number + 1] == Action("wait", one.step):
+                found += [Action("wait", step) for step in pending]
+                found.append(Action("run", one.step))
+                pending.clear()
+                number += 2
+                continue
+            pending.append(one.step)
+        elif one.kind == "wait":
+            if one.step not in pending:
+                number += 1
+                continue
+            pending.remove(one.step)
+        found.append(one)
+        number += 1
+    return found
+
+
+def _with_frees(
+    actions: Sequence[Action], steps: Sequence[ProgramStep], kept: Iterable[int]
+) -> tuple[Action, ...]:
+    seen = set(kept)
+    found = []
+    for one in reversed(actions):
+        step = steps[one.step]
+        # A movement reads its source until it has been waited for.
+        used = () if one.kind == "begin" else (*step.reads, *step.makes)
+        frees = tuple(dict.fromkeys(register for register in used if register not in seen))
+        seen.update(frees)
+        found.append(replace(one, frees=frees))
+    return tuple(found[::-1])

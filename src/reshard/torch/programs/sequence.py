@@ -1,0 +1,156 @@
+"""Sequences of movements: ranks that carry out one list in one order agree on it once.
+
+They agree on no movement of it::
+
+    each alone      agree  move           agree  move           agree  move
+    a sequence      agree  move           move                  move           confirm
+
+Movements may also run in a thread of the sequence's own, one after another in the order in which
+they were begun, while the rank computes::
+
+    the rank      begin a   compute   begin b   compute   wait for a   compute   wait for b
+    the thread         | a ---------------------- | b ----------------------- |
+
+All ranks begin movements in one order, so there is one message at a time that each waits for.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from reshard.torch.exchange.agreement import Group, Intent, agree, confirm
+from reshard.torch.exchange.groups import RankGroup, rank_group
+
+
+class BegunMovement:
+    """A movement that runs in a sequence's thread, or is to."""
+
+    __slots__ = ("_ended", "_error", "_move", "_result")
+
+    def __init__(self, move: Callable[[], Any]) -> None:
+        self._move: Callable[[], Any] | None = move
+        self._result: Any = None
+        self._error: BaseException | None = None
+        # Taken until it has ended.
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    def run(self) -> BaseException | None:
+        """Carry it out. Returns what it raised."""
+        move, self._move = self._move, None
+        try:
+            if move is not None:
+                self._result = move()
+        except BaseException as error:
+            self._error = error
+        finally:
+            # Its source is freed as soon as nobody else needs it.
+            del move
+            self._ended.release()
+        return self._error
+
+    def give_up(self, error: BaseException) -> None:
+        """It will not run, since one before it failed with this error."""
+        self._move, self._error = None, error
+        self._ended.release()
+
+    def wait(self) -> Any:
+        """What it made. Raises what it raised."""
+        with self._ended:
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+
+class MovementSequence:
+    """The movements of one run of a program, on which all ranks have agreed.
+
+    Args:
+        group: of all ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._begun: SimpleQueue[BegunMovement | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: BegunMovement | None = None
+
+    def begin(self, move: Callable[[], Any], is_here: bool = False) -> BegunMovement:
+        """Let a movement run behind those that have begun.
+
+        What it reads must not change before it has been waited for, and no movement may run in
+        another thread until all that have begun are waited for.
+
+        Args:
+            move: carries it out.
+            is_here: whether it has to run in this thread, at once.
+        """
+        begun = BegunMovement(move)
+        if is_here:
+            if self._last is not None:
+                self._last.wait()
+            begun.run()
+            return begun
+        self._last = begun
+        if self._thread is None:
+            # Modes of PyTorch are a thread's own, and what is set for this context is to hold.
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self._thread = threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run, *modes),
+                name="reshard movements",
+                # One that waits for a rank that never answers must not keep the process.
+                daemon=True,
+            )
+            self._thread.start()
+        self._begun.put(begun)
+        return begun
+
+    def close(self) -> None:
+        """End the thread, behind what has begun."""
+        if self._thread is not None:
+            self._begun.put(None)
+            self._thread.join()
+
+    def _run(self, has_gradients: bool, is_inference: bool) -> None:
+        error: BaseException | None = None
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            while (begun := self._begun.get()) is not None:
+                if error is None:
+                    error = begun.run()
+                else:
+                    begun.give_up(error)
+
+
+@contextmanager
+def agreed_sequence(group: Group, digest: bytes) -> Iterator[MovementSequence]:
+    """Movements that all ranks do in one order, on which they agree here by a digest of them all.
+
+    Movements inside run as agreed. All ranks come to the end, or those that do not are told of at
+    once: a rank that raises inside breaks the group's connections off, so that others raise its
+    cause.
+
+    Raises:
+        PlanError: ranks that mean different sequences.
+        RunError: a rank that does not come, or has not come to the end.
+    """
+    among: RankGroup = rank_group(group)
+    with among.sequence():
+        agree(Intent({"the program": digest}), among)
+        sequence = MovementSequence(among)
+        try:
+            yield sequence
+        except BaseException as error:
+            # Before the thread is waited for, which may be in the middle of a movement.
+            among.break_off(error)
+            raise
+        finally:
+            sequence.close()
+        confirm(among)
