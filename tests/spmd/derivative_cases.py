@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from reshard.spmd.shards.operation_call import call
+
 Function = Callable[..., Any]
 SAME = "the same function"
 
@@ -352,7 +354,38 @@ def _convolve(**options: Any) -> tuple[Function, Function]:
 _PLAIN = _convolve()
 _STRIDED = _convolve(strides=2, padding=1, dilation=2, groups=2)
 
+_CONVOLVED = {"strides": (2,), "padding": ((1, 1),), "dilation": (1,), "groups": 2}
+_POOLED = {"window": (3,), "strides": (2,), "padding": ((1, 1),)}
+
+
+def _pool_back(xp: Any, x: Any, g: Any) -> Any:
+    x = xp.stop_gradient(x)
+    greatest = xp.max_pool(x, (3,), strides=2, padding=1)
+    return call("max_pool_gradient", (g, greatest, x), _POOLED)
+
+
 WINDOWS = [
+    GradientCase(
+        "convolution_input_gradient",
+        lambda xp, g, k: call("convolution_input_gradient", (g, k), {"sizes": (8,), **_CONVOLVED}),
+        ((2, 6, 4), (6, 2, 3)),
+        by_torch=None,
+    ),
+    GradientCase(
+        "convolution_kernel_gradient",
+        lambda xp, x, g: call(
+            "convolution_kernel_gradient", (x, g), {"window": (3,), **_CONVOLVED}
+        ),
+        ((2, 4, 8), (2, 6, 4)),
+        by_torch=None,
+    ),
+    GradientCase("max_pool_gradient", _pool_back, ((2, 3, 7), (2, 3, 4)), by_torch=None),
+    GradientCase(
+        "avg_pool_gradient",
+        lambda xp, g: call("avg_pool_gradient", (g,), {"sizes": (7,), **_POOLED}),
+        ((2, 3, 4),),
+        by_torch=None,
+    ),
     GradientCase("convolution", _PLAIN[0], ((2, 4, 7), (6, 4, 3)), by_torch=_PLAIN[1]),
     GradientCase(
         "convolution with strides", _STRIDED[0], ((2, 4, 9), (6, 2, 3)), by_torch=_STRIDED[1]

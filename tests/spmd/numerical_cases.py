@@ -134,6 +134,115 @@ def _convolution(draw: Draw) -> Trial:
     return Trial(operands, {**found, "groups": groups, "batch_groups": batch_groups})
 
 
+def _added_back(
+    parts: Array, sizes: Any, window: Any, strides: Any, padding: Any, dilation: Any
+) -> Array:
+    """What windows `[..., *places, *window]` have, added where each is of the space."""
+    count = len(window)
+    if not count:
+        return parts
+    lead = parts.shape[: parts.ndim - 2 * count]
+    space = [size + sum(pair) for size, pair in zip(sizes, padding, strict=True)]
+    places = np.arange(math.prod(space)).reshape(space)
+    where = _windows(places, window, strides, [(0, 0)] * count, 0, dilation).ravel()
+    found = np.zeros((*lead, math.prod(space)), parts.dtype)
+    np.add.at(found, (..., where), parts.reshape(*lead, -1))
+    inside = tuple(slice(a, a + n) for n, (a, _) in zip(sizes, padding, strict=True))
+    return found.reshape(*lead, *space)[(..., *inside)]
+
+
+def _by_groups(groups: int, first: Array, second: Array, axes: Any, split: Any) -> list[Array]:
+    parts = [np.split(one, groups, axis) for one, axis in zip((first, second), split, strict=True)]
+    return [np.tensordot(one, other, axes=axes) for one, other in zip(*parts, strict=True)]
+
+
+def _input_back(
+    g: Array, kernel: Array, *, part: Part | None, sizes: Any, groups: int, **options: Any
+) -> Array:
+    if part is not None and groups > 1:
+        groups = part.local_result_shapes[0][1] // kernel.shape[1]
+    space = g.ndim - 2
+    rows = _by_groups(groups, g, kernel, ([1], [0]), (1, 0))
+    parts = np.concatenate([np.moveaxis(one, 1 + space, 1) for one in rows], axis=1)
+    return _added_back(parts, sizes, kernel.shape[2:], **options)
+
+
+def _kernel_back(
+    x: Array, g: Array, *, part: Part | None, window: Any, groups: int, **options: Any
+) -> Array:
+    if part is not None and groups > 1:
+        groups = x.shape[1] // part.local_result_shapes[0][1]
+    windows = _windows(x, window, options["strides"], options["padding"], 0, options["dilation"])
+    summed = [0, *range(2, g.ndim)]
+    return np.concatenate(_by_groups(groups, g, windows, (summed, summed), (1, 1)))
+
+
+def _convolution_and_cotangent(draw: Draw) -> tuple[Array, Array, Array, dict[str, Any]]:
+    trial = _convolution(draw)
+    x, kernel = trial.operands
+    options = {**trial.attributes}
+    batch_groups = options.pop("batch_groups")
+    kernel = kernel[: len(kernel) // batch_groups]
+    made = _convolved(x, kernel, **options, batch_groups=1)
+    return x, kernel, values(draw, made.shape), options
+
+
+@case("convolution_input_gradient", _input_back)
+def _convolution_input_gradient(draw: Draw) -> Trial:
+    x, kernel, g, options = _convolution_and_cotangent(draw)
+    return Trial([g, kernel], {**options, "sizes": x.shape[2:]})
+
+
+@case("convolution_kernel_gradient", _kernel_back)
+def _convolution_kernel_gradient(draw: Draw) -> Trial:
+    x, kernel, g, options = _convolution_and_cotangent(draw)
+    return Trial([x, g], {**options, "window": kernel.shape[2:]})
+
+
+def _max_back(
+    g: Array, greatest: Array, x: Array, window: Any, strides: Any, padding: Any
+) -> Array:
+    ones = (1,) * len(window)
+    found = _windows(x, window, strides, padding, -(10**6), ones)
+    flat = found.reshape(*g.shape, -1) == greatest[..., None]
+    first = flat & (np.cumsum(flat, axis=-1) == 1)
+    parts = (first * g[..., None]).reshape(found.shape)
+    return _added_back(parts, x.shape[x.ndim - len(window) :], window, strides, padding, ones)
+
+
+def _mean_back(
+    g: Array, *, part: Part | None, sizes: Any, window: Any, strides: Any, padding: Any
+) -> Array:
+    count = len(window)
+    if part is not None:
+        sizes = part.local_result_shapes[0][g.ndim - count :]
+    share = g.reshape(*g.shape, *(1,) * count) / math.prod(window)
+    parts = np.broadcast_to(share, (*g.shape, *window))
+    return _added_back(parts, sizes, window, strides, padding, (1,) * count)
+
+
+def _pool_and_cotangent(draw: Draw) -> tuple[Array, Array, Array, dict[str, Any]]:
+    trial = _pooling(draw)
+    (x,) = trial.operands
+    options = {**trial.attributes, "dilation": [1] * len(trial.attributes["window"])}
+    greatest = _pooled("max")(x, **options)
+    del options["dilation"]
+    return x, greatest, values(draw, greatest.shape), options
+
+
+@case("max_pool_gradient", _called(_max_back))
+def _max_pool_gradient(draw: Draw) -> Trial:
+    x, greatest, g, options = _pool_and_cotangent(draw)
+    return Trial([g, greatest, x], options)
+
+
+@case("avg_pool_gradient", _mean_back)
+def _avg_pool_gradient(draw: Draw) -> Trial:
+    x, _, g, options = _pool_and_cotangent(draw)
+    sizes = x.shape[x.ndim - len(options["window"]) :]
+    return Trial([g], {**options, "sizes": sizes})
+
+
 def _running(draw: Draw) -> Trial:
     shape = draw(shapes(1))
     attributes = {"axis": an_axis(draw, len(shape)), "include_initial": draw(st.booleans())}

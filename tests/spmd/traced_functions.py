@@ -105,4 +105,14 @@ FUNCTIONS = [
         lambda q, k, v: sp.attention(q, k, v, is_causal=True),
         (((2, 7, 3), "-, y x, -"),) * 3,
     ),
+    Traced(
+        "pooled",
+        lambda a: sp.max_pool(a, (3, 2), strides=(1, 2), padding=1),
+        (((2, 9, 6), "-, y, x"),),
+    ),
+    Traced(
+        "convolved",
+        sp.grad(lambda a, b: sp.sum(sp.convolution(a, b, padding=1) ** 2), (0, 1)),
+        (((2, 3, 7, 6), "-, -, x, y"), ((2, 3, 3, 3), None)),
+    ),
 ]

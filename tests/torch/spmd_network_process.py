@@ -40,12 +40,33 @@ def check_ring(mesh: DeviceMesh) -> None:
         np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
 
 
+def check_halos(mesh: DeviceMesh) -> None:
+    """Convolution and pooling over space that is cut, and their gradients."""
+    draw = np.random.default_rng(1)
+    arrays = [draw.normal(size=shape) for shape in ((2, 3, 9, 5), (4, 3, 3, 3))]
+    cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}, -")
+
+    def weigh(x: Any, kernel: Any) -> Any:
+        found = sp.convolution(x, kernel, padding=1, strides=(2, 1))
+        return sp.sum(sp.square(sp.avg_pool(sp.max_pool(found, (2, 2), strides=1), (2, 1))))
+
+    with sp.running(sp.in_process("numpy")):
+        expected = sp.grad(weigh, (0, 1))(*map(sp.array, arrays))
+    found = sp.grad(weigh, (0, 1))(sp.array(arrays[0], cut), sp.array(arrays[1]))
+    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+    weigh(sp.array(leaves[0], cut), sp.array(leaves[1])).to_dense().backward()
+    for one, leaf, right in zip(found, leaves, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
+        np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = MESHES[dist.get_world_size()]
     with sp.running(sp.over_processes()):
         check_ring(mesh)
+        check_halos(mesh)
         for case in CASES:
             for given in case.shardings(mesh, SHARDINGS[mesh.size]):
                 try:

@@ -10,9 +10,12 @@ import pytest
 
 import reshard.spmd as sp
 from reshard.spmd.operators.table import SHIPPED, operators
+from reshard.spmd.shards.operation_call import call
 
 ZEROS = np.zeros((4, 3), int)
 # How the functions of rows are called whose arguments are not the examples'.
+POOLED = {"window": (2,), "strides": (2,), "padding": ((0, 0),)}
+CONVOLVED = {"strides": (1,), "padding": ((0, 0),), "dilation": (1,), "groups": 1}
 CALLS: dict[str, Callable[[Any], Any]] = {
     "concat": lambda x: sp.concat([x, x]),
     "stack": lambda x: sp.stack([x, x]),
@@ -42,6 +45,16 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "isin": lambda x: sp.isin(x, x[0]),
     "top_k": lambda x: sp.top_k(x, 3),
     "max_pool": lambda x: sp.max_pool(x, (2,)),
+    "max_pool_gradient": lambda x: call("max_pool_gradient", (x[:, :4], x[:, :4], x), POOLED),
+    "avg_pool_gradient": lambda x: call(
+        "avg_pool_gradient", (x[:, :4],), {"sizes": (8,), **POOLED}
+    ),
+    "convolution_input_gradient": lambda x: call(
+        "convolution_input_gradient", (x[None], x[:, None, :1]), {"sizes": (8,), **CONVOLVED}
+    ),
+    "convolution_kernel_gradient": lambda x: call(
+        "convolution_kernel_gradient", (x[None, :1], x[None]), {"window": (1,), **CONVOLVED}
+    ),
     "diagonal": sp.linalg.diagonal,
     "fftshift": lambda x: sp.fft.fftshift(x, axes=1),
     "ifftshift": lambda x: sp.fft.ifftshift(x, axes=1),
@@ -53,8 +66,19 @@ NAMED = sorted(
 )
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "float32", "float64"])
-@pytest.mark.parametrize("name", NAMED)
+DTYPES = ["int8", "uint8", "int64", "float32", "float64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in NAMED
+        for dtype in DTYPES
+        # Whole numbers have no gradients.
+        if "float" in dtype or not name.endswith("_gradient")
+    ],
+)
 def test_types_that_rows_name(name: str, dtype: str) -> None:
     row = operators[name]
     shapes, attributes = row.example or ((), {})

@@ -1,6 +1,7 @@
 """Convolution and pooling, padding, and parts of arrays whose place is a number of the program.
 
-Batch and channels stay in shards; dimensions that a window moves over are whole on each rank.
+Batch and channels stay in shards, and so do dimensions that a window moves over: ranks get
+the edges of other parts that their windows see.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def convolution(
 ) -> Any:
     """`[n, g c, *space]` by `[g o, c, *window]` is `[n, g o, *space]`.
 
-    Channels may be cut: those of the input hold contributions, those of the output are apart.
+    Channels may be cut: those of the input hold contributions, those of the output are apart. So
+    may space: edges move.
     """
     x, kernel = operands(x, kernel)
     count = x.ndim - 2

@@ -19,8 +19,8 @@ from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.local.ring_attention import is_reached
-from reshard.spmd.operators.networks.ring_attention import parts_of
 from reshard.spmd.shards.operation_call import call, recorders
 
 Attributes = dict[str, Any]

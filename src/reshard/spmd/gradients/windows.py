@@ -1,7 +1,4 @@
-"""Derivatives of convolution, pooling and attention.
-
-As the forward functions, they go through the places of a window, and work on all windows at once.
-"""
+"""Derivatives of convolution, pooling and attention."""
 
 from __future__ import annotations
 
@@ -12,11 +9,9 @@ from typing import Any
 
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
-from reshard.spmd.functions.manipulation import reshape, stack, take_ranges
-from reshard.spmd.functions.networks import einsum
+from reshard.spmd.functions.manipulation import take_ranges
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.movement import put_ranges
 from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep
 from reshard.spmd.shards.operation_call import call
 
@@ -39,51 +34,44 @@ def _pad(x: Any, lead: int, padding: Sequence[tuple[int, int]], value: float = 0
     return pad(x, pairs, constant_values=value) if any(map(any, pairs)) else x
 
 
-def _unpad(x: Any, lead: int, padding: Sequence[tuple[int, int]]) -> Any:
-    ends = {
-        lead + dim: (before, x.shape[lead + dim] - after, 1)
-        for dim, (before, after) in enumerate(padding)
-    }
-    return take_ranges(x, ends)
-
-
 def _take(x: Any, lead: int, ranges: Ranges) -> Any:
     return take_ranges(x, {lead + dim: one for dim, one in enumerate(ranges)})
 
 
-def _put(x: Any, shape: Sequence[int], ranges: Ranges) -> Any:
-    lead = len(shape) - len(ranges)
-    return put_ranges(x, shape, [(0, size, 1) for size in shape[:lead]] + ranges)
+def _call_convolution(name: str, first: Any, second: Any, step: TapeStep, **sizes: Any) -> Any:
+    names = "strides", "padding", "dilation", "groups"
+    shared = {one: step.attributes[one] for one in names}
+    return call(name, (first, second), {**sizes, **shared})
 
 
 def _pull_convolution(step: TapeStep, g: Any, number: int) -> Any:
     x, kernel = step.operands
-    attributes = step.attributes
-    groups, padding = attributes["groups"], attributes["padding"]
-    padded = _pad(x, 2, padding)
-    outputs, each, *window = kernel.shape
-    counts = g.shape[2:]
-    places = _list_places(window, counts, attributes["strides"], attributes["dilation"])
-    # The dimensions of space, in the texts of einsum.
-    space = "uvwxyz"[: len(counts)]
-    # Channels by group: [n, g, o, *space], [g, o, c, *window].
-    apart = reshape(g, (g.shape[0], groups, outputs // groups, *counts))
     if number == 0:
-        weights = reshape(kernel, (groups, outputs // groups, each, *window))
-        found = None
-        for at, ranges in zip(itertools.product(*map(range, window)), places, strict=True):
-            part = einsum(f"ngo{space},goc->ngc{space}", apart, weights[(..., *at)])
-            part = reshape(part, (g.shape[0], groups * each, *counts))
-            part = _put(part, padded.shape, ranges)
-            found = part if found is None else found + part
-        return _unpad(found, 2, padding)
-    parts = []
-    for ranges in places:
-        seen = _take(padded, 2, ranges)
-        seen = reshape(seen, (x.shape[0], groups, each, *counts))
-        parts.append(einsum(f"ngo{space},ngc{space}->goc", apart, seen))
-    found = stack(parts, axis=-1)
-    return reshape(found, kernel.shape)
+        return _find_input(g, kernel, step, x.shape[2:])
+    return _find_kernel(x, g, step, kernel.shape[2:])
+
+
+def _find_input(g: Any, kernel: Any, step: TapeStep, sizes: Sequence[int]) -> Any:
+    return _call_convolution("convolution_input_gradient", g, kernel, step, sizes=tuple(sizes))
+
+
+def _find_kernel(x: Any, g: Any, step: TapeStep, window: Sequence[int]) -> Any:
+    return _call_convolution("convolution_kernel_gradient", x, g, step, window=tuple(window))
+
+
+# Each of the three is linear in both operands, and the other two are what it is pulled back by.
+def _pull_input_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    g, kernel = step.operands
+    if number == 0:
+        return _call_convolution("convolution", cotangent, kernel, step)
+    return _find_kernel(cotangent, g, step, kernel.shape[2:])
+
+
+def _pull_kernel_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    x, g = step.operands
+    if number == 0:
+        return _find_input(g, cotangent, step, x.shape[2:])
+    return _call_convolution("convolution", x, cotangent, step)
 
 
 def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
@@ -94,35 +82,43 @@ def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
     return lead, list(_list_places(window, g.shape[lead:], attributes["strides"], ones))
 
 
+def _pooling(step: TapeStep) -> dict[str, Any]:
+    return {name: step.attributes[name] for name in ("window", "strides", "padding")}
+
+
 def _pull_max_pool(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
+    return call("max_pool_gradient", (g, step.result, x), _pooling(step))
+
+
+def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    if number != 0:
+        # Which element is the greatest does not change with small changes.
+        return None
+    g, greatest, x = step.operands
     padding = step.attributes["padding"]
     lead, places = _list_pool_places(step, g)
-    padded = _pad(x, lead, padding, -math.inf)
+    padded, cotangents = _pad(x, lead, padding, -math.inf), _pad(cotangent, lead, padding)
     found, taken = None, None
     for ranges in places:
-        hits = e.equal(_take(padded, lead, ranges), step.result)
+        hits = e.equal(_take(padded, lead, ranges), greatest)
         # The first of equal elements has all of it.
         first = hits if taken is None else e.logical_and(hits, e.logical_not(taken))
         taken = hits if taken is None else e.logical_or(hits, taken)
-        part = _put(where(first, g, 0.0), padded.shape, ranges)
+        part = where(first, _take(cotangents, lead, ranges), 0.0)
         found = part if found is None else found + part
-    return _unpad(found, lead, padding)
+    return found
 
 
 def _pull_avg_pool(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
-    padding = step.attributes["padding"]
-    lead, places = _list_pool_places(step, g)
-    share = g / math.prod(step.attributes["window"])
-    sizes = [
-        size + before + after for size, (before, after) in zip(x.shape[lead:], padding, strict=True)
-    ]
-    found = None
-    for ranges in places:
-        part = _put(share, (*x.shape[:lead], *sizes), ranges)
-        found = part if found is None else found + part
-    return _unpad(found, lead, padding)
+    options = _pooling(step)
+    sizes = x.shape[x.ndim - len(options["window"]) :]
+    return call("avg_pool_gradient", (g,), {"sizes": sizes, **options})
+
+
+def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    return call("avg_pool", (cotangent,), _pooling(step))
 
 
 def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
@@ -140,8 +136,12 @@ def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
 
 PULLBACKS: dict[str, Pullback] = {
     "convolution": _pull_convolution,
+    "convolution_input_gradient": _pull_input_gradient,
+    "convolution_kernel_gradient": _pull_kernel_gradient,
     "max_pool": _pull_max_pool,
+    "max_pool_gradient": _pull_max_pool_gradient,
     "avg_pool": _pull_avg_pool,
+    "avg_pool_gradient": _pull_avg_pool_gradient,
     "attention": JointPullback(_pull_attention),
 }
 """By operator."""

@@ -12,6 +12,9 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import Library
 
+Stretch = tuple[int, int]
+"""Where elements of an axis start and stop."""
+
 Function = Callable[..., Any]
 """The function that a rank computes, from its parts of the operands."""
 
@@ -62,17 +65,18 @@ class LocalWork:
         boxes = [one.layout.boxes(rank) for rank in self.ranks]
         return [box[0].start[axis] if box else 0 for box in boxes]
 
-    def stretches_here(self, operand: int, axis: int) -> list[list[tuple[int, int]]]:
-        """What each rank has of an operand's axis, as `(start, stop)` in the order it lies there.
-
-        Other dimensions are in one stretch.
-        """
+    def stretches_here(self, operand: int, axis: int) -> list[list[Stretch]]:
+        """What each rank has of an operand's axis, in the order in which it lies there."""
         one = self.operands[operand]
         if one is None or one.spec is None:
-            shape = () if one is None else one.shape
-            return [[(0, shape[axis])] if shape else []] * len(self.ranks)
-        boxes = [one.layout.boxes(rank) for rank in self.ranks]
-        return [[(box.start[axis], box.stop[axis]) for box in some] for some in boxes]
+            return [[] if one is None else [(0, one.shape[axis])]] * len(self.ranks)
+        return [_find_stretches(one.layout, rank, axis) for rank in self.ranks]
+
+    def result_stretches_here(self, result: int, axis: int) -> list[list[Stretch]]:
+        """What each rank has of a result's axis, in the order in which it lies there."""
+        if not self.result_specs:
+            return [[(0, self.result_shapes[result][axis])]] * len(self.ranks)
+        return [_find_stretches(self.result_layouts[result], rank, axis) for rank in self.ranks]
 
     def is_cut(self, operand: int, axis: int) -> bool:
         """Whether ranks have different parts of an operand's axis."""
@@ -89,6 +93,14 @@ class LocalWork:
         return [one.layout.local_shape(rank) or () for rank in self.ranks]
 
 
+def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
+    cells = layout.cells_of(rank)
+    if not cells:
+        return []
+    runs = layout.tables[axis].runs_of(int(layout.cell_part[cells.start, axis]))
+    return [(start, stop) for start, stop, _, _ in runs]
+
+
 def has_plain_parts(spec: ShardingSpec) -> bool:
     """Whether every part of a dimension is one stretch of it."""
     return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
@@ -100,6 +112,20 @@ def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
     # 5 indices over 4 parts are 2, 2, 1 and none.
     lengths = cut.table(spec.mesh, size).local_lengths if cut.levels else [size]
     return tuple(int(length) for length in lengths if length)
+
+
+def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
+    """Where the parts of a dimension start and stop, the empty ones too.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)
+    ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    found, at = [], 0
+    for length in spec.dim_specs[axis].table(spec.mesh, size).local_lengths:
+        found.append((at, at + int(length)))
+        at += int(length)
+    return tuple(found)
 
 
 MakeLocal = Callable[[LocalWork], Function | list[Function]]

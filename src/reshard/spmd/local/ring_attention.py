@@ -11,10 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.spmd.local.attention import Attention, SeenKeys, as_groups, grouped
-from reshard.spmd.local.local_work import Function, LocalWork
-
-Part = tuple[int, int]
-"""Where a part of a sequence starts and stops."""
+from reshard.spmd.local.local_work import Function, LocalWork, Stretch
 
 
 def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKeys:
@@ -22,7 +19,7 @@ def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKey
     return SeenKeys(options["is_causal"], options["window"], query_start, key_start)
 
 
-def is_reached(options: Any, queries: Part, keys: Part) -> bool:
+def is_reached(options: Any, queries: Stretch, keys: Stretch) -> bool:
     """Whether any query of a part of the sequence sees any key of another."""
     if queries[0] == queries[1] or keys[0] == keys[1]:
         return False
@@ -32,14 +29,14 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
 class _Turn:
     """One rank's part of a turn."""
 
-    def __init__(self, work: LocalWork, query_start: int, key_stretches: Sequence[Part]) -> None:
+    def __init__(self, work: LocalWork, query_start: int, key_stretches: Sequence[Stretch]) -> None:
         self.options = work.attributes
         self.space = work.library.namespace
         self.query_start = query_start
         # Of the sequence, in the order in which they lie here.
         self.key_stretches = key_stretches
 
-    def meetings(self, q: Any, k: Any) -> Iterator[tuple[Part, Part, Attention]]:
+    def meetings(self, q: Any, k: Any) -> Iterator[tuple[Stretch, Stretch, Attention]]:
         """Stretches of the queries here, the keys here that each sees, and what computes them."""
         options = self.options
         parts = options["query_parts"]
@@ -54,7 +51,7 @@ class _Turn:
             seen = seen_keys(options, self.query_start + rows[0], of_keys[0])
             yield rows, columns, Attention(self.space, options["scale"], seen)
 
-    def _find_columns(self, part: Part) -> Part:
+    def _find_columns(self, part: Stretch) -> Stretch:
         """Where a part of the keys lies among those that are here, which may be its own too."""
         before = 0
         for start, stop in self.key_stretches:
@@ -65,7 +62,7 @@ class _Turn:
         return 0, 0
 
 
-def _overlap(part: Part, start: int, length: int) -> Part | None:
+def _overlap(part: Stretch, start: int, length: int) -> Stretch | None:
     """What of a part lies in a stretch, counted from the stretch's start."""
     low, high = max(part[0], start), min(part[1], start + length)
     return (low - start, high - start) if low < high else None

@@ -25,7 +25,7 @@ from reshard.spmd.operators import (
     reductions,
     windows,
 )
-from reshard.spmd.operators.networks import attention, layers, ring_attention
+from reshard.spmd.operators.networks import attention, convolution, layers, pooling, ring_attention
 from reshard.spmd.operators.operator import Linear, Operator
 from reshard.spmd.operators.work import of_own_rule
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
@@ -41,6 +41,8 @@ for _module in (
     indexing,
     ordering,
     windows,
+    convolution,
+    pooling,
     layers,
     attention,
     ring_attention,

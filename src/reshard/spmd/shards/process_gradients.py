@@ -9,6 +9,8 @@ shard alone does to the result, the sum over ranks of what each calls `backward`
     cuts nothing                 copies             contributions: each copy's own effect
     holds contributions          contributions      copies: each does to the sum what all do
 
+Windows that have elements in common are contributions to all of the dimension, each of its stretch.
+
 So an all-gather's transpose is a reduce-scatter, and that of a sum over ranks leaves copies: the
 same programs move gradients that move arrays. A mean's gradient is scaled as the mean was. The
 greatest of contributions passes the gradient to those that are it, in equal shares.
@@ -25,9 +27,10 @@ from typing import Any
 
 import torch
 
+from reshard.cut_rules import Windows
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.sharding import ShardingSpec
+from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import records_gradient
 from reshard.spmd.shards.pending_sums import without_pending
@@ -77,7 +80,8 @@ def with_gradient(
 
     def back(gradient: Tensor) -> Tensor:
         before = source.spec or replicated(spec.mesh, source.ndim)
-        moved = _move(runner, source, gradient_spec(spec), gradient_spec(before), gradient)
+        apart, gradient = _spread(runner, source, spec, gradient)
+        moved = _move(runner, source, gradient_spec(apart), gradient_spec(before), gradient)
         numerator, denominator = LayoutChange(before.layout(source.shape), after).scale
         if spec.reduction == "mean" and before.reduction != "mean":
             # Each contribution to the mean is all of it, and the gradient here is one's.
@@ -90,7 +94,7 @@ def with_gradient(
         (tensor,) = shards
         if not isinstance(tensor, torch.Tensor) or not records_gradient(tensor):
             return move(shards)
-        _check(source, spec)
+        _check(source, spec, may_share=True)
         before = source.spec
         if before is None:
             # Every process has the same whole array.
@@ -104,6 +108,37 @@ def with_gradient(
         return (TransposedMovement.apply(tensor, lambda x: move((x,))[0], back),)
 
     return moved
+
+
+def _spread(
+    runner: Runner, kind: ArrayType, spec: ShardingSpec, gradient: Tensor
+) -> tuple[ShardingSpec, Tensor]:
+    """A gradient whose parts have elements in common, as contributions to whole dimensions."""
+    dims = list(spec.dim_specs)
+    layout = spec.layout(kind.shape)
+    for axis, size in enumerate(kind.shape):
+        if not _has_windows(dims[axis], spec, size):
+            continue
+        cell = layout.cells_of(runner.ranks(spec.mesh)[0]).start
+        runs = layout.tables[axis].runs_of(int(layout.cell_part[cell, axis]))
+        start, stop = (runs[0][0], runs[-1][1]) if runs else (0, 0)
+        before, after = (
+            gradient.new_zeros((*gradient.shape[:axis], more, *gradient.shape[axis + 1 :]))
+            for more in (start, size - stop)
+        )
+        gradient = torch.cat([before, gradient, after], axis)
+        dims[axis] = DimSpec()
+    if dims == list(spec.dim_specs):
+        return spec, gradient
+    return ShardingSpec(spec.mesh, dims), gradient
+
+
+def _has_windows(dim: DimSpec, spec: ShardingSpec, size: int) -> bool:
+    """Whether parts of a dimension are stretches that have elements in common."""
+    if not any(isinstance(level.rule, Windows) for level in dim.levels):
+        return False
+    table = dim.table(spec.mesh, size)
+    return len(dim.levels) == 1 and int(table.element_lengths.sum()) != size
 
 
 def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
@@ -188,13 +223,18 @@ def _combine_extremes(
     return TransposedMovement.apply(tensor, lambda _: found, back)
 
 
-def _check(source: ArrayType, spec: ShardingSpec) -> None:
-    """Raises UsageError where the transposed movement is none that moves arrays."""
+def _check(source: ArrayType, spec: ShardingSpec, may_share: bool = False) -> None:
+    """Raises UsageError where the transposed movement is none that moves arrays.
+
+    Windows may have elements in common where `spec` is what an array is moved to.
+    """
     for one in (source.spec, spec):
         if one is None:
             continue
         for dim, size in zip(one.dim_specs, source.shape, strict=True):
             if all(level.rule.is_default for level in dim.levels):
+                continue
+            if may_share and one is spec and _has_windows(dim, spec, size):
                 continue
             # Halos included: more than there are where an element is in two parts.
             if int(dim.table(one.mesh, size).element_lengths.sum()) != size:

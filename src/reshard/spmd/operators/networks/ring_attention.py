@@ -14,27 +14,12 @@ from reshard.block_rules import Joined
 from reshard.cut_rules import CutRule, Windows
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
-from reshard.spmd.local.local_work import has_plain_parts
+from reshard.spmd.local.local_work import Stretch, has_plain_parts, parts_of
 from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 
-Part = tuple[int, int]
 Specs = tuple[ShardingSpec, ...]
-
-
-def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Part, ...]:
-    """Where the parts of a dimension start and stop, the empty ones too.
-
-    >>> from reshard import DeviceMesh, spec
-    >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)
-    ((0, 2), (2, 4), (4, 5), (5, 5))
-    """
-    found, at = [], 0
-    for length in spec.dim_specs[axis].table(spec.mesh, size).local_lengths:
-        found.append((at, at + int(length)))
-        at += int(length)
-    return tuple(found)
 
 
 def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
@@ -57,8 +42,8 @@ def attention_turn(
     is_causal: bool,
     window: int | None,
     turn: int,
-    query_parts: tuple[Part, ...],
-    key_parts: tuple[Part, ...],
+    query_parts: tuple[Stretch, ...],
+    key_parts: tuple[Stretch, ...],
 ) -> Inferred:
     """Queries, keys and values: what is weighed in a turn, and the logarithms of the sums."""
     counted("attention_turn", shapes, 3)
@@ -79,8 +64,8 @@ def attention_turn_gradient(
     is_causal: bool,
     window: int | None,
     turn: int,
-    query_parts: tuple[Part, ...],
-    key_parts: tuple[Part, ...],
+    query_parts: tuple[Stretch, ...],
+    key_parts: tuple[Stretch, ...],
 ) -> Inferred:
     """Of a turn, the cotangents of queries, keys and values: operands as of attention's."""
     counted("attention_turn_gradient", shapes, 6)
@@ -160,7 +145,7 @@ def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
 
 
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
-_PARTS: tuple[Part, ...] = ((0, 3), (3, 6))
+_PARTS: tuple[Stretch, ...] = ((0, 3), (3, 6))
 _TURN = {
     "is_causal": True,
     "window": None,
