@@ -162,7 +162,9 @@ def make_pytorch(sizes: Any, mesh: DeviceMesh) -> Callable[[], float]:
 
     model = GPT(sizes)
     with sp.running(sp.in_process("numpy")):
-        first = example.make_parameters(sizes, DeviceMesh.of(dp=1, tp=1), "float32")
+        first = example.make_parameters(
+            sizes, example.cuts(sizes, DeviceMesh.of(dp=1, tp=1)), "float32"
+        )
     with torch.no_grad():
         for name, one in model.named_parameters():
             value = torch.as_tensor(first[name.removesuffix(".weight")].to_dense())

@@ -63,9 +63,9 @@ def cuts(sizes: Sizes, mesh: DeviceMesh) -> dict[str, ShardingSpec]:
     }
 
 
-def make_parameters(sizes: Sizes, mesh: DeviceMesh, dtype: str) -> dict[str, Any]:
+def make_parameters(sizes: Sizes, specs: dict[str, ShardingSpec], dtype: str) -> dict[str, Any]:
     """The first parameters: the same numbers on every mesh."""
-    specs, key = cuts(sizes, mesh), sp.random.key(0)
+    key = sp.random.key(0)
     found = {}
     for number, (name, shape) in enumerate(sizes.shapes().items()):
         if len(shape) == 1:
@@ -77,38 +77,74 @@ def make_parameters(sizes: Sizes, mesh: DeviceMesh, dtype: str) -> dict[str, Any
     return found
 
 
-def network(p: dict[str, Any], tokens: Any, sizes: Sizes, specs: dict[str, ShardingSpec]) -> Any:
-    """Logits of the next letters, written as if there were one device but for one word.
+@dataclass(frozen=True)
+class Network:
+    """The network, written as if there were one device but for one word.
 
-    Parameters that are stored in smaller parts (ZeRO 3) are gathered where they are used.
+    Parameters that are stored in smaller parts (ZeRO 3) are gathered where they are used, into the
+    sharding that `specs` has for them.
     """
-    b, t, d = *tokens.shape, sizes.model
 
-    def use(name: str) -> Any:
-        return p[name] if p[name].spec is specs[name] else p[name].shard(specs[name])
+    sizes: Sizes
+    specs: dict[str, ShardingSpec]
 
-    def heads(x: Any) -> Any:
-        x = sp.reshape(x, (b, t, sizes.heads, d // sizes.heads))
-        return sp.permute_dims(x, (0, 2, 1, 3))
+    def use(self, p: dict[str, Any], name: str) -> Any:
+        return p[name] if p[name].spec is self.specs[name] else p[name].shard(self.specs[name])
 
-    x = sp.embedding(tokens, use("letters")) + use("places")
-    for layer in range(sizes.layers):
-        at = f"layers.{layer}."
-        n = sp.rms_norm(x, use(at + "norm1"))
-        q, k, v = (heads(n @ use(at + name)) for name in ("wq", "wk", "wv"))
+    def embed(self, p: dict[str, Any], tokens: Any) -> Any:
+        return sp.embedding(tokens, self.use(p, "letters")) + self.use(p, "places")
+
+    def layer(self, p: dict[str, Any], x: Any, number: int) -> Any:
+        b, t, d = x.shape
+
+        def use(name: str) -> Any:
+            return self.use(p, f"layers.{number}.{name}")
+
+        def heads(x: Any) -> Any:
+            x = sp.reshape(x, (b, t, self.sizes.heads, d // self.sizes.heads))
+            return sp.permute_dims(x, (0, 2, 1, 3))
+
+        n = sp.rms_norm(x, use("norm1"))
+        q, k, v = (heads(n @ use(name)) for name in ("wq", "wk", "wv"))
         seen = sp.permute_dims(sp.attention(q, k, v, is_causal=True), (0, 2, 1, 3))
-        x = x + sp.reshape(seen, (b, t, d)) @ use(at + "wo")
-        n = sp.rms_norm(x, use(at + "norm2"))
-        x = x + sp.silu(n @ use(at + "up")) @ use(at + "down")
-    return sp.rms_norm(x, use("norm")) @ use("unembed")
+        x = x + sp.reshape(seen, (b, t, d)) @ use("wo")
+        n = sp.rms_norm(x, use("norm2"))
+        return x + sp.silu(n @ use("up")) @ use("down")
+
+    def loss(self, p: dict[str, Any], x: Any, targets: Any) -> Any:
+        logits = sp.rms_norm(x, self.use(p, "norm")) @ self.use(p, "unembed")
+        return sp.mean(sp.cross_entropy(logits, targets))
+
+    def whole(self, p: dict[str, Any], tokens: Any, targets: Any) -> Any:
+        """The loss, by all layers."""
+        x = self.embed(p, tokens)
+        for number in range(self.sizes.layers):
+            x = self.layer(p, x, number)
+        return self.loss(p, x, targets)
+
+    def stage(self, number: int, count: int) -> Any:
+        """The function of one of `count` stages: the first embeds, the last one has the loss."""
+
+        def run(p: dict[str, Any], x: Any, *targets: Any) -> Any:
+            x = x if number else self.embed(p, x)
+            for layer in range(self.sizes.layers):
+                if stage_of(f"layers.{layer}.", self.sizes, count) == number:
+                    x = self.layer(p, x, layer)
+            return self.loss(p, x, *targets) if targets else x
+
+        return run
+
+
+def stage_of(name: str, sizes: Sizes, count: int) -> int:
+    """The stage of a parameter, of `count`: layers are dealt evenly, in their order."""
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) * count // sizes.layers
+    return 0 if name in ("letters", "places") else count - 1
 
 
 def make_step(sizes: Sizes, mesh: DeviceMesh, adam: sp.AdamW, gradient_specs: Any) -> Any:
     """A program: the loss of a batch, and the parameters and the state after it."""
-    specs = cuts(sizes, mesh)
-
-    def loss(p: Any, tokens: Any, targets: Any) -> Any:
-        return sp.mean(sp.cross_entropy(network(p, tokens, sizes, specs), targets))
+    loss = Network(sizes, cuts(sizes, mesh)).whole
 
     def step(p: Any, state: Any, tokens: Any, targets: Any) -> Any:
         value, slopes = sp.value_and_grad(loss, specs=gradient_specs)(p, tokens, targets)
@@ -143,7 +179,7 @@ class Training:
     ) -> None:
         self.sizes, self.mesh, self.text = sizes, mesh, read_text()
         self.losses: list[float] = []
-        self.parameters = make_parameters(sizes, mesh, dtype)
+        self.parameters = make_parameters(sizes, cuts(sizes, mesh), dtype)
         over = sp.specs_over(self.parameters, mesh, "dp")
         if zero == 3:
             self.parameters = {name: one.shard(over[name]) for name, one in self.parameters.items()}
@@ -191,9 +227,88 @@ class Training:
         self.state["step"] = sp.array(steps)
 
 
+class PipelinedTraining(Training):
+    """A run whose layers are in stages, each on a mesh of its own, in one process.
+
+    A step is a pipeline of microbatches, then AdamW of each stage. `zero` is 0, 1 or 3.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        mesh: DeviceMesh,
+        dtype: str = "float32",
+        zero: int = 1,
+        order: str = "1f1b",
+        microbatches: int = 4,
+    ) -> None:
+        self.sizes, self.mesh, self.text = sizes, mesh, read_text()
+        self.losses: list[float] = []
+        self.microbatches = microbatches
+        lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        self.count, inner = lengths["pp"], lengths["dp"] * lengths["tp"]
+        meshes = [
+            DeviceMesh.of(
+                dp=lengths["dp"],
+                tp=lengths["tp"],
+                devices=range(stage * inner, (stage + 1) * inner),
+            )
+            for stage in range(self.count)
+        ]
+        self.stage = {name: stage_of(name, sizes, self.count) for name in sizes.shapes()}
+        specs = {name: cuts(sizes, meshes[stage])[name] for name, stage in self.stage.items()}
+        self.parameters = make_parameters(sizes, specs, dtype)
+        over: dict[str, Any] = {}
+        for stage, own in enumerate(meshes):
+            over |= sp.specs_over(self.of_stage(self.parameters, stage), own, "dp")
+        if zero == 3:
+            self.parameters = {name: one.shard(over[name]) for name, one in self.parameters.items()}
+        adam = sp.AdamW(1e-3)
+        self.state = adam.init(self.parameters, over if zero else None) | {"step": sp.array(0)}
+        network = Network(sizes, specs)
+        self.pipeline = sp.Pipeline(
+            [network.stage(stage, self.count) for stage in range(self.count)],
+            sp.pipeline_schedule(order, self.count, microbatches),
+            [spec(own, "dp, -, -") for own in meshes],
+        )
+        self.meshes, self.update = meshes, sp.jit(adam.update)
+
+    def of_stage(self, found: dict[str, Any], stage: int) -> dict[str, Any]:
+        """The entries of one stage's parameters."""
+        return {name: one for name, one in found.items() if self.stage[name] == stage}
+
+    def run(self, steps: int) -> None:
+        """Take steps until so many were taken."""
+        first, last = (spec(self.meshes[stage], "dp, -") for stage in (0, -1))
+        slots = ("exp_avg", "exp_avg_sq")
+        while len(self.losses) < steps:
+            batch = make_batch(self.text, self.sizes, len(self.losses))
+            tokens, targets = (np.split(one, self.microbatches) for one in batch)
+            value, slopes = self.pipeline(
+                [self.of_stage(self.parameters, stage) for stage in range(self.count)],
+                [
+                    (sp.array(x, first), sp.array(y, last))
+                    for x, y in zip(tokens, targets, strict=True)
+                ],
+            )
+            state: dict[str, Any] = {slot: {} for slot in slots}
+            for stage, own in enumerate(slopes):
+                before = {slot: self.of_stage(self.state[slot], stage) for slot in slots}
+                before["step"] = self.state["step"]
+                parameters = self.of_stage(self.parameters, stage)
+                made, after = self.update(parameters, own, before)
+                self.parameters |= made
+                state["step"] = after.pop("step")
+                for slot in slots:
+                    state[slot] |= after[slot]
+            self.state = state
+            self.losses.append(float(value))
+
+
 def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
     """Write arrays in shards as a checkpoint: in one process, or by all of them, each its part."""
-    if len(next(iter(arrays.values())).shards) < mesh.size:
+    first = next(iter(arrays.values()))
+    if len(first.shards) < first.mesh.size:
         from torch.distributed import checkpoint as dcp
 
         from reshard.torch import StorageWriter
@@ -206,9 +321,14 @@ def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
     for name, one in arrays.items():
         for rank, shard in one.shards.items():
             held[rank][name] = np.asarray(shard)
-    rules = [f"{name}={one.spec}" for name, one in arrays.items()]
+    rules = [f"{name}={one.spec}{only_stage(one.mesh, mesh)}" for name, one in arrays.items()]
     checkpoint = reshard.checkpoint.describe_ranks(held, mesh, rules=rules)
     reshard.checkpoint.convert(checkpoint, target, to=mesh.text, rules=rules)
+
+
+def only_stage(own: DeviceMesh, mesh: DeviceMesh) -> str:
+    """What a rule adds for arrays of a stage's mesh: where along `pp` they are."""
+    return "" if own is mesh else f" | only(pp={own.devices[0] // own.size})"
 
 
 @cache
@@ -243,10 +363,10 @@ def as_distributed_tensor(array: Any) -> Any:
 def load_arrays(checkpoint: Any, like: dict[str, Any]) -> dict[str, Any]:
     """Arrays of a checkpoint in the shardings of others: each rank reads its own parts."""
     layouts = {name: one.type.layout for name, one in like.items()}
-    ranks = next(iter(like.values())).shards
+    ranks = {rank for one in like.values() for rank in one.shards}
     parts = {rank: reshard.checkpoint.load(checkpoint, layouts, rank) for rank in ranks}
     return {
-        name: sp.from_shards({rank: parts[rank][name] for rank in ranks}, one.shape, one.spec)
+        name: sp.from_shards({rank: parts[rank][name] for rank in one.shards}, one.shape, one.spec)
         for name, one in like.items()
     }
 
@@ -255,9 +375,11 @@ def train(arguments: argparse.Namespace) -> Training:
     """A run as the command line says it; goes on from the last checkpoint of its folder."""
     given = DeviceMesh.parse(arguments.mesh)
     lengths = {"dp": 1, "tp": 1} | dict(zip(given.axis_names, given.shape, strict=True))
-    mesh = DeviceMesh.of(**lengths)
     sizes = TINY if arguments.tiny else Sizes()
-    run = Training(sizes, mesh, arguments.dtype, arguments.zero)
+    if lengths.pop("pp", 1) == 1:
+        run = Training(sizes, DeviceMesh.of(**lengths), arguments.dtype, arguments.zero)
+    else:
+        run = pipelined(arguments, sizes)
     saves = sorted(arguments.folder.glob("step-??????")) if arguments.folder else []
     if saves:
         run.load(saves[-1])
@@ -274,15 +396,26 @@ def train(arguments: argparse.Namespace) -> Training:
     return run
 
 
+def pipelined(arguments: argparse.Namespace, sizes: Sizes) -> PipelinedTraining:
+    """A run with stages. Raises SystemExit where it cannot be."""
+    given = DeviceMesh.parse(arguments.mesh)
+    lengths = {"pp": 1, "dp": 1, "tp": 1} | dict(zip(given.axis_names, given.shape, strict=True))
+    if "WORLD_SIZE" in os.environ or arguments.zero == 2:
+        raise SystemExit("pp runs in one process, over simulated devices, with --zero 0, 1 or 3")
+    mesh = DeviceMesh.of(**lengths)
+    return PipelinedTraining(sizes, mesh, arguments.dtype, arguments.zero, arguments.order)
+
+
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a network for a test")
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="such as dp=2,tp=2")
+    parser.add_argument("--mesh", default="dp=2,tp=2", help="such as dp=2,tp=2 or pp=2,dp=2")
     parser.add_argument("--steps", type=int, default=20, help="of the whole run")
     parser.add_argument("--every", type=int, default=10, help="steps from a save to the next")
     parser.add_argument("--folder", type=Path, help="where checkpoints are")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
+    parser.add_argument("--order", default="1f1b", help="of the stages, where the mesh has pp")
     return parser.parse_args(words)
 
 

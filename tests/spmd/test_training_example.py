@@ -46,6 +46,21 @@ def test_every_mesh_has_the_losses_of_one_device(dp: int, tp: int, zero: int, st
     assert run.step.traced_count == 1
 
 
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "zero", "order"),
+    [(2, 2, 1, 1, "1f1b"), (2, 1, 2, 0, "gpipe"), (2, 2, 2, 3, "zb-h1"), (2, 2, 2, 1, "1f1b")],
+)
+def test_stages_have_the_losses_of_one_device(
+    pp: int, dp: int, tp: int, zero: int, order: str
+) -> None:
+    expected = losses_of_one_device("float64", STEPS)[:20]
+    with sp.running(sp.in_process("torch")):
+        mesh = DeviceMesh.of(pp=pp, dp=dp, tp=tp)
+        run = train.PipelinedTraining(train.TINY, mesh, "float64", zero, order)
+        run.run(20)
+    np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-9)
+
+
 def test_losses_in_float32() -> None:
     with sp.running(sp.in_process("torch")):
         run = train.Training(train.TINY, DeviceMesh.of(dp=2, tp=2), "float32", zero=1)
@@ -59,8 +74,8 @@ def test_resumed_on_another_mesh_in_one_process(tmp_path: Path) -> None:
     with sp.running(sp.in_process("torch")):
         for mesh, zero, steps in (
             ("dp=4", "3", "5"),
-            ("dp=2,tp=2", "1", "10"),
-            ("tp=1", "0", "15"),
+            ("pp=2,dp=2,tp=2", "1", "10"),
+            ("dp=2,tp=2", "1", "15"),
         ):
             given = ["--mesh", mesh, "--zero", zero, "--steps", steps]
             run = train.train(train.read_arguments([*words, *given]))

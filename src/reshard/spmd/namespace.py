@@ -59,6 +59,7 @@ _NAMES_OF = {
     "programs.jit": "jit",
     "programs.own_operators": "operator",
     "programs.pipelines.orders": "pipeline_schedule",
+    "programs.pipelines.pipeline": "Pipeline",
     "programs.pipelines.schedule": "PipelineSchedule PipelineTask Work",
     "programs.pipelines.timetable": "StageCosts Timetable",
     "functions.windows": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -40,3 +42,47 @@ def test_every_cut_from_and_to_halos(source: str, library: str) -> None:
                 np.testing.assert_array_equal(shard, expected.shards[rank], f"to {target}")
             assert float(sp.sum(moved)) == data.sum(), target
             np.testing.assert_array_equal(np.asarray(moved), data)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_arrays_go_to_other_meshes(library: str) -> None:
+    """Whatever ranks they share, and however both are cut."""
+    if library == "torch":
+        pytest.importorskip("torch")
+    one = DeviceMesh.of(x=2)
+    two = DeviceMesh.of(x=2, y=2, devices=range(2, 6))
+    three = DeviceMesh.of(x=2, devices=(1, 3))
+    value = np.arange(48.0).reshape(6, 8)
+    ways = [
+        (two, "x, y"),
+        (two, "-, -"),
+        (two, "y x, -"),
+        (three, "x, -"),
+        (three, "-, x@halo[1,1]"),
+    ]
+    with sp.running(sp.in_process(library)):
+        for cut in ("x, -", "-, x", "-, -", "x@blocks[1,5], -", "x@cyclic1, -"):
+            x = sp.array(value, spec(one, cut))
+            for mesh, other in ways:
+                moved = x.shard(spec(mesh, other))
+                assert moved.mesh is mesh
+                assert np.array_equal(np.asarray(moved.to_dense()), value)
+                assert np.array_equal(np.asarray(moved.shard(x.spec).to_dense()), value)
+        # Contributions are combined on the way.
+        product = sp.array(value, spec(one, "-, x")) @ sp.array(value.T, spec(one, "x, -"))
+        assert product.spec.partial_axes
+        moved = product.shard(spec(two, "x, y"))
+        np.testing.assert_allclose(np.asarray(moved.to_dense()), value @ value.T, rtol=1e-12)
+
+
+def test_gradients_come_back_from_other_meshes() -> None:
+    one, two = (DeviceMesh.of(x=2, devices=ranks) for ranks in ((0, 1), (2, 3)))
+    x = sp.array(np.arange(12.0).reshape(4, 3), spec(one, "x, -"))
+
+    def function(x: Any) -> Any:
+        there = sp.sum(x.shard(spec(two, "-, -")) ** 2)
+        return sp.sum(x * x) + there.shard(spec(one, ""))
+
+    _, slope = sp.value_and_grad(function)(x)
+    assert slope.spec is x.spec
+    assert np.array_equal(slope.to_dense(), 4 * x.to_dense())

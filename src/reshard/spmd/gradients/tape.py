@@ -163,31 +163,56 @@ class Tape:
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
         """
-        found = _Cotangents()
-        combined: dict[tuple[int, ShardingSpec], Any] = {}
-        for array, cotangent in cotangents:
-            found.add(array, cotangent)
+        found, combined = _Cotangents(cotangents), _Combined()
         for step in reversed(self.steps):
-            given = [found.take(one) for one in step.results]
-            if all(one is None for one in given):
-                continue
-            # Results that nothing depends on have a cotangent of zeros, and indices none at all.
-            filled = tuple(
-                _settle(one, result.type, step.name)
-                if one is not None
-                else zeros_like(result)
-                if is_real_floating(result.type.dtype)
-                else None
-                for one, result in zip(given, step.results, strict=True)
-            )
-            given_back = filled[0] if len(filled) == 1 else filled
-            as_run = _combine_operands(step, combined)
-            wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
-            for number, one in zip(wanted, _pull(as_run, given_back, wanted), strict=True):
-                if one is not None:
-                    operand = step.operands[number]
-                    found.add(operand, _fit(one, operand.type))
+            given_back = _take_results(step, found)
+            if given_back is not None:
+                wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
+                _pull_into(found, step, combined, given_back, wanted)
         return found
+
+    def pulled_back_in_two(
+        self, cotangents: Sequence[tuple[ArrayValue, Any]], towards: Sequence[ArrayValue]
+    ) -> tuple[_Cotangents, Callable[[], None]]:
+        """The cotangents of some of what is watched, and a function that adds those of the rest.
+
+        Operations on the way from results to `towards` pull back what lies on that way at once,
+        and wait with their other operands, such as weights (Qi et al., "Zero Bubble Pipeline
+        Parallelism", 2023). A joint pullback gives all at once.
+
+        Args:
+            cotangents: as in `pulled_back`.
+            towards: arrays that are watched, whose cotangents come first.
+        """
+        found, combined = _Cotangents(cotangents), _Combined()
+        reached = {id(one) for one in towards}
+        for step in self.steps:
+            if any(id(one) in reached for one in step.operands):
+                reached.update(map(id, step.results))
+        waiting: list[tuple[TapeStep, Any, list[int]]] = []
+        for step in reversed(self.steps):
+            wanted = [number for number, one in enumerate(step.operands) if self.is_active(one)]
+            if not any(id(one) in reached for one in step.results):
+                waiting.append((step, None, wanted))
+                continue
+            given_back = _take_results(step, found)
+            if given_back is None:
+                continue
+            now = wanted
+            if not isinstance(step.pullback, JointPullback):
+                now = [number for number in wanted if id(step.operands[number]) in reached]
+                later = [number for number in wanted if number not in now]
+                waiting.append((step, given_back, later))
+            _pull_into(found, step, combined, given_back, now)
+
+        def pull_rest() -> None:
+            for step, kept, wanted in waiting:
+                given_back = _take_results(step, found) if kept is None else kept
+                if given_back is not None and wanted:
+                    _pull_into(found, step, combined, given_back, wanted)
+            waiting.clear()
+
+        return found, pull_rest
 
 
 # Operators whose pullbacks read no operand: by their result, or by the cotangent alone.
@@ -205,22 +230,56 @@ def _find_combined(kind: ArrayType | None, ran: ShardingSpec | None) -> Sharding
     return ran if is_pending and ran is not None and not ran.partial_axes else None
 
 
-def _combine_operands(step: TapeStep, known: dict[tuple[int, ShardingSpec], Any]) -> TapeStep:
-    """The step with operands as the operation read them, so that pullbacks read them whole.
+class _Combined:
+    """Operands whose contributions are combined on the way back: once, whoever needs them."""
 
-    Each is combined once on the way back, whoever needs it.
-    """
-    if not any(step.combined) or not settles():
-        return step
-    operands = []
-    for operand, spec in zip(step.operands, step.combined, strict=True):
-        if spec is not None:
-            key = (id(operand), spec)
-            if key not in known:
-                known[key] = operand.shard(spec)
-            operand = known[key]
-        operands.append(operand)
-    return replace(step, operands=tuple(operands))
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ShardingSpec], Any] = {}
+
+    def operands(self, step: TapeStep) -> TapeStep:
+        """The step with operands as the operation read them, so that pullbacks read them whole."""
+        if not any(step.combined) or not settles():
+            return step
+        operands = []
+        for operand, spec in zip(step.operands, step.combined, strict=True):
+            if spec is not None:
+                key = (id(operand), spec)
+                if key not in self._known:
+                    self._known[key] = operand.shard(spec)
+                operand = self._known[key]
+            operands.append(operand)
+        return replace(step, operands=tuple(operands))
+
+
+def _take_results(step: TapeStep, found: _Cotangents) -> Any:
+    """The cotangents of a step's results as its pullback takes them; None where there are none."""
+    given = [found.take(one) for one in step.results]
+    if all(one is None for one in given):
+        return None
+    # Results that nothing depends on have a cotangent of zeros, and indices none at all.
+    filled = tuple(
+        _settle(one, result.type, step.name)
+        if one is not None
+        else zeros_like(result)
+        if is_real_floating(result.type.dtype)
+        else None
+        for one, result in zip(given, step.results, strict=True)
+    )
+    return filled[0] if len(filled) == 1 else filled
+
+
+def _pull_into(
+    found: _Cotangents,
+    step: TapeStep,
+    combined: _Combined,
+    given_back: Any,
+    wanted: Sequence[int],
+) -> None:
+    """Add the cotangents of some operands of a step, by their places."""
+    pulled = _pull(combined.operands(step), given_back, wanted)
+    for operand, one in zip([step.operands[number] for number in wanted], pulled, strict=True):
+        if one is not None:
+            found.add(operand, _fit(one, operand.type))
 
 
 def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
@@ -234,8 +293,10 @@ def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
 class _Cotangents:
     """Cotangents by array, added up."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: Sequence[tuple[ArrayValue, Any]]) -> None:
         self._by_id: dict[int, Any] = {}
+        for array, cotangent in pairs:
+            self.add(array, cotangent)
 
     def add(self, array: Any, cotangent: Any) -> None:
         known = self._by_id.get(id(array))
@@ -251,7 +312,13 @@ class _Cotangents:
 
 
 def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
-    """The cotangent of what was resharded, which its own operation brings to where that lay."""
+    """The cotangent of what was resharded, which its own operation brings to where that lay.
+
+    That of what went to another mesh comes back: no operation has two.
+    """
+    own, given = step.operands[0].type.spec, cotangent.type.spec
+    if own is not None and given is not None and own.mesh is not given.mesh:
+        return placed(cotangent, without_pending(own))
     return cotangent
 
 

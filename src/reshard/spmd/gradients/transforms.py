@@ -144,6 +144,54 @@ def _check_function(name: str, function: object) -> None:
         )
 
 
+def vjp_in_two(
+    function: Function, parameters: Any, inputs: Any
+) -> tuple[Any, Callable[[Any], tuple[Any, Callable[[], Any]]]]:
+    """A function's value, and a pullback that gives the cotangents of inputs before parameters'.
+
+    Args:
+        function: of parameters and inputs.
+        parameters, inputs: trees of arrays of real floating numbers; None as inputs for a function
+            of parameters alone.
+
+    Returns:
+        The value and the pullback. It takes the value's cotangents, and returns those of the
+        inputs and a function that gives those of the parameters.
+
+    Raises UsageError as `vjp`.
+
+    >>> import reshard.spmd as sp
+    >>> value, pullback = vjp_in_two(lambda w, x: w * x, sp.array([3.0]), sp.array([5.0]))
+    >>> slope, rest = pullback(sp.array([1.0]))
+    >>> slope.to_dense().tolist(), rest().to_dense().tolist()
+    ([3.0], [5.0])
+    """
+    tape = Tape(find_pullback)
+    given = replaced([parameters, inputs], lambda leaf: as_parameter(leaf, "vjp"))
+    towards = [leaf for _, leaf in leaves(given[1]) if leaf is not None]
+    for _, leaf in leaves(given):
+        if leaf is not None:
+            tape.watch(leaf)
+    with recording(tape):
+        value = function(given[0]) if inputs is None else function(*given)
+
+    def pullback(cotangents: Any) -> tuple[Any, Callable[[], Any]]:
+        found, pull_rest = tape.pulled_back_in_two(_pair(value, cotangents), towards)
+
+        def end(tree: Any) -> Any:
+            return replaced(
+                [tree], lambda leaf: None if leaf is None else _end(leaf, found.of(leaf), None)
+            )[0]
+
+        def parameters_too() -> Any:
+            pull_rest()
+            return end(given[0])
+
+        return end(given[1]), parameters_too
+
+    return value, pullback
+
+
 def _read_places(argnums: Places, count: int) -> tuple[int, ...]:
     given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     wrong = [n for n in given if not isinstance(n, int) or not -count <= n < count]

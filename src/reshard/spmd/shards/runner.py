@@ -111,15 +111,19 @@ class Runner:
             move = self.movement(whole, spec)
             return lambda shards: move(shards * len(ranks))
         if source.spec.mesh is not spec.mesh:
-            raise MeshError(
-                f"an array over {source.spec.mesh!r} cannot be sharded over {spec.mesh!r}; make it "
-                "dense first: sp.array(x.to_dense(), spec)"
-            )
+            return self._cross_meshes(source, source.spec.mesh, spec)
         before, after = source.layout, spec.layout(source.shape)
         # Layouts are interned: different specs of one layout move nothing.
         if before is after:
             return lambda shards: shards
         return self._make_movement(source, spec, LayoutChange(before, after))
+
+    def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
+        """A movement from a mesh to another. Raises MeshError where there is none."""
+        raise MeshError(
+            f"an array over {mesh!r} cannot be sharded over {spec.mesh!r}; make it dense first: "
+            "sp.array(x.to_dense(), spec)"
+        )
 
     def on_any_rank(self, is_so: bool) -> bool:
         """Whether a condition holds on any rank. All ranks ask, and get the same answer."""
@@ -181,6 +185,10 @@ class InProcess(Runner):
     def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         ranks = self.ranks(spec.mesh)
         return copies(plan, ranks, ranks, self.library)
+
+    def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
+        plan = LayoutChange(source.layout, spec.layout(source.shape))
+        return copies(plan, self.ranks(mesh), self.ranks(spec.mesh), self.library)
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:

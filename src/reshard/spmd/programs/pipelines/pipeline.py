@@ -1,0 +1,199 @@
+"""Pipelines that run: stages of a function on meshes of their own, by a schedule.
+
+    stage 0  mesh of ranks 0, 1    F0 F1 .. B0 ..           F: activations go to the next mesh
+                 |      ^
+    stage 1  mesh of ranks 2, 3    .. F0 B0 F1 B1           B: their gradients come back
+
+A stage is a function of its parameters and what the stage before it made. Each task of the schedule
+is one pass of a stage for one microbatch: a forward pass records what its way back needs, a
+backward pass pulls a cotangent through it, in one task or in two. Activations and gradients move
+between meshes as the planner finds; gradients of parameters add up where the parameters lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import SpecError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.functions.filling import full_like
+from reshard.spmd.gradients.tape import placed
+from reshard.spmd.gradients.transforms import vjp_in_two
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+Stage = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The loss of microbatches and its gradients, stage by stage in a schedule's order.
+
+    Called with the parameters of each stage and the microbatches, it returns the mean of their
+    losses and, like the parameters, the gradients of that mean. In one process.
+
+    Args:
+        stages: functions of parameters and an array, which return an array; the last one takes the
+            targets of the microbatch too, and returns its loss, an array without dimensions.
+        schedule: with as many stages.
+        specs: in which sharding each stage takes its array; that of the first is of microbatches,
+            which are not moved, and may be None. A mesh is where the stage's parameters are.
+
+    Raises:
+        UsageError: stages that are not functions, or not as many as the schedule has.
+        SpecError: specs that are not as many, or no shardings.
+
+    >>> import reshard, reshard.spmd as sp
+    >>> meshes = [reshard.DeviceMesh.of(tp=2), reshard.DeviceMesh.of(tp=2, devices=(2, 3))]
+    >>> rows = [reshard.spec(mesh, "tp, -") for mesh in meshes]
+    >>> pipeline = sp.Pipeline(
+    ...     [lambda w, x: x * w, lambda w, x, y: sp.mean((x * w - y) ** 2)],
+    ...     sp.pipeline_schedule("1f1b", n_ranks=2, n_microbatches=2),
+    ...     rows,
+    ... )
+    >>> weights = [sp.array(2.0), sp.array(3.0)]
+    >>> batch = [(sp.ones((2, 2), spec=rows[0]), sp.ones((2, 2), spec=rows[1]))] * 2
+    >>> value, gradients = pipeline(weights, batch)
+    >>> float(value), [float(one) for one in gradients]
+    (25.0, [30.0, 20.0])
+    """
+
+    stages: Sequence[Stage]
+    schedule: PipelineSchedule
+    specs: Sequence[ShardingSpec | None]
+
+    def __post_init__(self) -> None:
+        if not all(map(callable, self.stages)):
+            raise UsageError(
+                f"stages={list(self.stages)!r}; functions of parameters and an array were expected"
+            )
+        if len(self.stages) != self.schedule.n_stages:
+            raise UsageError(
+                f"{len(self.stages)} stages for a schedule of {self.schedule.n_stages}; join or "
+                "cut them, or make a schedule for as many"
+            )
+        fits = len(self.specs) == len(self.stages) and all(
+            isinstance(one, ShardingSpec) for one in self.specs[1:]
+        )
+        if not fits:
+            raise SpecError(
+                f"specs={list(self.specs)!r} for {len(self.stages)} stages; give the sharding in "
+                "which each takes its array, None at most for the first"
+            )
+
+    def __call__(
+        self, parameters: Sequence[Any], microbatches: Sequence[tuple[Any, Any]]
+    ) -> tuple[Any, list[Any]]:
+        """The mean loss, and its gradients by each stage's parameters.
+
+        Args:
+            parameters: a tree of arrays for each stage.
+            microbatches: pairs of what the first stage takes and the last stage's targets.
+
+        Raises:
+            UsageError: other numbers of parameters or microbatches than the schedule has, a loss
+                that is no real number, or what `sp.vjp` refuses.
+        """
+        if len(parameters) != len(self.stages):
+            raise UsageError(
+                f"parameters of {len(parameters)} stages for {len(self.stages)}; give a tree for "
+                "each, an empty list for none"
+            )
+        if len(microbatches) != self.schedule.n_microbatches:
+            raise UsageError(
+                f"{len(microbatches)} microbatches for a schedule of "
+                f"{self.schedule.n_microbatches}; cut the batch otherwise"
+            )
+        run = _PipelineRun(self, parameters, microbatches)
+        for task in self.schedule.run_order:
+            run.do(task)
+        return run.result()
+
+
+@dataclass
+class _PipelineRun:
+    """One step: what tasks have made that later ones take, by stage and microbatch.
+
+    `held` are ways back, and `origins` the shardings that inputs had where they were made.
+    """
+
+    pipeline: Pipeline
+    parameters: Sequence[Any]
+    microbatches: Sequence[tuple[Any, Any]]
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    origins: dict[tuple[int, int], ShardingSpec | None] = field(default_factory=dict)
+    cotangents: dict[tuple[int, int], Any] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
+
+    def do(self, task: PipelineTask) -> None:
+        """Run one task."""
+        place = (task.stage, task.microbatch)
+        if task.work is Work.FORWARD:
+            self._go_forward(*place)
+            return
+        if task.work is not Work.BACKWARD_WEIGHTS:
+            self._go_back(*place)
+        if task.work is not Work.BACKWARD_INPUT:
+            self._add(task.stage, self.held.pop(place)())
+
+    def _go_forward(self, stage: int, microbatch: int) -> None:
+        function, own = self.pipeline.stages[stage], self.parameters[stage]
+        given, targets = self.microbatches[microbatch]
+        is_last = stage == len(self.pipeline.stages) - 1
+        more = (targets,) if is_last else ()
+        if stage:
+            x = self.inputs.pop((stage, microbatch))
+            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x)
+        else:
+            # Tokens have no gradients, and nobody asks for those of others.
+            made, pullback = vjp_in_two(lambda p: function(p, given, *more), own, None)
+        if not isinstance(made, ArrayValue) or (is_last and made.type.shape != ()):
+            expected = "the loss, an array without dimensions" if is_last else "one array"
+            raise UsageError(
+                f"stage {stage} returned {getattr(made, 'type', type(made).__name__)}; {expected}, "
+                "was expected"
+            )
+        self.held[stage, microbatch] = pullback
+        if is_last:
+            self.losses.append(made)
+            self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
+            return
+        spec = self.pipeline.specs[stage + 1]
+        self.origins[stage + 1, microbatch] = made.type.spec
+        self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
+
+    def _go_back(self, stage: int, microbatch: int) -> None:
+        """Pull the cotangent back to the stage's input; the parameters' follow when asked for."""
+        pullback = self.held[stage, microbatch]
+        slope, rest = pullback(self.cotangents.pop((stage, microbatch)))
+        self.held[stage, microbatch] = rest
+        if stage:
+            origin = self.origins.pop((stage, microbatch))
+            back = slope if origin is None else placed(slope, without_pending(origin))
+            self.cotangents[stage - 1, microbatch] = back
+
+    def _add(self, stage: int, found: Any) -> None:
+        """Add the gradients of one microbatch."""
+        known = self.gradients.get(stage)
+        if known is not None:
+            before = iter([leaf for _, leaf in leaves([known])])
+            found = replaced([found], lambda leaf: _sum(next(before), leaf))[0]
+        self.gradients[stage] = found
+
+    def result(self) -> tuple[Any, list[Any]]:
+        """The mean loss, and the gradients of each stage."""
+        total = self.losses[0]
+        for one in self.losses[1:]:
+            total = total + one
+        stages = range(len(self.pipeline.stages))
+        return total / len(self.losses), [self.gradients[stage] for stage in stages]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
