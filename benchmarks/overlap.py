@@ -6,10 +6,14 @@ Four gloo processes, float32, one thread each, all orders in turns in one job:
                gradient, reduce-scattered
     training   the step of examples/train.py over dp=2,tp=2, with ZeRO 3
 
+With `--rate`, each rank is on a host of its own, a network namespace whose link is held to so many
+megabits a second (`tests/host_network.py`, which takes root): who waits then leaves its processor.
+
 A line for each order: the median and the least milliseconds of the clock, and the median of all
 processors', with what the trace says that each rank holds at most.
 
     python benchmarks/overlap.py [--repeat 9] [--case layers|training] [--rows 2048] [--width 512]
+        [--rate MBIT]
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import importlib.util
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -121,6 +126,10 @@ def compare(name: str, cases: list[Case], repeat: int) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """One rank."""
+    if arguments.keepers:
+        from host_network import enter_host
+
+        enter_host(arguments.keepers[int(os.environ["RANK"])])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with sp.running(sp.over_processes()):
@@ -133,21 +142,58 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def run_on_hosts(command: list[str], rate: int) -> None:
+    from host_network import HostNetwork, why_not
+    from live_processes import free_port
+
+    missing = why_not()
+    if missing:
+        raise SystemExit(f"no hosts here: {missing}")
+    with HostNetwork(4, rate * 1_000_000) as network:
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "4",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = [
+            subprocess.Popen(
+                [*command, "--keepers", *map(str, network.host_pids)],
+                env={**environment, "RANK": str(rank)},
+            )
+            for rank in range(4)
+        ]
+        try:
+            for one in ranks:
+                if one.wait(timeout=500):
+                    raise SystemExit("a rank ended with an error")
+        finally:
+            for one in ranks:
+                one.kill()
+                one.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--case", choices=["layers", "training"])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rate", type=int, help="megabits a second of each rank's link")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keepers", type=int, nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
     if arguments.rank:
         measure(arguments)
-        return
-    from live_processes import run_rank_programs
+    elif arguments.rate:
+        run_on_hosts(command, arguments.rate)
+    else:
+        from live_processes import run_rank_programs
 
-    command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
-    print(run_rank_programs(command, 4, timeout_s=500)[0].strip(), flush=True)
+        print(run_rank_programs(command, 4, timeout_s=500)[0].strip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import pytest
 from reshard.spmd.programs.step_order import Action, ProgramStep, blocking_order, overlapped_order
 
 
-def step(reads: Sequence[int], makes: Sequence[int], travel: str = "here") -> ProgramStep:
-    return ProgramStep(lambda values: None, reads, makes, travel)
+def step(
+    reads: Sequence[int], makes: Sequence[int], travel: str = "here", grows: bool = False
+) -> ProgramStep:
+    return ProgramStep(lambda values: None, reads, makes, travel, grows=grows)
 
 
 def written(order: Sequence[Action]) -> str:
@@ -25,7 +27,7 @@ def draw_steps(seed: int) -> tuple[list[ProgramStep], set[int]]:
     for _ in range(choose.randint(1, 30)):
         travel = choose.choice(["here", "here", "here", "messages", "messages", "together"])
         reads = [choose.randrange(count) for _ in range(1 if travel == "messages" else 2)]
-        steps.append(step(reads, [count], travel))
+        steps.append(step(reads, [count], travel, choose.random() < 0.5))
         count += 1
     return steps, {choose.randrange(count) for _ in range(2)}
 
@@ -58,15 +60,18 @@ def test_random_programs(ahead: int) -> None:
                     moved.append(one.step)
                 there |= makes
                 done.append(one.step)
-            assert len(pending) <= ahead
+            for grows in (False, True):
+                assert sum(steps[number].grows is grows for number in pending) <= ahead
             assert there.issuperset(one.frees)
             there -= set(one.frees)
         assert not pending
         assert sorted(done) == list(range(len(steps)))
-        assert moved == [n for n, one in enumerate(steps) if one.travel == "messages"]
-        together = [n for n, one in enumerate(steps) if one.travel != "here"]
-        begun = [one.step for one in order if one.kind != "wait" and one.step in set(together)]
-        assert begun == together
+        assert sorted(moved) == [n for n, one in enumerate(steps) if one.travel == "messages"]
+        # Nothing passes what ranks do together.
+        behind = [
+            sum(steps[other].travel == "together" for other in range(number)) for number in moved
+        ]
+        assert behind == sorted(behind)
         # Only what is returned, or was given and is never read, is left.
         read = {register for one in steps for register in one.reads}
         assert there == kept & there | {0, 1} - read - kept | kept
@@ -78,7 +83,7 @@ def test_weights_are_fetched_before_they_are_read() -> None:
     steps = []
     for layer in range(3):
         steps += [
-            step([layer], [10 + layer], "messages"),
+            step([layer], [10 + layer], "messages", True),
             step([20 + layer, 10 + layer], [21 + layer]),
         ]
     assert (
@@ -90,14 +95,14 @@ def test_weights_are_fetched_before_they_are_read() -> None:
     )
 
 
-def test_results_are_waited_for_at_the_end() -> None:
-    steps = []
-    for layer in range(3):
-        steps += [step([layer], [10 + layer]), step([10 + layer], [20 + layer], "messages")]
-    assert (
-        written(overlapped_order(steps, {20, 21, 22}, 2))
-        == "run0 begin1 run2 begin3 run4 wait1 begin5 wait3 wait5"
-    )
+def test_gradients_are_reduced_while_others_are_found() -> None:
+    # All of them are moved at the end.
+    steps = [step([0], [10]), step([10], [11]), step([11], [12])]
+    steps += [step([10 + layer], [20 + layer], "messages") for layer in range(3)]
+    found = written(overlapped_order(steps, {20, 21, 22}, 2))
+    assert found == "run0 begin3 run1 begin4 run2 wait3 begin5 wait4 wait5"
+    frees = {one.step: one.frees for one in overlapped_order(steps, {20, 21, 22}, 2)}
+    assert frees[3] == (10,)
 
 
 def test_nothing_begins_before_what_ranks_do_together() -> None:

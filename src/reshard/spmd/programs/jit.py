@@ -71,10 +71,10 @@ def jit(
         live_bytes: the most that each rank may hold at any time, arguments included: the trace's
             `peak_bytes`. Where the strategy's placement holds more, another strategy's is taken
             that does not, and moves the least. No limit when None.
-        overlap: over processes, how many movements may be under way beside what is computed. They
-            begin as early as their input is there and are waited for where they are read, in one
-            order on all ranks; 0 lets each end before the next operation. In one process movements
-            are copies, and none is beside anything.
+        overlap: over processes, how many movements of values that grow (gathers), and as many of
+            others, may be under way beside what is computed. They begin as early as that allows,
+            and are waited for where they are read, in one order on all ranks; 0 lets each end
+            before the next operation. In one process movements are copies, beside nothing.
 
     Raises:
         UsageError: what is no function, an unknown strategy or library, what is no limit or no

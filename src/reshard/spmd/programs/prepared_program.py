@@ -38,6 +38,7 @@ from reshard.spmd.shards.refusals import REFUSALS, refuse
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.graph_recording import RunFunction
+from reshard.spmd.tracing.memory import held_bytes
 
 Agreed = Callable[[bytes], AbstractContextManager[Begin | None]]
 
@@ -146,8 +147,21 @@ class Preparation:
             self._meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
             run = _make_move(move, register, made)
             travel = self._runner.travel(kind, spec)
+            moved = kind.with_spec(spec)
+            before_bytes, after_bytes = (
+                max(held_bytes([one], spec.mesh.devices)) for one in (kind, moved)
+            )
             self.steps.append(
-                ProgramStep(run, [register], [made], travel, self._operation, move, (kind, spec))
+                ProgramStep(
+                    run,
+                    [register],
+                    [made],
+                    travel,
+                    self._operation,
+                    move,
+                    (kind, spec),
+                    after_bytes > before_bytes,
+                )
             )
             if register in self._viewing:
                 self._viewing.add(made)
@@ -245,7 +259,7 @@ class Preparation:
         order = self.order(outputs, overlap)
         for action in order:
             # Ranks that begin or wait otherwise would wait for one another.
-            if action.kind != "run":
+            if self.steps[action.step].travel != "here":
                 self._meant.update(f"{action.kind} {action.step} ".encode())
         return PreparedProgram(
             self.steps,

@@ -7,13 +7,15 @@ as its source is there, and is waited for where its result is first read::
     overlapped    kernel a | kernel b | kernel c(x, y)
                            | move x | move y |
 
-1. Movements begin in the order of the steps, and run one after another: every rank has them in one
-   order, and its messages wait for nobody who waits for others.
-2. At most so many have begun and are not waited for, so that memory for their results and sources
-   is bounded: one begins early only when the one that many before it is read.
-3. What ranks do together (loops, questions to all) waits for all that have begun, and none begins
+1. What does not grow, as a gradient that is reduced to parts, begins when its source is there:
+   that can be freed the sooner.
+2. What grows, as a weight that is gathered, takes memory from when it begins. It begins when the
+   one that is so many before it is read.
+3. At most so many of both kinds have begun and are not waited for. They run one after another, in
+   the order in which they begin, which is the same on every rank.
+4. What ranks do together (loops, questions to all) waits for all that have begun, and none begins
    before it that belongs behind it.
-4. A movement that is waited for where it begins is a step as all others.
+5. A movement that is waited for where it begins is a step as all others.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class ProgramStep:
         operation: the number of the operation that it belongs to.
         move: of a movement.
         moved: of a movement: the array before, and the sharding after it.
+        grows: whether the result of a movement is larger than its source, on the fullest ranks.
     """
 
     run: Run
@@ -51,6 +54,7 @@ class ProgramStep:
     operation: int = 0
     move: Movement | None = None
     moved: tuple[ArrayType, ShardingSpec] | None = None
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[A
 def overlapped_order(
     steps: Sequence[ProgramStep], kept: Iterable[int], ahead: int
 ) -> tuple[Action, ...]:
-    """All steps, with at most `ahead` movements under way beside others; 0 is the blocking order.
+    """All steps, with `ahead` movements of each kind under way at most; 0 is the blocking order.
 
     >>> def step(reads, makes, travel="here"):
     ...     return ProgramStep(lambda values: None, reads, makes, travel)
@@ -95,8 +99,9 @@ def overlapped_order(
         for number in begins.get(place, ()):
             for register in steps[number].reads:
                 wait(maker.get(register, -1))
-            while len(pending) >= ahead:
-                wait(pending[0])
+            alike = [one for one in pending if steps[one].grows is steps[number].grows]
+            if len(alike) >= ahead:
+                wait(alike[0])
             pending.append(number)
             actions.append(Action("begin", number))
         if place == len(steps):
@@ -126,6 +131,7 @@ def _find_begins(
             readers.setdefault(register, number)
     found: dict[int, list[int]] = {}
     earliest = 0
+    # Of those that grow.
     read_at: list[int] = []
     for number, one in enumerate(steps):
         if one.travel == "together":
@@ -134,14 +140,14 @@ def _find_begins(
             continue
         made_at = [maker.get(register, -1) for register in one.reads]
         at = max(earliest, *(place + 1 for place in made_at))
-        if len(read_at) >= ahead:
-            at = max(at, read_at[-ahead])
+        if one.grows:
+            if len(read_at) >= ahead:
+                at = max(at, read_at[-ahead])
+            read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
         # The result of another movement is there when that was waited for: nothing is won.
         if any(place >= 0 and steps[place].travel == "messages" for place in made_at):
             at = number
-        earliest = at = min(at, number)
-        read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
-        found.setdefault(at, []).append(number)
+        found.setdefault(min(at, number), []).append(number)
     return found
 
 
