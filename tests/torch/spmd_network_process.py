@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.errors import ArrayIndexError
 from spmd.network_cases import CASES
 
 MESHES = {2: DeviceMesh.of(x=2), 4: DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])}
@@ -60,6 +62,38 @@ def check_halos(mesh: DeviceMesh) -> None:
         np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
 
 
+def check_experts(mesh: DeviceMesh) -> None:
+    """Tokens at their experts, which are cut over the last axis, and the gradients of all."""
+    draw = np.random.default_rng(2)
+    which = draw.integers(0, 5, (11, 2))
+    arrays = [draw.normal(size=shape) for shape in ((11, 3), (5, 3, 4), (11, 2))]
+    axis = mesh.axis_names[-1]
+    cuts = [spec(mesh, text) for text in ("x, -", f"{axis}, -, -", "x, -")]
+
+    def weigh(chosen: Any, axes: Any) -> Any:
+        def function(x: Any, matrices: Any, weights: Any) -> Any:
+            routing = sp.expert_routing(chosen, 5, axes=axes, capacity=6)
+            made = sp.tanh(routing.multiply(routing.send(x), matrices))
+            return sp.sum(sp.square(routing.back(made, weights)))
+
+        return function
+
+    every = (0, 1, 2)
+    with sp.running(sp.in_process("numpy")):
+        expected = sp.grad(weigh(sp.array(which), ()), every)(*map(sp.array, arrays))
+    of_shards = weigh(sp.array(which, cuts[0]), axis)
+    found = sp.grad(of_shards, every)(*map(sp.array, arrays, cuts))
+    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+    of_shards(*map(sp.array, leaves, cuts)).to_dense().backward()
+    for one, leaf, right in zip(found, leaves, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
+        np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
+    # A wrong number on one rank is an error on all.
+    which[-1] = 5
+    with pytest.raises(ArrayIndexError, match="expert 5 of 5"):
+        sp.expert_routing(sp.array(which, cuts[0]), 5, axes=axis)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -67,6 +101,7 @@ def main() -> None:
     with sp.running(sp.over_processes()):
         check_ring(mesh)
         check_halos(mesh)
+        check_experts(mesh)
         for case in CASES:
             for given in case.shardings(mesh, SHARDINGS[mesh.size]):
                 try:

@@ -51,6 +51,7 @@ _NAMES_OF = {
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
     ),
     "tracing.trace": "Trace trace",
+    "gradients.expert_routing": "ExpertRouting expert_routing",
     "gradients.table": "gradient",
     "gradients.optimizers": "AdamW SGD specs_over",
     "gradients.rematerialization": "rematerialized",

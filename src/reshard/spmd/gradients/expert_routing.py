@@ -1,0 +1,445 @@
+"""Experts: each token's row goes to the experts that it chose, and what they make comes back.
+
+How many rows an expert gets is known from the elements alone. Ranks exchange these counts, then
+exactly the rows that there are: none is padded, and none dropped unless there is a capacity.
+
+    choose      which[t, k]: the experts of each token
+    send        rows to the ranks that have their experts, sorted by expert
+    multiply    each row by the matrix of its expert, as often as the experts want
+    back        what was made of each row, to its token
+
+All four are linear, and each is what another one is pulled back by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.cut_rules import CutRule
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ArrayIndexError, MeshError, SpecError, UsageError
+from reshard.mesh import Axis
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.functions.array_arguments import of_arrays, whole_number
+from reshard.spmd.functions.elementwise import operands
+from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
+from reshard.spmd.functions.statistics import sum as sum_over
+from reshard.spmd.gradients.rematerialization import without
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.local.expert_rows import ExpertRows, Integers
+from reshard.spmd.local.local_work import parts_of
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.shards.operation_call import recorders
+from reshard.spmd.shards.runner import replicated
+
+_COUNTS = as_dtype("int64")
+
+
+@of_arrays
+def expert_routing(
+    which: Any, /, count: int, *, axes: str | Sequence[str] = (), capacity: int | None = None
+) -> ExpertRouting:
+    """Where the rows of tokens go, given the experts that each token chose.
+
+    The elements of `which` are read, so that it cannot be part of a traced function.
+
+    Args:
+        which: whole numbers `[tokens]` or `[tokens, k]`, of experts; `sp.top_k` finds them.
+        count: of experts.
+        axes: of the mesh, over which experts are cut.
+        capacity: how many rows an expert takes, those of the first tokens; all when None. What is
+            not taken comes back as zeros.
+
+    Raises:
+        ArrayIndexError: a number that is no expert, on every process.
+        MeshError: axes that the mesh of `which` has not.
+        SpecError: another number of dimensions.
+        UsageError: no whole numbers, or an array of a traced function.
+
+    >>> import reshard.spmd as sp
+    >>> routing = sp.expert_routing(sp.array([1, 0, 1]), count=2)
+    >>> rows = routing.send(sp.array([[1.0], [2.0], [3.0]]))
+    >>> rows.to_dense().tolist(), routing.counts.tolist()
+    ([[2.0], [1.0], [3.0]], [1, 2])
+    >>> made = routing.multiply(rows, sp.array([[[10.0]], [[100.0]]]))
+    >>> routing.back(made).to_dense().tolist()
+    [[100.0], [20.0], [300.0]]
+    """
+    if which.ndim not in (1, 2):
+        raise SpecError(f"experts of shape {list(which.shape)}; [tokens] or [tokens, k] expected")
+    if kind_of(which.dtype) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"experts of {which.dtype}; give an array of whole numbers")
+    if which.runner.is_abstract:
+        raise UsageError(
+            "sp.expert_routing in a traced function: how many rows an expert gets is known from "
+            "elements alone; call it outside of sp.trace and sp.jit"
+        )
+    if capacity is not None:
+        capacity = whole_number("capacity of an expert:", capacity)
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    return ExpertRouting(which, whole_number("experts:", count, 1), names, capacity)
+
+
+class ExpertRouting:
+    """Where the rows of tokens go. Make one with `sp.expert_routing`."""
+
+    def __init__(
+        self, which: Any, count: int, names: tuple[str, ...], capacity: int | None
+    ) -> None:
+        spec = which.type.spec
+        self.mesh = None if spec is None else spec.mesh
+        known = () if self.mesh is None else self.mesh.axis_names
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise MeshError(
+                f"experts over {', '.join(names)}; different axes of a mesh of "
+                f"{', '.join(known) or 'none'} were expected"
+            )
+        self.count = count
+        self.tokens = int(which.shape[0])
+        self.chosen = which.shape[1] if which.ndim == 2 else None
+        self.runner = which.runner
+        self._which = which
+        # Tokens are cut over the experts' axes too, so that each row has one sender.
+        cut = () if spec is None else spec.dim_specs[0].axes
+        tokens = [one for one in cut if one.name not in names or one in map(Axis, names)]
+        self._expert_axes = tuple(map(Axis, names))
+        self._axes = (*tokens, *(one for one in self._expert_axes if one not in tokens))
+        which = self._cut_over_parts(which)
+        experts = [self.runner.library.numpy(one).reshape(-1) for one in which._shards]
+        counts = self._exchange_counts(experts)
+        limits = None if capacity is None else _share_out(counts, capacity)
+        kept = counts if limits is None else np.minimum(counts, limits)
+        self._rows = ExpertRows(kept, self._find_owners())
+        self._orders = [
+            self._rows.order_to_send(part, one, None if limits is None else limits[part])
+            for part, one in zip(self._parts, experts, strict=True)
+        ]
+
+    @property
+    def counts(self) -> Integers:
+        """How many rows each expert gets: `[experts]`."""
+        found: Integers = self._rows.counts.sum(0)
+        return found
+
+    @property
+    def moved_rows(self) -> int:
+        """How many rows go to another rank, counted once for all ranks that have copies."""
+        return self._rows.moved
+
+    def send(self, x: Any, /) -> Any:
+        """Rows of tokens where their experts are, sorted by expert: `[rows, d]`.
+
+        Args:
+            x: `[tokens, d]`, of which each token's row goes to all of its experts; or
+                `[tokens, k, d]`, a row for each.
+        """
+        x = self._take(x)
+        lead = (self.tokens,) if x.ndim == 2 else self._lead
+        if x.ndim not in (2, 3) or tuple(x.shape[:-1]) != lead:
+            raise SpecError(
+                f"rows of shape {list(x.shape)} for {self.tokens} tokens; [tokens, d] or "
+                "[tokens, k, d] were expected"
+            )
+        is_repeated = x.ndim == 2 and self.chosen is not None
+        x = self._cut_over_parts(x)
+
+        def compute() -> Any:
+            space, each = self.runner.library.namespace, self.chosen or 1
+            shards = []
+            for shard, order in zip(x._shards, self._orders, strict=True):
+                rows = shard if x.ndim == 2 else shard.reshape((-1, x.shape[-1]))
+                taken = order // each if is_repeated else order
+                shards.append(space.take(rows, self._indices(taken, shard), axis=0))
+            arrived = self._move(x.dtype, shards, self._rows.own, self._rows.sent)
+            for number, part in enumerate(self._parts):
+                order = self._indices(self._rows.sorted_at(part), arrived[number])
+                arrived[number] = space.take(arrived[number], order, axis=0)
+            return self._wrap((int(self.counts.sum()), x.shape[-1]), self._cut_rows, x, arrived)
+
+        def pull_back(step: TapeStep, g: Any) -> list[Any]:
+            found = self.back(g)
+            return [sum_over(found, axis=1) if is_repeated else found]
+
+        return _on_tapes("expert_rows_sent", (x,), compute, pull_back)
+
+    def back(self, rows: Any, weights: Any = None, /) -> Any:
+        """What was made of each row, where its token is: `[tokens, k, d]`, `[tokens, d]` without k.
+
+        Zeros come back for rows that an expert did not take.
+
+        Args:
+            rows: `[rows, d]`, as `send` and `multiply` make them.
+            weights: `[tokens, k]`: what comes back is weighed and summed over `k`, `[tokens, d]`.
+        """
+        rows = self._take_rows(rows)
+        width = rows.shape[-1]
+
+        def compute() -> Any:
+            library = self.runner.library
+            shards = []
+            for shard, part in zip(rows._shards, self._parts, strict=True):
+                order = np.argsort(self._rows.sorted_at(part))
+                shards.append(library.namespace.take(shard, self._indices(order, shard), axis=0))
+            arrived = self._move(rows.dtype, shards, self._rows.sent, self._rows.own)
+            found = []
+            for shard, order, part in zip(arrived, self._orders, self._parts, strict=True):
+                tokens = self._tokens_of(part)
+                each = self.chosen or 1
+                whole = library.filled((tokens * each, width), 0, shard)
+                whole[self._indices(order, shard)] = shard
+                whole = library.linked(whole, shard)
+                found.append(whole.reshape((tokens, *self._lead[1:], width)))
+            return self._wrap((*self._lead, width), self._cut_tokens, rows, found)
+
+        def pull_back(step: TapeStep, g: Any) -> list[Any]:
+            return [self.send(g)]
+
+        found = _on_tapes("expert_rows_back", (rows,), compute, pull_back)
+        if weights is None:
+            return found
+        _, weights = operands(rows, weights)
+        if tuple(weights.shape) != self._lead:
+            raise SpecError(f"weights of shape {list(weights.shape)}; {list(self._lead)} expected")
+        found = found * expand_dims(weights, axis=-1)
+        return found if self.chosen is None else sum_over(found, axis=1)
+
+    def multiply(self, rows: Any, matrices: Any, /) -> Any:
+        """Each row by the matrix of its expert: `[rows, d]` by `[experts, d, e]` is `[rows, e]`."""
+        rows, matrices = self._take_rows(rows), self._take_matrices(matrices)
+        if matrices.ndim != 3 or tuple(matrices.shape[:2]) != (self.count, rows.shape[-1]):
+            raise SpecError(
+                f"matrices of shape {list(matrices.shape)} for rows of {rows.shape[-1]} elements; "
+                f"[{self.count}, {rows.shape[-1]}, e] were expected"
+            )
+
+        def compute() -> Any:
+            library = self.runner.library
+            found = []
+            for part, own, each in zip(self._parts, rows._shards, matrices._shards, strict=True):
+                made = [
+                    _product(library, own[a:b], each[number])
+                    for number, (a, b) in enumerate(self._stretches(part))
+                    if b > a
+                ]
+                none = library.filled((0, each.shape[-1]), 0, own)
+                whole = library.namespace.concat([none, *made], axis=0)
+                found.append(library.linked(library.linked(whole, own), each))
+            shape = (rows.shape[0], matrices.shape[-1])
+            return self._wrap(shape, self._cut_rows, rows, found)
+
+        def pull_back(step: TapeStep, g: Any) -> list[Any]:
+            return [self.multiply(g, matrix_transpose(matrices)), self._outer(rows, g)]
+
+        return _on_tapes("expert_product", (rows, matrices), compute, pull_back)
+
+    def _outer(self, rows: Any, others: Any) -> Any:
+        """Of each expert the sum over its rows of their products with others: `[experts, d, e]`."""
+        rows, others = self._take_rows(rows), self._take_rows(others)
+        shape = self.count, rows.shape[-1], others.shape[-1]
+
+        def compute() -> Any:
+            library = self.runner.library
+            space = library.namespace
+            found = []
+            for part, one, other in zip(self._parts, rows._shards, others._shards, strict=True):
+                made = [
+                    _product(library, space.matrix_transpose(one[a:b]), other[a:b])
+                    for a, b in self._stretches(part)
+                ]
+                none = library.filled((0, *shape[1:]), 0, one)
+                found.append(space.stack(made, axis=0) if made else none)
+            return self._wrap(shape, self._cut_experts(pending=True), rows, found)
+
+        def pull_back(step: TapeStep, g: Any) -> list[Any]:
+            return [self.multiply(others, matrix_transpose(g)), self.multiply(rows, g)]
+
+        return _on_tapes("expert_outer_product", (rows, others), compute, pull_back)
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return (self.tokens,) if self.chosen is None else (self.tokens, self.chosen)
+
+    @property
+    def _parts(self) -> list[int]:
+        """Which part of the tokens each rank here has."""
+        if self.mesh is None or not self._axes:
+            return [0] * len(self.runner.ranks(self.mesh))
+        of_devices = self.mesh.coordinates(self._axes).tolist()
+        known = dict(zip(self.mesh.devices, of_devices, strict=True))
+        return [known[rank] for rank in self.runner.ranks(self.mesh)]
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [] if self.mesh is None else [self.mesh.axis_size(one) for one in self._axes]
+
+    def _spec(self, ndim: int, rule: CutRule | None = None) -> ShardingSpec | None:
+        """The first dimension cut over the tokens' axes."""
+        if self.mesh is None:
+            return None
+        levels = [Level(self._axes, rule)] if self._axes else []
+        first = DimSpec(self._axes) if rule is None else DimSpec(levels)
+        return ShardingSpec(self.mesh, [first, *[DimSpec()] * (ndim - 1)])
+
+    def _cut_tokens(self, ndim: int) -> ShardingSpec | None:
+        return self._spec(ndim)
+
+    def _cut_rows(self, ndim: int) -> ShardingSpec | None:
+        return self._spec(ndim, self._rows.at_experts)
+
+    def _cut_experts(self, pending: bool = False) -> Callable[[int], ShardingSpec | None]:
+        def cut(ndim: int) -> ShardingSpec | None:
+            if self.mesh is None:
+                return None
+            dims = [DimSpec(self._expert_axes), *[DimSpec()] * (ndim - 1)]
+            waiting = [one for one in self._axes if one not in self._expert_axes]
+            return ShardingSpec(self.mesh, dims, partial_axes=waiting if pending else ())
+
+        return cut
+
+    def _find_owners(self) -> Integers:
+        """`[parts, experts]`: the part that has an expert, of those beside a part."""
+        sizes = self._sizes
+        parts = int(np.prod(sizes, dtype=np.int64))
+        places = np.array(np.unravel_index(np.arange(parts), sizes)) if sizes else None
+        if self.mesh is None or not self._expert_axes or places is None:
+            return np.tile(np.arange(parts)[:, None], (1, self.count))
+        spec = ShardingSpec(self.mesh, [DimSpec(self._expert_axes)])
+        lengths = [stop - start for start, stop in parts_of(spec, 0, self.count)]
+        of_expert = np.repeat(np.arange(len(lengths)), lengths)
+        own = np.unravel_index(of_expert, [self.mesh.axis_size(one) for one in self._expert_axes])
+        found = np.repeat(places[:, :, None], self.count, axis=2)
+        for axis, place in zip(self._expert_axes, own, strict=True):
+            found[self._axes.index(axis)] = place
+        owners: Integers = np.ravel_multi_index(tuple(found), sizes)
+        return owners
+
+    def _exchange_counts(self, experts: Sequence[Integers]) -> Integers:
+        """`[parts, experts]`, known to all ranks. Raises ArrayIndexError on all of them."""
+        rows = []
+        for one in experts:
+            # Compared in their own type: what has no sign may be more than an int64 holds.
+            bad = one[(one < 0) | (one >= self.count)]
+            good = one[(one >= 0) & (one < self.count)].astype(np.int64)
+            first = int(bad[0]) if len(bad) else 0
+            told = [len(bad), max(min(first, 2**63 - 1), -(2**63))]
+            counts = np.bincount(good, minlength=self.count)
+            rows.append(np.concatenate([counts, told]).astype(np.int64)[None])
+        shards = tuple(self.runner.library.array(one) for one in rows)
+        spec = self._spec(2)
+        if spec is not None and self._axes:
+            parts = int(np.prod(self._sizes))
+            kind = ArrayType((parts, self.count + 2), _COUNTS, spec)
+            shards = self.runner.movement(kind, replicated(spec.mesh, 2))(shards)
+        found = self.runner.library.numpy(shards[0])
+        wrong = np.flatnonzero(found[:, -2])
+        if len(wrong):
+            raise self.runner.known(
+                ArrayIndexError(
+                    f"expert {found[wrong[0], -1]} of {self.count}; give one of 0 to "
+                    f"{self.count - 1}"
+                )
+            )
+        counted: Integers = found[:, :-2].astype(np.int64)
+        return counted
+
+    def _take(self, x: Any) -> Any:
+        """An array over the mesh of this routing."""
+        _, x = operands(self._which, x)
+        spec = x.type.spec
+        if x.runner is not self.runner or (spec is not None and spec.mesh is not self.mesh):
+            raise MeshError(
+                f"{x.type} of {x.runner!r}; an array over the mesh and of the runner of the "
+                "experts' numbers was expected"
+            )
+        return x
+
+    def _cut_over_parts(self, x: Any) -> Any:
+        spec = self._spec(x.ndim)
+        return x if spec is None else placed(x, spec)
+
+    def _take_rows(self, rows: Any) -> Any:
+        rows = self._take(rows)
+        if rows.ndim != 2 or rows.shape[0] != self.counts.sum():
+            raise SpecError(
+                f"rows of shape {list(rows.shape)}; [{self.counts.sum()}, d] of routing.send were "
+                "expected"
+            )
+        spec = self._cut_rows(2)
+        return rows if spec is None else placed(rows, spec)
+
+    def _take_matrices(self, matrices: Any) -> Any:
+        matrices = self._take(matrices)
+        spec = self._cut_experts()(matrices.ndim)
+        return matrices if spec is None else placed(matrices, spec)
+
+    def _stretches(self, part: int) -> list[tuple[int, int]]:
+        """Of the experts of a part, where the rows of each start and stop."""
+        counts = self._rows.counts_at(part)[np.any(self._rows.owners == part, axis=0)]
+        ends = np.cumsum(counts)
+        return list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
+
+    def _tokens_of(self, part: int) -> int:
+        spec = self._spec(1)
+        if spec is None or not self._axes:
+            return self.tokens
+        start, stop = parts_of(spec, 0, self.tokens)[part]
+        return stop - start
+
+    def _indices(self, order: Integers, beside: Any) -> Any:
+        return self.runner.library.array(order.astype(np.int64), beside=beside)
+
+    def _move(
+        self, dtype: Any, shards: Sequence[Any], before: CutRule, after: CutRule
+    ) -> list[Any]:
+        """Rows that are cut another way."""
+        source, target = self._spec(2, before), self._spec(2, after)
+        total = int(self.counts.sum())
+        if source is None or target is None or not self._axes or not total:
+            return list(shards)
+        kind = ArrayType((total, int(shards[0].shape[-1])), dtype, source)
+        return list(self.runner.moved_once(kind, target, tuple(shards)))
+
+    def _wrap(
+        self,
+        shape: tuple[int, ...],
+        cut: Callable[[int], ShardingSpec | None],
+        like: Any,
+        shards: Sequence[Any],
+    ) -> Any:
+        kind = ArrayType(shape, like.dtype, cut(len(shape)))
+        return type(self._which).of_shards(kind, tuple(shards), self.runner)
+
+
+def _share_out(counts: Integers, capacity: int) -> Integers:
+    """`[parts, experts]`: how many rows each part may send, the first parts first."""
+    before = np.cumsum(counts, axis=0) - counts
+    found: Integers = np.clip(capacity - before, 0, None)
+    return found
+
+
+def _product(library: Any, one: Any, other: Any) -> Any:
+    """A product of matrices, in float32 where NumPy has none of a narrow type."""
+    if library.name == "numpy" and one.dtype.kind == "V":
+        return (one.astype(np.float32) @ other.astype(np.float32)).astype(one.dtype)
+    return library.namespace.matmul(one, other)
+
+
+def _on_tapes(
+    name: str,
+    given: tuple[Any, ...],
+    compute: Callable[[], Any],
+    pull_back: Callable[[TapeStep, Any], list[Any]],
+) -> Any:
+    """What is computed, as one step of the tapes that listen."""
+    tapes = [one for one in recorders if isinstance(one, Tape)]
+    with without(tapes):
+        made = compute()
+    step = TapeStep(name, {}, given, (made,), JointPullback(pull_back))
+    for tape in tapes:
+        if any(map(tape.is_active, given)):
+            tape.add(step)
+    return made

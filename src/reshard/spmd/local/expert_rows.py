@@ -1,0 +1,116 @@
+"""Rows of tokens by expert: how many go from which part to which, and in what order they lie.
+
+Each part of the tokens has some rows for each expert, and each expert is on one of the parts that a
+part can send to. A part sorts its rows by where they go, then by expert. What arrives lies by the
+part that it comes from, and is sorted by expert::
+
+    part 0 has rows for experts     2 0 3 0     sends   0 0 | 2 3
+    part 1                          1 3 3 1             1 1 | 3 3
+    experts 0 and 1 are on part 0               it gets 0 0   1 1
+    experts 2 and 3 on part 1                           2 3   3 3, sorted 2 3 3 3
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from reshard.block_rules import Joined
+from reshard.cut_rules import Sizes
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class ExpertRows:
+    """The rows of all parts.
+
+    Args:
+        counts: `[parts, experts]`, rows that each part sends to each expert.
+        owners: `[parts, experts]`, the part that has the expert to which a part sends.
+
+    >>> rows = ExpertRows(np.array([[2, 0, 1, 1], [0, 2, 0, 2]]), np.array([[0, 0, 1, 1]] * 2))
+    >>> rows.sent.sizes, [one.sizes for one in rows.sent.rules], rows.at_experts.sizes
+    ((4, 4), [(2, 2), (2, 2)], (4, 4))
+    >>> rows.sorted_at(1).tolist(), rows.counts_at(1).tolist()
+    ([0, 1, 2, 3], [0, 0, 1, 3])
+    """
+
+    def __init__(self, counts: Integers, owners: Integers) -> None:
+        self.counts = counts
+        self.owners = owners
+        self._sorted: dict[int, Integers] = {}
+
+    @property
+    def moved(self) -> int:
+        """How many rows go to another part than they are on."""
+        parts = np.arange(len(self.counts))
+        return int(self.counts[self.owners != parts[:, None]].sum())
+
+    @cached_property
+    def _exchanged(self) -> Integers:
+        """`[from, to]`."""
+        found = np.zeros((len(self.counts),) * 2, np.int64)
+        parts = np.repeat(np.arange(len(self.counts)), self.counts.shape[1])
+        np.add.at(found, (parts, self.owners.ravel()), self.counts.ravel())
+        return found
+
+    @property
+    def own(self) -> Sizes:
+        """The cut of rows where their tokens are."""
+        return Sizes(tuple(self._exchanged.sum(1).tolist()))
+
+    @property
+    def sent(self) -> Joined:
+        """The cut of the same rows where their experts are."""
+        some = [tuple(one) for one in self._exchanged.tolist() if sum(one)]
+        return Joined(tuple(map(sum, some)), tuple(map(Sizes, some)))
+
+    @property
+    def at_experts(self) -> Sizes:
+        """The cut of rows that are sorted where their experts are."""
+        return Sizes(tuple(self._exchanged.sum(0).tolist()))
+
+    def order_to_send(self, part: int, experts: Integers, capacity: Integers | None) -> Integers:
+        """Which rows a part sends, in order.
+
+        Args:
+            part: of the tokens.
+            experts: that its rows are for.
+            capacity: how many each expert takes of this part, the first ones; all when None.
+        """
+        # By owner, then by expert: the places of experts in that order.
+        place = np.argsort(np.argsort(self.owners[part], kind="stable"), kind="stable")
+        order = np.argsort(place[experts], kind="stable")
+        if capacity is None:
+            return order
+        of_sorted = experts[order]
+        # Among rows of the same expert, how many come before.
+        changes = np.flatnonzero(np.diff(of_sorted, prepend=-1))
+        lengths = np.diff(np.append(changes, len(of_sorted)))
+        before = np.arange(len(of_sorted)) - np.repeat(changes, lengths)
+        return order[before < capacity[of_sorted]]
+
+    def sorted_at(self, part: int) -> Integers:
+        """Which of the rows that arrive at a part comes where, by expert and then by sender."""
+        if part not in self._sorted:
+            self._sorted[part] = self._sort_at(part)
+        return self._sorted[part]
+
+    def _sort_at(self, part: int) -> Integers:
+        senders, experts = np.nonzero(self.owners == part)
+        order = np.argsort(self.owners, axis=1, kind="stable")
+        places = np.argsort(order, axis=1, kind="stable")
+        # As they arrive: by sender, and as the sender had them.
+        arriving = np.lexsort((places[senders, experts], senders))
+        senders, experts = senders[arriving], experts[arriving]
+        lengths = self.counts[senders, experts]
+        starts = np.cumsum(lengths) - lengths
+        wanted = np.lexsort((senders, experts))
+        pieces = [np.arange(starts[n], starts[n] + lengths[n]) for n in wanted]
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+    def counts_at(self, part: int) -> Integers:
+        """How many rows a part has of each expert."""
+        found: Integers = np.where(self.owners == part, self.counts, 0).sum(0)
+        return found
