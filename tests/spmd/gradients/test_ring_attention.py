@@ -148,11 +148,50 @@ def test_heads_that_are_cut_apart_from_their_groups_go_another_way() -> None:
     np.testing.assert_allclose(found.to_dense(), expected, 1e-12)
 
 
-def test_its_second_derivative_is_refused() -> None:
-    q = sp.array(np.ones((2, 6, 4)), spec(MESH, "-, y, -"))
+@pytest.mark.parametrize("groups", [6, 3])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+def test_second_derivatives(is_causal: bool, window: int | None, groups: int) -> None:
+    """Of parts that are cut alike, of heads and of whole arrays, as PyTorch has them of scores."""
+    draw = np.random.default_rng(groups)
+    arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (6, groups, groups)]
+    leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
+    keys, values = (one.repeat_interleave(6 // groups, 1) for one in leaves[1:])
+    scores = torch.where(
+        torch.from_numpy(seen_by(7, is_causal, window)), leaves[0] @ keys.mT / 2, -torch.inf
+    )
+    loss = (torch.softmax(scores, -1) @ values).square().sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    expected = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
+
+    def weigh(*heads: Any) -> Any:
+        return sp.sum(sp.square(sp.attention(*heads, is_causal=is_causal, window=window)))
+
+    def slope(*heads: Any) -> Any:
+        return sum(sp.sum(sp.square(one)) for one in sp.grad(weigh, (0, 1, 2))(*heads))
+
+    for cut in ("-, -, -, -", "-, -, y, -", "-, x, y, -", "x, y, -, -"):
+        found = sp.grad(slope, (0, 1, 2))(*[sp.array(one, spec(MESH, cut)) for one in arrays])
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.to_dense(), other, 1e-8, 1e-10)
+
+
+def test_first_derivatives_have_no_scores() -> None:
+    x = sp.array(np.ones((2, 6, 4)), spec(MESH, "-, x, -"))
+
+    def weigh(x: Any) -> Any:
+        return sp.sum(sp.attention(x + 0, x, x))
+
+    for function in (sp.grad(weigh), sp.grad(sp.rematerialized(weigh))):
+        names = [one.operation.operator for one in sp.trace(function, x).operations]
+        assert any(name.endswith("_gradient") for name in names)
+        assert not {"softmax", "matmul"} & {*names}
+
+
+def test_a_second_derivative_of_queries_without_keys_is_refused() -> None:
+    q, k = sp.array(np.ones((2, 6, 4))), sp.array(np.ones((2, 3, 4)))
 
     def slope(q: Any) -> Any:
-        return sp.sum(sp.grad(lambda q: sp.sum(sp.square(sp.attention(q, q, q))))(q))
+        return sp.sum(sp.grad(lambda q: sp.sum(sp.square(sp.attention(q, k, k, window=2))))(q))
 
     with pytest.raises(UsageError, match="a gradient of the first order"):
         sp.grad(slope)(q)

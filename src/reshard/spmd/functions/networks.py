@@ -250,7 +250,7 @@ def attention(
     heads, groups = queries.shape[-3], keys.shape[-3]
     if groups == 0 or heads % groups:
         raise SpecError(f"{heads} heads of queries over {groups} of keys; give a divisor of them")
-    *lead, _, length, size = queries.shape
+    size = queries.shape[-1]
     if keys.shape[-1] != size or keys.shape[-2] != values.shape[-2] or values.shape[-3] != groups:
         raise SpecError(
             f"queries of shape {list(queries.shape)}, keys of {list(keys.shape)}, values of "
@@ -271,7 +271,26 @@ def attention(
             go_round = namespace.find("ring_attention")
             return go_round(queries, keys, values, bool(is_causal), window, factor)
         return call("attention", (queries, keys, values), attributes, {"scale": factor})
-    # 2. Scores. Queries are put into groups, so that keys broadcast and need no copies.
+    # 2. Otherwise the scores are an array.
+    return attend_by_scores(
+        queries, keys, values, mask, is_causal=is_causal, window=window, factor=factor
+    )
+
+
+def attend_by_scores(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    mask: Any,
+    *,
+    is_causal: bool,
+    window: int | None,
+    factor: float,
+) -> Any:
+    """Attention, see `attention`, of other operations, with an array of scores."""
+    heads, groups = queries.shape[-3], keys.shape[-3]
+    *lead, _, length, size = queries.shape
+    # 1. Scores. Queries are put into groups, so that keys broadcast and need no copies.
     if groups != heads:
         queries = reshape(queries, (*lead, groups, heads // groups, length, size))
         keys, values = expand_dims(keys, axis=-3), expand_dims(values, axis=-3)
@@ -279,7 +298,7 @@ def attention(
     scores = multiply(scores, factor)
     if groups != heads:
         scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
-    # 3. What a query may not see gets -inf, whose exponential is 0.
+    # 2. What a query may not see gets -inf, whose exponential is 0.
     if is_causal or window is not None:
         before = np.arange(length)[:, None] - np.arange(scores.shape[-1])
         seen = before >= 0 if is_causal else np.ones_like(before, dtype=bool)
@@ -290,7 +309,7 @@ def attention(
         (allowed,) = operands(scores, mask)[1:]
         is_truth = allowed.dtype is data_types.bool
         scores = where(allowed, scores, -math.inf) if is_truth else add(scores, allowed)
-    # 4. The weighed values, groups and their heads merged again.
+    # 3. The weighed values, groups and their heads merged again.
     weights = softmax(scores)
     if groups != heads:
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))

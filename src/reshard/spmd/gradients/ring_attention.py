@@ -19,6 +19,7 @@ from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.gradients.windows import pull_by_scores
 from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.local.ring_attention import is_reached
 from reshard.spmd.shards.operation_call import call, recorders
@@ -30,13 +31,16 @@ def ring_attention(
     q: Any, k: Any, v: Any, is_causal: bool, window: int | None, scale: float
 ) -> Any:
     """Attention of sequences that are cut alike; see `sp.attention`, which calls it."""
-    shared = {"is_causal": is_causal, "window": window}
+    shared: Attributes = {"is_causal": is_causal, "window": window}
     tapes = [one for one in recorders if isinstance(one, Tape)]
     with without(tapes):
         found, sums = _attend(q, k, v, shared, scale)
 
     def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
         q, k, v = step.operands
+        by_scores = pull_by_scores(step.operands, g, **shared, scale=scale)
+        if by_scores is not None:
+            return by_scores
         return _pull_back(q, k, v, step.result, sums, g, shared, scale)
 
     step = TapeStep("attention", {}, (q, k, v), (found,), JointPullback(pull_back))

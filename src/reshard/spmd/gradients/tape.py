@@ -30,7 +30,7 @@ from reshard.spmd.functions.manipulation import reshape
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall
+from reshard.spmd.shards.operation_call import CompiledCall, recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.settling import settles
@@ -213,6 +213,12 @@ class Tape:
             waiting.clear()
 
         return found, pull_rest
+
+
+def is_watched(arrays: Sequence[Any]) -> bool:
+    """Whether a tape that listens has to know what is computed of some of the arrays."""
+    tapes = [one for one in recorders if isinstance(one, Tape)]
+    return any(tape.is_active(one) for tape in tapes for one in arrays)
 
 
 # Operators whose pullbacks read no operand: by their result, or by the cotangent alone.

@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from reshard.spmd import namespace
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import take_ranges
+from reshard.spmd.functions.networks import attend_by_scores
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep
+from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep, is_watched
 from reshard.spmd.shards.operation_call import call
 
 Ranges = list[tuple[int, int, int]]
@@ -121,8 +123,35 @@ def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     return call("avg_pool", (cotangent,), _pooling(step))
 
 
+def pull_by_scores(
+    arrays: Sequence[Any], g: Any, *, is_causal: bool, window: int | None, scale: float
+) -> tuple[Any, ...] | None:
+    """The cotangents of attention's operands, of operations that have derivatives themselves.
+
+    None where no tape asks for those, and scores need not be there; and where a query sees no key,
+    of which scores alone have no softmax.
+    """
+    q, k, _ = arrays
+    is_blind = window is not None and q.shape[-2] - k.shape[-2] >= window
+    if is_blind or not is_watched((*arrays, g)):
+        return None
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "factor": scale}
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attend_by_scores(q, k, v, None, **options)
+
+    # It stands above this module.
+    _, pullback = namespace.find("vjp")(attend, *arrays)
+    found: tuple[Any, ...] = pullback(g)
+    return found
+
+
 def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     q, k, v = step.operands
+    every = ("is_causal", "window", "scale")
+    found = pull_by_scores(step.operands, g, **{name: step.attributes[name] for name in every})
+    if found is not None:
+        return found
     names = ("is_causal", "window")
     attributes = {name: step.attributes[name] for name in names}
     options = {"scale": step.attributes["scale"]}
@@ -160,7 +189,7 @@ REFUSED: dict[str, str] = {
     },
     **dict.fromkeys(
         _SECOND.split(),
-        "sp.attention has a gradient of the first order; with a mask, of zeros say, it has all",
+        "sp.attention whose window leaves queries without keys has a gradient of the first order",
     ),
 }
 """Operators without a derivative, with the reason."""
