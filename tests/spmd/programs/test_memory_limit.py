@@ -64,9 +64,7 @@ def test_a_limit_that_nothing_keeps_is_refused() -> None:
     assert f"holds {found:,} bytes on rank 0 at %" in text and "tanh(" in text
     assert f"live_bytes={arguments_bytes:,}" in text
     # What it says is enough.
-    least = int(
-        text.split("Give at least live_bytes=")[1].split(". ")[0].split(", cut")[0].replace(",", "")
-    )
+    least = int(text.split("Give live_bytes=")[1].split(". ")[0].split(", cut")[0].replace(",", ""))
     assert float(sp.jit(chain, live_bytes=least)(*given)) == float(chain(*given))
     with pytest.raises(PlanError, match="with its arguments alone"):
         sp.jit(lambda x: x, live_bytes=8).trace(given[0])

@@ -70,7 +70,8 @@ def jit(
         topology, library: of the times by which "cost" decides, as of `sp.trace`.
         live_bytes: the most that each rank may hold at any time, arguments included: the trace's
             `peak_bytes`. Where the strategy's placement holds more, another strategy's is taken
-            that does not, and moves the least. No limit when None.
+            that does not, and moves the least; where all hold more, values are computed again
+            instead of kept. No limit when None.
         overlap: over processes, how many movements of values that grow (gathers), and as many of
             others, may be under way beside what is computed. They begin as early as that allows,
             and are waited for where they are read, in one order on all ranks; 0 lets each end
@@ -159,12 +160,15 @@ class JittedFunction:
 
         def trace_by(strategy: str) -> Trace:
             recorded = self._record(strategy, arguments, options)
-            traced = trace_recorded(recorded, strategy, self._topology, self._library)
+            return trace_recorded(recorded, strategy, self._topology, self._library)
+
+        def finish(traced: Trace) -> Trace:
             return with_overlap(traced, self._overlap, self._library) if self._overlap else traced
 
         if self._live_bytes is None:
-            return trace_by(self._strategy)
-        return trace_within(trace_by, repr(self), self._strategy, self._live_bytes)
+            return finish(trace_by(self._strategy))
+        name, library = repr(self), self._library
+        return trace_within(trace_by, finish, name, self._strategy, self._live_bytes, library)
 
     @property
     def traced_count(self) -> int:

@@ -1,8 +1,10 @@
-"""A limit on what each rank holds in a program: another placement that keeps it, or a refusal.
+"""A limit on what each rank holds in a program: a placement that keeps it, or a refusal.
 
 1. the strategy that was asked for
 2. the other strategies; of those that keep the limit, the one that moves the least bytes
-3. none does: a PlanError, with the operation at the peak and the least limit that can be kept
+3. values that are computed again: with the strategy that was asked for, then with the others, the
+   one that holds the least first
+4. a PlanError, with the operation at the peak and a limit that can be kept
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import PlanError, UsageError
+from reshard.spmd.programs.recomputation import recomputed
 from reshard.spmd.tracing.trace import STRATEGIES, Trace
 
 
@@ -24,26 +27,41 @@ def check_limit(live_bytes: Any) -> None:
         )
 
 
-def trace_within(trace_by: Callable[[str], Trace], name: str, strategy: str, limit: int) -> Trace:
+def trace_within(
+    trace_by: Callable[[str], Trace],
+    finish: Callable[[Trace], Trace],
+    name: str,
+    strategy: str,
+    limit: int,
+    library: str,
+) -> Trace:
     """The trace of a function in a placement that keeps a limit on every rank.
 
     Args:
         trace_by: gives the function's trace by a strategy.
+        finish: counts what the program holds beyond that, beside what it computes.
         name: of the function, for errors.
         strategy: that was asked for.
         limit: the most bytes of `Trace.peak_bytes` on any rank.
+        library: whose collectives take the time.
 
-    Raises PlanError where no strategy keeps it.
+    Raises PlanError where nothing that is found keeps it.
     """
-    asked = trace_by(strategy)
+    first = trace_by(strategy)
+    asked = finish(first)
     if _peak(asked) <= limit:
         return asked
-    others = [one for one in STRATEGIES if one != strategy]
     # Without shardings all strategies are one.
-    placed = [trace_by(one) for one in others if asked.mesh]
+    names = [one for one in STRATEGIES if one != strategy and first.mesh]
+    others = [trace_by(one) for one in names]
+    placed = [finish(one) for one in others]
     fitting = [one for one in placed if _peak(one) <= limit]
     if fitting:
         return min(fitting, key=lambda one: one.moved_bytes)
+    for one in (first, *sorted(others, key=_peak)):
+        again = recomputed(one, limit, library)
+        if again is not None and _peak(finished := finish(again)) <= limit:
+            return finished
     raise PlanError(_describe(name, asked, placed, limit))
 
 
@@ -65,7 +83,10 @@ def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
     least = min(map(_peak, (asked, *others)))
     return (
         f"{name} with strategy {asked.strategy!r} holds {peak:,} bytes on rank {rank} {where}, "
-        f"more than live_bytes={limit:,}" + (f" ({tried})" if tried else "") + ". Give at least "
+        f"more than live_bytes={limit:,}"
+        + (f" ({tried})" if tried else "")
+        + ", and no values that could be computed again were found that would keep it"
+        + ". Give "
         f"live_bytes={least:,}, cut arguments over more axes, take a smaller batch, or put layers "
         "that are differentiated under @sp.rematerialized"
     )

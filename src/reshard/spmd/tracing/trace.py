@@ -234,13 +234,25 @@ def trace_recorded(
         strategy, topology, library: see `trace`.
         runner: that recorded it, whose compiled operations are used; a new one when None.
     """
-    # 1. What each value is to be sharded by.
-    mesh = _find_mesh(recorded)
+    # What each value is to be sharded by.
     shardings = shardings_of(recorded, strategy, topology, library)
+    return trace_placed(recorded, shardings, strategy, topology, library, runner)
+
+
+def trace_placed(
+    recorded: Recording,
+    shardings: Shardings,
+    strategy: str,
+    topology: Topology | None,
+    library: str,
+    runner: AbstractRunner | None = None,
+) -> Trace:
+    """The trace of a recorded function whose shardings a strategy has found; see the others."""
+    mesh = _find_mesh(recorded)
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
         topology.host_of(ranks)
-    # 2. The recorded calls again, on abstract arrays that have these shardings.
+    # 1. The recorded calls again, on abstract arrays that have these shardings.
     runner = AbstractRunner() if runner is None else runner
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
@@ -251,7 +263,7 @@ def trace_recorded(
             arrays[number] = runner.array(known, ShardedArray)
     watcher = _Watcher(topology, library)
     values = carry_out(recorded, shardings, arrays, watcher)
-    # 3. Memory and, where the device is known, computing are added to what was seen.
+    # 2. Memory and, where the device is known, computing are added to what was seen.
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
     if topology is not None and topology.device is not None:
         operations = with_compute(operations, ranks, topology.device)

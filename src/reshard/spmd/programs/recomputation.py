@@ -1,0 +1,235 @@
+"""Recomputation: values that are not kept until they are read, but computed again before it.
+
+    %2 = exp(%0)                    %2 = exp(%0)
+    %3 = sin(%2)                    %3 = sin(%2)        %2 is free from here
+    ...  the peak                   ...  less
+    %9 = multiply(%8, %2)           %10 = exp(%0)
+                                    %9 = multiply(%8, %10)
+
+Where more is held than a limit, one value after another is chosen, as XLA's rematerialisation does:
+the one that takes most off what is above the limit for what it costs to compute it again. What it
+needs of others that are free by then is computed again, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.trace import Shardings, Trace, trace_placed
+
+_MOST_CHAIN = 12
+"""Operations that are carried out again for one value."""
+_TRIED = 8
+"""Values that are tried before one is chosen: the largest that live longest."""
+_PRODUCT, _MOVED = 16, 8
+"""How many bytes of an operator count as one of a product's, and of what moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedUse:
+    """An operation of the trace at a place, with the numbers of values that it reads and makes."""
+
+    operation: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def recomputed(traced: Trace, limit: int, library: str) -> Trace | None:
+    """The trace of the function with values computed again so that a limit is kept.
+
+    Args:
+        traced: of the function, in its placement.
+        limit: the most bytes of `Trace.peak_bytes` on any rank.
+        library: whose collectives take the time.
+
+    Returns:
+        None where nothing that is found keeps it.
+    """
+    # Twice, since moved operands may live otherwise than was foreseen.
+    for goal in (limit, limit - limit // 16):
+        uses = _RecomputationSearch(traced, goal).run()
+        if uses is not None:
+            found = _rebuild(traced, uses, library)
+            if max(found.peak_bytes.values()) <= limit:
+                return found
+    return None
+
+
+class _RecomputationSearch:
+    """The search for what to compute again, on the fullest rank."""
+
+    def __init__(self, traced: Trace, limit: int) -> None:
+        self._limit = limit
+        graph = traced.graph
+        rank = max(traced.peak_bytes, key=lambda one: traced.peak_bytes[one])
+        place = traced.ranks.index(rank)
+        # These stay, whoever reads them.
+        self._kept = {*graph.inputs, *graph.outputs}
+        # Of values that are made again, the one that they are again.
+        self._first: dict[int, int] = {}
+        self._next = len(graph.values)
+        self._base = held_bytes(traced.inputs, traced.ranks)[place]
+        self._meanwhile: list[int] = []
+        self._costs: list[float | None] = []
+        self._sizes: dict[int, int] = {}
+        for one, action in zip(traced.operations, traced.recording.recorded_calls, strict=True):
+            kinds = held_bytes(one.operands, traced.ranks)[place]
+            sizes = [held_bytes([kind], traced.ranks)[place] for kind in one.results]
+            self._sizes.update(zip(one.operation.results, sizes, strict=True))
+            self._meanwhile.append(one.live_bytes[place] - one.held_bytes[place])
+            weight = _PRODUCT if len(one.operands) > 1 and one.operation.rule.reduction else 1
+            cost = weight * (kinds + sum(sizes)) + _MOVED * one.moved_bytes
+            # A loop may take any time.
+            self._costs.append(None if action.run is not None else cost)
+        self._uses = [_PlacedUse(n, o.operands, o.results) for n, o in enumerate(graph.operations)]
+
+    def run(self) -> list[_PlacedUse] | None:
+        """The operations that keep the limit, in their order; None where none were found."""
+        uses = self._uses
+        live = self._count(uses)
+        if not live:
+            return None
+        while max(live) > self._limit:
+            above = self._above(live)
+            peak = max(range(len(live)), key=live.__getitem__)
+            best: tuple[float, list[_PlacedUse], list[int]] | None = None
+            for value, reader in self._candidates(uses, peak):
+                tried = self._again(uses, value, peak, reader)
+                if tried is None:
+                    continue
+                again, cost = tried
+                its = self._count(again)
+                gain = (above - self._above(its)) / cost
+                if gain > 0 and (best is None or gain > best[0]):
+                    best = gain, again, its
+            if best is None:
+                return None
+            _, uses, live = best
+        return uses
+
+    def _above(self, live: Sequence[int]) -> int:
+        return sum(max(0, one - self._limit) for one in live)
+
+    def _count(self, uses: Sequence[_PlacedUse]) -> list[int]:
+        """What is held at each place."""
+        last: dict[int, int] = {}
+        for place, one in enumerate(uses):
+            for value in (*one.results, *one.operands):
+                last[value] = place
+        held = self._base
+        found = []
+        for place, one in enumerate(uses):
+            found.append(held + self._meanwhile[one.operation])
+            held += sum(self._sizes[value] for value in one.results)
+            for value in {*one.results, *one.operands}:
+                if last[value] == place and value not in self._kept:
+                    held -= self._sizes[value]
+        return found
+
+    def _candidates(self, uses: Sequence[_PlacedUse], peak: int) -> list[tuple[int, int]]:
+        """Values that are there at the peak and not read, and where they are read behind it."""
+        before: dict[int, int] = {}
+        behind: dict[int, int] = {}
+        for place, one in enumerate(uses):
+            if place <= peak:
+                before.update(dict.fromkeys((*one.results, *one.operands), place))
+            else:
+                for value in one.operands:
+                    behind.setdefault(value, place)
+        found = [
+            (value, reader)
+            for value, reader in behind.items()
+            if before.get(value, peak) < peak and value not in self._kept and self._sizes[value]
+        ]
+        found.sort(key=lambda one: -self._sizes[one[0]] * (one[1] - before[one[0]]))
+        return found[:_TRIED]
+
+    def _again(
+        self, uses: Sequence[_PlacedUse], value: int, peak: int, reader: int
+    ) -> tuple[list[_PlacedUse], float] | None:
+        """The operations with a value made again before a reader, and what that costs."""
+        maker = {made: one for one in uses[:reader] for made in one.results}
+        last: dict[int, int] = {}
+        for place, one in enumerate(uses):
+            last.update(dict.fromkeys(one.operands, place))
+        # What is there behind the peak is read as it is, and kept until then; of values that were
+        # made again, any of them.
+        there = {
+            self._first.get(made, made): made
+            for made in maker
+            if made != value and last.get(made, -1) > peak
+        }
+        new: dict[int, int] = {number: number for number in self._kept}
+        chain: dict[_PlacedUse, None] = {}
+        cost = 0.0
+        wanted = [value]
+        while wanted:
+            number = wanted.pop()
+            one = maker[number]
+            if one in chain:
+                continue
+            own = self._costs[one.operation]
+            if own is None or len(chain) >= _MOST_CHAIN:
+                return None
+            chain[one] = None
+            cost += own
+            for operand in one.operands:
+                found = there.get(self._first.get(operand, operand))
+                if found is not None:
+                    new[operand] = found
+                elif operand not in self._kept:
+                    wanted.append(operand)
+        # In the order in which they were first computed; their results get new numbers.
+        position = {one: place for place, one in enumerate(uses)}
+        made = []
+        for one in sorted(chain, key=position.__getitem__):
+            for result in one.results:
+                new[result], self._next = self._next, self._next + 1
+                self._sizes[new[result]] = self._sizes[result]
+                self._first[new[result]] = self._first.get(result, result)
+            made.append(
+                _PlacedUse(
+                    one.operation,
+                    tuple(new[n] for n in one.operands),
+                    tuple(new[n] for n in one.results),
+                )
+            )
+        behind = [
+            replace(one, operands=tuple(new[n] if n == value else n for n in one.operands))
+            for one in uses[reader:]
+        ]
+        return [*uses[:reader], *made, *behind], max(cost, 1.0)
+
+
+def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
+    """The trace of operations that may be there several times."""
+    recorded, graph = traced.recording, traced.graph
+    # Results of operations that are there again are values behind all others.
+    numbers = {value.index: value.index for value in graph.values}
+    values, placed = list(graph.values), list(traced.shardings.values)
+    operations = []
+    for one in uses:
+        own = graph.operations[one.operation]
+        for result, old in zip(one.results, own.results, strict=True):
+            if result not in numbers:
+                numbers[result] = len(values)
+                values.append(replace(graph.values[old], index=len(values)))
+                placed.append(traced.shardings.values[old])
+        operations.append(
+            replace(
+                own,
+                operands=tuple(numbers[n] for n in one.operands),
+                results=tuple(numbers[n] for n in one.results),
+            )
+        )
+    again = replace(
+        recorded,
+        graph=Graph(tuple(values), graph.inputs, tuple(operations), graph.outputs),
+        recorded_calls=tuple(recorded.recorded_calls[one.operation] for one in uses),
+    )
+    operands = tuple(traced.shardings.operands[one.operation] for one in uses)
+    shardings = Shardings(tuple(placed), operands)
+    return trace_placed(again, shardings, traced.strategy, traced.topology, library)
