@@ -98,6 +98,8 @@ def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
         # Which element is the greatest does not change with small changes.
         return None
     g, greatest, x = step.operands
+    if 0 in g.shape:
+        return g
     padding = step.attributes["padding"]
     lead, places = _list_pool_places(step, g)
     padded, cotangents = _pad(x, lead, padding, -math.inf), _pad(cotangent, lead, padding)

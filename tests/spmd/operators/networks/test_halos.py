@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reshard.spmd as sp
@@ -87,6 +87,11 @@ def test_convolutions_are_those_of_whole_arrays(
 
 @settings(deadline=None, max_examples=25)
 @given(windows(), st.sampled_from(IMAGES), st.sampled_from(["max_pool", "avg_pool"]))
+@example(
+    {"sizes": [1, 2], "wide": [1, 3], "pads": [(0, 0)] * 2, "strides": [1, 1]},
+    IMAGES[0],
+    "max_pool",
+)
 def test_pools_are_those_of_whole_arrays(options: dict[str, Any], cut: str, name: str) -> None:
     # Equal elements too, of which one has the gradient.
     x = np.random.default_rng(0).integers(-4, 4, (2, 6, *options["sizes"])).astype(NUMBER)
@@ -177,6 +182,21 @@ def test_gradients_exchange_edges_too() -> None:
     )
     # Two rows each way of what was pooled, one of the greatest and one of their cotangents.
     assert pooled.moved_bytes == (1 + 2 + 1 + 1) * edges_bytes
+
+
+@pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest"])
+def test_strategies_leave_space_cut(strategy: str) -> None:
+    """Edges move forward, and for the gradient those of cotangents; what is placed runs."""
+    draw = np.random.default_rng(4)
+    arrays = draw.normal(size=(2, 3, 12, 5)), draw.normal(size=(3, 3, 3, 3))
+    slope = sp.grad(lambda x, k: sp.sum(sp.square(sp.convolution(x, k, padding=1))), (0, 1))
+    given = sp.array(arrays[0], spec(MESH, "-, -, y, -")), sp.array(arrays[1])
+    trace = sp.trace(slope, *given, strategy=strategy)
+    # The kernel's cotangent is summed over three parts: an all-reduce, of two copies.
+    edges_bytes, summed_bytes = 2 * (2 * 2) * (2 * 3 * 5) * 8, 2 * 2 * 2 * 3 * 3 * 9 * 8
+    assert trace.moved_bytes <= 2 * edges_bytes + summed_bytes
+    for one, other in zip(trace.run(*given), slope(*map(sp.array, arrays)), strict=True):
+        np.testing.assert_allclose(np.asarray(one), other.to_dense(), 1e-10, 1e-12)
 
 
 def test_an_axis_that_cuts_a_larger_kernel_leaves_space_whole() -> None:

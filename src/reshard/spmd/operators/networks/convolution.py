@@ -156,8 +156,8 @@ def convolution_kernel_gradient(
 
     >>> shapes, options = [(2, 6, 8), (2, 10, 6)], {"padding": ((0, 0),), "groups": 1}
     >>> print(convolution_kernel_gradient(shapes, (3,), (1,), dilation=(1,), **options).rule)
-    ([i, k, l], [i, j, m]) -> ([j, k, n]) {i=2, j=10, k=6, l=8, m=6, n=3}
-    reduction={i} need_replication={l, m}
+    ([i, k, l], [i, j, l]) -> ([j, k, m]) {i=2, j=10, k=6, l=6, m=3}
+    reduction={i} need_replication={m} permutation={l}
     """
     counted("convolution_kernel_gradient", shapes, 2)
     x, g = shapes
@@ -171,6 +171,8 @@ def convolution_kernel_gradient(
     if each != 1 or groups == 1:
         builder.factor([1], [1], size=each)
     for dim, size in enumerate(window, 2):
+        # Space may stay cut, as edges of other parts are there: see `halos`.
+        builder.factor([dim, dim], size=g[dim], kind="permutation")
         builder.factor([], [dim], size=size, kind="need_replication")
     return builder.build()
 
