@@ -71,6 +71,19 @@ def several_at_once() -> None:
         expect(torch.equal(first.wait(), own(turn, columns)), "the first")
 
 
+def some_wait_at_once() -> None:
+    """Whether a rank goes on is its own affair: the others need not do the same."""
+    rows, columns = layouts()
+    rank = dist.get_rank()
+    for turn in range(4):
+        goes_on = rank == turn
+        # "auto" would take a program for who waits.
+        found = redistribute(
+            own(turn, rows), columns, source=rows, async_op=goes_on, method="exchange"
+        )
+        expect(torch.equal(found.wait() if goes_on else found, own(turn, columns)), f"{turn}")
+
+
 def errors_come_with_wait() -> None:
     """What the thread raises is raised by `wait`, again and again; a thread runs once."""
     rows, columns = layouts()
@@ -108,6 +121,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     goes_on_without_being_waited_for()
     several_at_once()
+    some_wait_at_once()
     errors_come_with_wait()
     dist.barrier()
     dist.destroy_process_group()

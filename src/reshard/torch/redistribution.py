@@ -84,11 +84,13 @@ class Redistribution:
     ) -> None:
         self._prepared = prepared
         self._group = group
-        # Before all that may fail here only: ranks count alike.
-        tag = next_tag(group) if in_background else 0
+        # Before all that may fail here only: ranks count alike, whether they wait or go on.
+        tag = next_tag(group)
         run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
-        if in_background and isinstance(run, MessageExchange) and run.can_leave_its_thread:
-            run = BackgroundExchange(run, tag)
+        if isinstance(run, MessageExchange):
+            run.tag = tag
+            if in_background and run.can_leave_its_thread:
+                run = BackgroundExchange(run, tag)
         self._run = run
         self._is_done = False
         self.program = prepared.program
@@ -194,7 +196,7 @@ def redistribute(
             be a view, of any strides.
         group: of all ranks of source and target; all ranks when None.
         async_op: whether to return a `Redistribution` at once, whose `wait()` gives the result.
-            The source must not change before that.
+            The source must not change before that. Ranks may differ in it.
         extra_bytes: the most memory beyond source and target, on each rank.
         method: "exchange" for messages of what each rank lacks; "program" for the collectives
             that `reshard.collectives.find_program` finds, or a `Program` to run; "stages" for
@@ -468,8 +470,7 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     local = find_target_local(request.out, after, dtype, own, device, group)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
-        # A program would run in `wait`, and not in the background.
-        method = "exchange"
+        method = "exchange"  # A program would run in `wait`, and not in the background.
     out, most_bytes = request.out, request.extra_bytes
     way = choose_way(method, request.topology, before, after, dtype, group, device, most_bytes)
     program = way if isinstance(way, Program) else None
