@@ -85,8 +85,7 @@ def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
         f"{name} with strategy {asked.strategy!r} holds {peak:,} bytes on rank {rank} {where}, "
         f"more than live_bytes={limit:,}"
         + (f" ({tried})" if tried else "")
-        + ", and no values that could be computed again were found that would keep it"
-        + ". Give "
-        f"live_bytes={least:,}, cut arguments over more axes, take a smaller batch, or put layers "
-        "that are differentiated under @sp.rematerialized"
+        + ", and no values that could be computed again were found that would keep it. Give "
+        f"live_bytes={least:,}, cut arguments over more axes, take a smaller batch or overlap, or "
+        "put layers that are differentiated under @sp.rematerialized"
     )
