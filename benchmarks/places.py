@@ -46,6 +46,13 @@ TENSOR_MIB = 32
 RANKS = 4
 WRITING = ("addresses", "s5cmd", "boto3", "write")
 RULES = ["layers.*[02468].weight=-, tp", "layers.*.weight=tp, -"]
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "tester",
+    "AWS_SECRET_ACCESS_KEY": "tester",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_ALLOW_HTTP": "true",
+}
 USER = {
     "name": "tester",
     "credentials": [{"accessKey": "tester", "secretKey": "tester"}],
@@ -150,19 +157,25 @@ def one_turn(way: str, key: str, model: Path) -> Turn:
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[int]:
-    """The port of SeaweedFS's S3 server, which keeps its files in a folder."""
+def serve(
+    folder: Path, address: str = "127.0.0.1", enter: Callable[[], None] | None = None
+) -> Iterator[int]:
+    """The port of SeaweedFS's S3 server, which keeps its files in a folder.
+
+    `enter` is called in its process first, to be on another host, whose `address` is given then.
+    """
     (folder / "users.json").write_text(json.dumps({"identities": [USER]}))
     ports = free_ports(8)
     names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port"]
     names += ["filer.port.grpc", "s3.port", "s3.port.grpc"]
     server = subprocess.Popen(
-        [PROGRAMS / "weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}"]
+        [PROGRAMS / "weed", "server", f"-ip={address}", f"-ip.bind={address}", f"-dir={folder}"]
         + ["-filer", "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=0"]
         + [f"-s3.config={folder}/users.json", "-master.volumeSizeLimitMB=1024"]
         + [f"-{name}={port}" for name, port in zip(names, ports, strict=True)],
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        preexec_fn=enter,
     )
     try:
         yield ports[6]
@@ -229,9 +242,9 @@ STEPS: dict[str, Callable[..., None]] = {
 }
 
 
-def use(port: int) -> None:
+def use(port: int, address: str = "127.0.0.1") -> None:
     """Let all programs ask the server there."""
-    os.environ["AWS_ENDPOINT_URL"] = os.environ["S3_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    os.environ["AWS_ENDPOINT_URL"] = os.environ["S3_ENDPOINT_URL"] = f"http://{address}:{port}"
 
 
 def main() -> None:
@@ -248,13 +261,7 @@ def main() -> None:
         action, *given = arguments.turn
         show(timed(lambda: STEPS[action](*given)))
         return
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "tester",
-        "AWS_SECRET_ACCESS_KEY": "tester",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }
+    os.environ |= ENVIRONMENT
     seen: dict[str, list[Turn]] = {way: [] for way in arguments.ways}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
