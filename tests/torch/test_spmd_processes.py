@@ -36,3 +36,7 @@ def test_sorts_along_a_cut_axis_over_processes() -> None:
 
 def test_a_program_s_ranks_agree_once() -> None:
     expect_all_end_well(run_ranks("spmd_program_process.py", 4))
+
+
+def test_pipelines_whose_stages_are_in_other_processes() -> None:
+    expect_all_end_well(run_ranks("spmd_pipeline_process.py", 4))

@@ -9,83 +9,13 @@ import pytest
 
 import reshard
 import reshard.spmd as sp
+from pipeline_models import make_arrays, make_stages, place, whole
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.shards.operation_call import recording
 
-WIDTH, HIDDEN, BATCH, WORDS = 6, 8, 4, 11
 ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
-
-
-def first(p: Any, tokens: Any) -> Any:
-    return layer(p, sp.embedding(tokens, p["letters"]))
-
-
-def layer(p: Any, x: Any) -> Any:
-    n = sp.rms_norm(x, p["norm"])
-    return x + sp.silu(n @ p["up"]) @ p["down"]
-
-
-def last(p: Any, x: Any, targets: Any) -> Any:
-    return sp.mean(sp.cross_entropy(layer(p, x) @ p["unembed"], targets))
-
-
-def make_stages(n_stages: int) -> list[Any]:
-    return [first, *[layer] * (n_stages - 2), last]
-
-
-def make_arrays(n_stages: int, n_microbatches: int) -> tuple[list[Any], list[Any]]:
-    rng = np.random.default_rng(1)
-    own = {"norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    parameters = [
-        {name: rng.standard_normal(shape) for name, shape in own.items()} for _ in range(n_stages)
-    ]
-    parameters[0]["letters"] = rng.standard_normal((WORDS, WIDTH))
-    parameters[-1]["unembed"] = rng.standard_normal((WIDTH, WORDS))
-    batch = [tuple(rng.integers(0, WORDS, (2, BATCH, 3))) for _ in range(n_microbatches)]
-    return parameters, batch
-
-
-CUTS = {"up": "-, tp", "down": "tp, -", "norm": "-", "letters": "tp, -", "unembed": "-, tp"}
-
-
-def place(
-    parameters: list[Any], batch: list[Any], meshes: list[reshard.DeviceMesh]
-) -> tuple[list[Any], list[Any], list[reshard.ShardingSpec]]:
-    """The arrays on their stages' meshes, and the sharding of what each stage takes."""
-    n_stages = len(parameters)
-    own = [meshes[stage % len(meshes)] for stage in range(n_stages)]
-    placed = [
-        {name: sp.array(value, reshard.spec(mesh, CUTS[name])) for name, value in one.items()}
-        for mesh, one in zip(own, parameters, strict=True)
-    ]
-    rows = [reshard.spec(mesh, "dp, -, -") for mesh in own]
-    both = [
-        (
-            sp.array(tokens, reshard.spec(own[0], "dp, -")),
-            sp.array(targets, reshard.spec(own[-1], "dp, -")),
-        )
-        for tokens, targets in batch
-    ]
-    return placed, both, rows
-
-
-def whole(parameters: list[Any], batch: list[Any]) -> tuple[float, list[Any]]:
-    """The same by one function of all stages, on one device."""
-    given = [{name: sp.array(value) for name, value in one.items()} for one in parameters]
-
-    def loss(given: Any) -> Any:
-        total: Any = 0.0
-        for tokens, targets in batch:
-            x = sp.array(tokens)
-            for stage, own in zip(make_stages(len(given))[:-1], given[:-1], strict=True):
-                x = stage(own, x)
-            total = total + last(given[-1], x, sp.array(targets))
-        return total / len(batch)
-
-    value, slopes = sp.value_and_grad(loss)(given)
-    return float(value), slopes
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -126,7 +56,7 @@ def test_ranks_hold_what_the_schedule_says(
     meshes = [reshard.DeviceMesh.of(dp=1, tp=1, devices=(n,)) for n in range(2)]
     given, microbatches, specs = place(parameters, batch, meshes)
     peaks = [0, 0]
-    do = pipelines._PipelineRun.do
+    do = pipelines.PipelineRun.do
 
     def watched(self: Any, task: sp.PipelineTask) -> None:
         do(self, task)
@@ -134,7 +64,7 @@ def test_ranks_hold_what_the_schedule_says(
             held = sum(1 for stage, _ in self.held if stage % 2 == rank)
             peaks[rank] = max(peaks[rank], held)
 
-    monkeypatch.setattr(pipelines._PipelineRun, "do", watched)
+    monkeypatch.setattr(pipelines.PipelineRun, "do", watched)
     sp.Pipeline(make_stages(schedule.n_stages), schedule, specs)(given, microbatches)
     assert tuple(peaks) == schedule.peak_activations
 

@@ -24,6 +24,7 @@ from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 Stage = Callable[..., Any]
@@ -34,7 +35,12 @@ class Pipeline:
     """The loss of microbatches and its gradients, stage by stage in a schedule's order.
 
     Called with the parameters of each stage and the microbatches, it returns the mean of their
-    losses and, like the parameters, the gradients of that mean. In one process.
+    losses and, like the parameters, the gradients of that mean.
+
+    Over processes all call it, each with arrays of the stages whose meshes it is in (None for
+    others) over the group of that mesh's ranks, `sp.over_processes(group)`. The loss is None but
+    on the last stage's ranks, the gradients of stages elsewhere are None, and all stages need a
+    spec.
 
     Args:
         stages: functions of parameters and an array, which return an array; the last one takes the
@@ -96,7 +102,10 @@ class Pipeline:
 
         Raises:
             UsageError: other numbers of parameters or microbatches than the schedule has, a loss
-                that is no real number, or what `sp.vjp` refuses.
+                that is no real number, or what `sp.vjp` refuses; over processes microbatches of
+                different shapes, or a stage's array that is not over its mesh.
+            SpecError: over processes, a first stage without a sharding.
+            RunError: over processes, a stage beside this one that failed.
         """
         if len(parameters) != len(self.stages):
             raise UsageError(
@@ -108,14 +117,17 @@ class Pipeline:
                 f"{len(microbatches)} microbatches for a schedule of "
                 f"{self.schedule.n_microbatches}; cut the batch otherwise"
             )
-        run = _PipelineRun(self, parameters, microbatches)
-        for task in self.schedule.run_order:
-            run.do(task)
-        return run.result()
+        given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
+        keeper = next((leaf.runner for leaf in given), runner_for())
+        if keeper.has_every_shard:
+            return PipelineRun(self, parameters, microbatches).result()
+        from reshard.spmd.programs.pipelines.process_run import run_over_processes
+
+        return run_over_processes(self, parameters, microbatches, keeper)
 
 
 @dataclass
-class _PipelineRun:
+class PipelineRun:
     """One step: what tasks have made that later ones take, by stage and microbatch.
 
     `held` are ways back, and `origins` the shardings that inputs had where they were made.
@@ -131,18 +143,28 @@ class _PipelineRun:
     losses: list[Any] = field(default_factory=list)
     gradients: dict[int, Any] = field(default_factory=dict)
 
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is in this process."""
+        return True
+
     def do(self, task: PipelineTask) -> None:
-        """Run one task."""
-        place = (task.stage, task.microbatch)
+        """Run one task, and bring what it made to the stage that takes it."""
+        stage, microbatch = task.stage, task.microbatch
+        here = self.is_here(stage)
         if task.work is Work.FORWARD:
-            self._go_forward(*place)
+            made = self._go_forward(stage, microbatch) if here else None
+            if stage < len(self.pipeline.stages) - 1:
+                self.bring_forward(stage, microbatch, made)
             return
         if task.work is not Work.BACKWARD_WEIGHTS:
-            self._go_back(*place)
-        if task.work is not Work.BACKWARD_INPUT:
-            self._add(task.stage, self.held.pop(place)())
+            slope = self._go_back(stage, microbatch) if here else None
+            if stage:
+                self.bring_back(stage, microbatch, slope)
+        if here and task.work is not Work.BACKWARD_INPUT:
+            self._add(stage, self.held.pop((stage, microbatch))())
 
-    def _go_forward(self, stage: int, microbatch: int) -> None:
+    def _go_forward(self, stage: int, microbatch: int) -> Any:
+        """What the stage makes of the microbatch; the last one's is kept as its loss."""
         function, own = self.pipeline.stages[stage], self.parameters[stage]
         given, targets = self.microbatches[microbatch]
         is_last = stage == len(self.pipeline.stages) - 1
@@ -163,20 +185,26 @@ class _PipelineRun:
         if is_last:
             self.losses.append(made)
             self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
-            return
+        return made
+
+    def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
+        """Bring what a stage made to the next one's mesh."""
         spec = self.pipeline.specs[stage + 1]
         self.origins[stage + 1, microbatch] = made.type.spec
         self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
 
-    def _go_back(self, stage: int, microbatch: int) -> None:
-        """Pull the cotangent back to the stage's input; the parameters' follow when asked for."""
+    def _go_back(self, stage: int, microbatch: int) -> Any:
+        """The cotangent of the stage's input; the parameters' follow when asked for."""
         pullback = self.held[stage, microbatch]
         slope, rest = pullback(self.cotangents.pop((stage, microbatch)))
         self.held[stage, microbatch] = rest
-        if stage:
-            origin = self.origins.pop((stage, microbatch))
-            back = slope if origin is None else placed(slope, without_pending(origin))
-            self.cotangents[stage - 1, microbatch] = back
+        return slope
+
+    def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
+        """Bring the cotangent of a stage's input to where that was made."""
+        origin = self.origins.pop((stage, microbatch))
+        back = slope if origin is None else placed(slope, without_pending(origin))
+        self.cotangents[stage - 1, microbatch] = back
 
     def _add(self, stage: int, found: Any) -> None:
         """Add the gradients of one microbatch."""
@@ -187,12 +215,19 @@ class _PipelineRun:
         self.gradients[stage] = found
 
     def result(self) -> tuple[Any, list[Any]]:
-        """The mean loss, and the gradients of each stage."""
-        total = self.losses[0]
-        for one in self.losses[1:]:
-            total = total + one
+        """Run all tasks: the mean loss, and the gradients of each stage; None for those elsewhere.
+
+        Each process runs those that are here in the order that one process would have, so that no
+        two wait for each other.
+        """
+        for task in self.pipeline.schedule.run_order:
+            self.do(task)
+        total = None
+        for one in self.losses:
+            total = one if total is None else total + one
+        loss = None if total is None else total / len(self.losses)
         stages = range(len(self.pipeline.stages))
-        return total / len(self.losses), [self.gradients[stage] for stage in stages]
+        return loss, [self.gradients.get(stage) for stage in stages]
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -1,0 +1,106 @@
+"""One rank of a job of four: pipelines whose stages are in other processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+import reshard
+import reshard.spmd as sp
+from pipeline_models import make_arrays, make_stages, place, whole
+from refit_models import expect
+from reshard.errors import ReshardError, RunError
+
+RANKS = 4
+# Stages of a pipeline, and the axes of each one's mesh.
+MESHES = [(2, (2, 1)), (2, (1, 2)), (4, (1, 1))]
+ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
+
+
+def make_meshes(count: int, inner: tuple[int, int]) -> list[reshard.DeviceMesh]:
+    size = inner[0] * inner[1]
+    return [
+        reshard.DeviceMesh.of(dp=inner[0], tp=inner[1], devices=range(n * size, (n + 1) * size))
+        for n in range(count)
+    ]
+
+
+def equals_the_whole(count: int, inner: tuple[int, int], group: Any) -> None:
+    """The loss and the gradients of every order are those of one function on one device."""
+    rank, meshes = dist.get_rank(), make_meshes(count, inner)
+    for order, per_rank in ORDERS:
+        schedule = sp.pipeline_schedule(order, count, 4, stages_per_rank=per_rank)
+        parameters, batch = make_arrays(schedule.n_stages, 4)
+        with sp.running(sp.in_process("numpy")):
+            expected_loss, expected = whole(parameters, batch)
+        with sp.running(sp.over_processes(group)):
+            given, microbatches, specs = place(parameters, batch, meshes, rank)
+            pipeline = sp.Pipeline(make_stages(schedule.n_stages), schedule, specs)
+            for _ in range(2):
+                loss, gradients = pipeline(given, microbatches)
+            is_last = rank in meshes[-1].devices
+            expect((loss is not None) == is_last, "a loss where there is none, or none")
+            if loss is not None:
+                expect(abs(float(loss) - expected_loss) < 1e-12, f"{order}: loss {float(loss)}")
+            for stage, found in enumerate(gradients):
+                is_here = rank in specs[stage].mesh.devices
+                expect((found is not None) == is_here, f"{order}: gradients of stage {stage}")
+                for name, slope in (found or {}).items():
+                    wanted = np.asarray(expected[stage][name].to_dense())
+                    difference = np.abs(np.asarray(slope.to_dense()) - wanted).max()
+                    expect(difference < 1e-12, f"{order}: {name} of stage {stage}: {difference}")
+
+
+def who_fails_is_told_of(group: Any) -> None:
+    """A stage that fails ends all ranks soon, with its cause on those beside it."""
+    rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
+    schedule = sp.pipeline_schedule("1f1b", 4, 4)
+    parameters, batch = make_arrays(4, 4)
+    stages = make_stages(4)
+    calls = [0]
+
+    def failing(p: Any, x: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise MemoryError("no memory left")
+        return stages[2](p, x)
+
+    with sp.running(sp.over_processes(group)):
+        given, microbatches, specs = place(parameters, batch, meshes, rank)
+        broken = sp.Pipeline([*stages[:2], failing, stages[3]], schedule, specs)
+        begin_s = time.monotonic()
+        try:
+            broken(given, microbatches)
+        except MemoryError:
+            expect(rank == 2, "another rank's error")
+        except ReshardError as error:
+            expect(isinstance(error, RunError) and rank != 2, f"{type(error)}: {error}")
+        else:
+            raise SystemExit("it ended well")
+        expect(time.monotonic() - begin_s < 30, "others were held")
+        dist.barrier()
+        # The connections are made anew.
+        loss, _ = sp.Pipeline(stages, schedule, specs)(given, microbatches)
+        expect((loss is not None) == (rank == 3), "no step after the failed one")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([one]) for one in range(RANKS)]
+    for count, inner in MESHES:
+        equals_the_whole(count, inner, halves[rank // 2] if count == 2 else alone[rank])
+    who_fails_is_told_of(alone[rank])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
+    os._exit(0)
