@@ -18,7 +18,8 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
 from reshard.spmd.arrays.sharded_array import from_shards
-from reshard.spmd.programs.pipelines.pipeline import Pipeline, PipelineRun
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
+from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
 from reshard.torch.exchange.groups import rank_group
@@ -26,7 +27,9 @@ from reshard.torch.redistribution import redistribute
 
 
 def run_over_processes(
-    pipeline: Pipeline,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule,
+    specs: Sequence[ShardingSpec | None],
     parameters: Sequence[Any],
     microbatches: Sequence[tuple[Any, Any]],
     keeper: Runner,
@@ -34,7 +37,9 @@ def run_over_processes(
     """One step of a pipeline whose stages are in several processes, all of which call this.
 
     Args:
-        pipeline: the same on all processes, with a spec for each stage.
+        stages: functions, as `Pipeline` takes them.
+        schedule: the same on all processes.
+        specs: of each stage.
         parameters: of the stages that are here; None for others.
         microbatches: pairs, of which only the first and the last stage's processes read a part.
         keeper: the runner of this process's arrays, over the group of its stage's ranks.
@@ -44,7 +49,7 @@ def run_over_processes(
 
     Raises as `Pipeline`, and RunError on processes that wait for one that failed.
     """
-    run = _ProcessRun(pipeline, parameters, microbatches)
+    run = _ProcessRun(stages, schedule, specs, parameters, microbatches)
     run.prepare(keeper)
     try:
         return run.result()
@@ -61,13 +66,13 @@ class _ProcessRun(PipelineRun):
     def prepare(self, keeper: Runner) -> None:
         """Find the stages that are here, and the groups with those beside them."""
         self.rank, self.keeper = dist.get_rank(), keeper
-        self.specs = [one for one in self.pipeline.specs if one is not None]
-        if len(self.specs) < len(self.pipeline.stages):
+        self.taken = [one for one in self.specs if one is not None]
+        if len(self.taken) < len(self.stages):
             raise SpecError(
                 "a pipeline over processes whose first stage has no sharding; give one, whose mesh "
                 "is where the stage is"
             )
-        self.meshes = [one.mesh for one in self.specs]
+        self.meshes = [one.mesh for one in self.taken]
         self.kinds: dict[int, tuple[tuple[int, ...], ShardingSpec]] = {}
         self.groups: dict[int, dist.ProcessGroup] = {}
         for stage, (one, other) in enumerate(zip(self.meshes, self.meshes[1:], strict=False)):
@@ -97,7 +102,7 @@ class _ProcessRun(PipelineRun):
                 f"stage {stage} returned {made.type} for microbatch {microbatch}, and shape "
                 f"{shape}, {origin} before; cut the batch into equal microbatches"
             )
-        found = self._move(made, origin, self.specs[stage + 1], shape, group)
+        found = self._move(made, origin, self.taken[stage + 1], shape, group)
         if found is not None:
             self.inputs[stage + 1, microbatch] = found
 
@@ -110,7 +115,7 @@ class _ProcessRun(PipelineRun):
             return
         shape, origin = self.kinds[stage - 1]
         target = without_pending(origin)
-        found = self._move(slope, self.specs[stage], target, shape, group)
+        found = self._move(slope, self.taken[stage], target, shape, group)
         if found is not None:
             self.cotangents[stage - 1, microbatch] = found
 

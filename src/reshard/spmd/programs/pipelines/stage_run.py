@@ -1,0 +1,135 @@
+"""One step of a pipeline: the passes of stages, and what goes between them.
+
+    F of stage 0 --activation--> F of stage 1 --loss--> B of stage 1 --cotangent--> B of stage 0
+
+A forward pass keeps its way back until the backward pass has gone it; gradients of parameters are
+added up over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.functions.filling import full_like
+from reshard.spmd.gradients.tape import placed
+from reshard.spmd.gradients.transforms import vjp_in_two
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+Stage = Callable[..., Any]
+
+
+@dataclass
+class PipelineRun:
+    """One step: what tasks have made that later ones take, by stage and microbatch.
+
+    `held` are ways back, and `origins` the shardings that inputs had where they were made.
+    """
+
+    stages: Sequence[Stage]
+    schedule: PipelineSchedule
+    specs: Sequence[ShardingSpec | None]
+    parameters: Sequence[Any]
+    microbatches: Sequence[tuple[Any, Any]]
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    origins: dict[tuple[int, int], ShardingSpec | None] = field(default_factory=dict)
+    cotangents: dict[tuple[int, int], Any] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is in this process."""
+        return True
+
+    def do(self, task: PipelineTask) -> None:
+        """Run one task, and bring what it made to the stage that takes it."""
+        stage, microbatch = task.stage, task.microbatch
+        here = self.is_here(stage)
+        if task.work is Work.FORWARD:
+            made = self._go_forward(stage, microbatch) if here else None
+            if stage < len(self.stages) - 1:
+                self.bring_forward(stage, microbatch, made)
+            return
+        if task.work is not Work.BACKWARD_WEIGHTS:
+            slope = self._go_back(stage, microbatch) if here else None
+            if stage:
+                self.bring_back(stage, microbatch, slope)
+        if here and task.work is not Work.BACKWARD_INPUT:
+            self._add(stage, self.held.pop((stage, microbatch))())
+
+    def _go_forward(self, stage: int, microbatch: int) -> Any:
+        """What the stage makes of the microbatch; the last one's is kept as its loss."""
+        function, own = self.stages[stage], self.parameters[stage]
+        given, targets = self.microbatches[microbatch]
+        is_last = stage == len(self.stages) - 1
+        more = (targets,) if is_last else ()
+        if stage:
+            x = self.inputs.pop((stage, microbatch))
+            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x)
+        else:
+            # Tokens have no gradients, and nobody asks for those of others.
+            made, pullback = vjp_in_two(lambda p: function(p, given, *more), own, None)
+        if not isinstance(made, ArrayValue) or (is_last and made.type.shape != ()):
+            expected = "the loss, an array without dimensions" if is_last else "one array"
+            raise UsageError(
+                f"stage {stage} returned {getattr(made, 'type', type(made).__name__)}; {expected}, "
+                "was expected"
+            )
+        self.held[stage, microbatch] = pullback
+        if is_last:
+            self.losses.append(made)
+            self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
+        return made
+
+    def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
+        """Bring what a stage made to the next one's mesh."""
+        spec = self.specs[stage + 1]
+        self.origins[stage + 1, microbatch] = made.type.spec
+        self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
+
+    def _go_back(self, stage: int, microbatch: int) -> Any:
+        """The cotangent of the stage's input; the parameters' follow when asked for."""
+        pullback = self.held[stage, microbatch]
+        slope, rest = pullback(self.cotangents.pop((stage, microbatch)))
+        self.held[stage, microbatch] = rest
+        return slope
+
+    def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
+        """Bring the cotangent of a stage's input to where that was made."""
+        origin = self.origins.pop((stage, microbatch))
+        back = slope if origin is None else placed(slope, without_pending(origin))
+        self.cotangents[stage - 1, microbatch] = back
+
+    def _add(self, stage: int, found: Any) -> None:
+        """Add the gradients of one microbatch."""
+        known = self.gradients.get(stage)
+        if known is not None:
+            before = iter([leaf for _, leaf in leaves([known])])
+            found = replaced([found], lambda leaf: _sum(next(before), leaf))[0]
+        self.gradients[stage] = found
+
+    def result(self) -> tuple[Any, list[Any]]:
+        """Run all tasks: the mean loss, and the gradients of each stage; None for those elsewhere.
+
+        Each process runs those that are here in the order that one process would have, so that no
+        two wait for each other.
+        """
+        for task in self.schedule.run_order:
+            self.do(task)
+        total = None
+        for one in self.losses:
+            total = one if total is None else total + one
+        loss = None if total is None else total / len(self.losses)
+        stages = range(len(self.stages))
+        return loss, [self.gradients.get(stage) for stage in stages]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
