@@ -1,6 +1,8 @@
 """Tokens that vLLM generates on the CPU, greedily, from a folder by a load format.
 
-Usage: python generation.py FOLDER LOAD_FORMAT TP RESULT
+Usage: python generation.py FOLDER LOAD_FORMAT TP RESULT [CHECKPOINT]
+
+CHECKPOINT is where the weights are, if not in FOLDER, for the format `reshard`.
 
 Starts TP processes with the executor `external_launcher`, one core each. Rank 0 writes RESULT:
 the tokens, and for the format `reshard` what each rank read. Models need heads of 64: smaller ones
@@ -14,15 +16,17 @@ import os
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 PROMPTS = [[1, 17, 42, 9, 101, 7], [3, 250, 8, 8, 30]]
 TOKENS = 12
 
 
-def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
+def run_rank(folder: str, load_format: str, tp: int, result: str, checkpoint: str = "") -> None:
     """Load the model on this rank, and generate."""
     from vllm import LLM, SamplingParams
 
+    extra = {"model_loader_extra_config": {"checkpoint": checkpoint}} if checkpoint else {}
     engine = LLM(
         model=folder,
         skip_tokenizer_init=True,
@@ -34,6 +38,7 @@ def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
         max_num_seqs=2,
         dtype="bfloat16",
         seed=0,
+        **extra,
     )
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
@@ -65,9 +70,17 @@ def engine_variables(tp: int) -> dict[str, str]:
 
 
 def generate(
-    folder: Path, load_format: str, tp: int, scratch: Path, saved: Path | None = None
-) -> list[dict[str, object]]:
-    """What each rank generates; it then saves its parameters into the folder `saved`, if given."""
+    folder: Path,
+    load_format: str,
+    tp: int,
+    scratch: Path,
+    saved: Path | None = None,
+    checkpoint: str = "",
+) -> list[dict[str, Any]]:
+    """What each rank generates; it then saves its parameters into the folder `saved`, if given.
+
+    The weights come from `checkpoint`, by default from the folder.
+    """
     # Ranks run this file, and need no other of the tests.
     from live_processes import run_rank_programs
 
@@ -78,10 +91,10 @@ def generate(
         "VLLM_DIST_IDENT": f"reshard-{uuid.uuid4().hex[:8]}",
         "RESHARD_SAVED_STATE": str(saved or ""),
     }
-    command = [sys.executable, __file__, folder, load_format, tp, result]
+    command = [sys.executable, __file__, folder, load_format, tp, result, checkpoint]
     run_rank_programs(command, tp, environment, timeout_s=600)
     return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(tp)]
 
 
 if __name__ == "__main__":
-    run_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    run_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

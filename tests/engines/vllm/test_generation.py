@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ if os.environ.get("RESHARD_ENGINE") != "vllm":
     pytest.skip("needs vLLM", allow_module_level=True)
 
 from engines.vllm.generation import generate
+from reshard import checkpoint
 from reshard.checkpoint import compare, convert
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
@@ -40,6 +42,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.usefixtures("installed")
+def test_weights_come_from_an_address(model: Path, tmp_path: Path) -> None:
+    """The folder has no weights; ranks ask the store once for what both need."""
+    pytest.importorskip("obstore")
+    from object_server import object_server
+
+    right = [one["tokens"] for one in generate(model, "auto", 2, tmp_path)]
+    shell = tmp_path / "shell"
+    shutil.copytree(model, shell, ignore=shutil.ignore_patterns("*.safetensors"))
+    with object_server() as server:
+        for path in model.iterdir():
+            server.objects[f"/m/{path.name}"] = path.read_bytes()
+        found = generate(shell, "reshard", 2, tmp_path, checkpoint=f"{server.url}/m")
+    assert [one["tokens"] for one in found] == right
+    source = checkpoint.open(model)
+    model_bytes = sum(one.size_bytes for one in source.tensors.values())
+    by_loader_bytes = sum(source[name].size_bytes for name in found[0]["by_loader"])
+    asked_bytes = sum(one["read_bytes"] for one in found)
+    assert model_bytes <= asked_bytes <= 1.05 * (model_bytes + by_loader_bytes)
 
 
 @pytest.mark.usefixtures("installed")

@@ -26,6 +26,7 @@ def load_parameters(
     names: Iterable[str] | None = None,
     out: Mapping[str, NDArray[Any]] | None = None,
     threads: int | None = None,
+    readers_on_host: int = 1,
 ) -> dict[str, NDArray[Any]]:
     """The parameters of one rank of an engine, by the names that it gives them.
 
@@ -40,6 +41,8 @@ def load_parameters(
         names: of those that are wanted; all that the loader fills when None.
         out: arrays to fill instead of new ones, of the parameters' shapes and dtypes.
         threads: how many read at a time.
+        readers_on_host: how many processes of this host load their rank's part at the same time, as
+            of `load`.
 
     Returns:
         Each parameter by its name; of those that share memory, all of them the same array.
@@ -77,5 +80,7 @@ def load_parameters(
     whole = {name: Layout.whole(one.shape, [0], 1) for name, one in bound.tensors.items()}
     if out is not None:
         out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
-    arrays = load_layouts(bound, whole, 0, out=out, threads=threads)
+    arrays = load_layouts(
+        bound, whole, 0, out=out, threads=threads, readers_on_host=readers_on_host
+    )
     return {name: arrays[first.get(name, name)] for name in wanted}

@@ -212,13 +212,15 @@ def load_layouts(
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
     readers_on_host: int = 1,
+    count_read: Callable[[int], None] | None = None,
     progress: ProgressFunction | None = None,
     stop: threading.Event | None = None,
 ) -> dict[str, NDArray[Any]]:
     """One rank's arrays of given layouts, from a checkpoint of any format and cut.
 
     It is `load` of `reshard.checkpoint.loading.requested` for layouts that are at hand: arguments,
-    result and errors are as there.
+    result and errors are as there. `count_read` is told, at the end, the bytes that were asked of
+    files which this opened.
 
     >>> import tempfile, numpy as np, reshard
     >>> from reshard.checkpoint.formats.safetensors.header import build_header
@@ -332,6 +334,8 @@ def load_layouts(
         ) from None
     finally:
         if files is None:
+            if count_read is not None:
+                count_read(sum(file.read_bytes for file in opened))
             opened.close()
         if together is not None:
             together.close()

@@ -47,6 +47,7 @@ def load(
     *,
     strict: bool = True,
     threads: int | None = None,
+    readers_on_host: int = 1,
 ) -> LoadReport:
     """Fill a module, or a state dict of DTensors and tensors, from a checkpoint.
 
@@ -58,7 +59,9 @@ def load(
         target: what to fill. Of a module, its parameters and persistent buffers.
         strict: whether names that only the checkpoint has are an error. Names that only the
             target has always are.
-        threads: how many read at a time on this rank; 4 when None.
+        threads: how many read at a time on this rank; 4 when None, and 16 from an address.
+        readers_on_host: how many ranks of this host load at the same time: from an address, what
+            several of them need is asked for once, as by `reshard.checkpoint.load`.
 
     Raises:
         ShardError: names, shapes or dtypes that do not fit, all of them in one message.
@@ -75,25 +78,30 @@ def load(
     tensors = {name: t for name, t in tensors_of(target) if isinstance(t, torch.Tensor)}
     _check_fit(checkpoint, tensors, strict)
     local_bytes = 0
-    by_rank: dict[int, dict[str, Layout]] = {}
-    for name, tensor in tensors.items():
-        # A plain tensor's layout has one rank, 0, on every process.
-        by_rank.setdefault(rank_of(tensor), {})[name] = layout_of(tensor)
-    for rank, layouts in by_rank.items():
-        locals_ = {name: _find_local(tensors[name]) for name in layouts}
-        beside = {
-            name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
-            for name, local in locals_.items()
-        }
-        out = {name: TorchTensors(local).storage(local, name) for name, local in beside.items()}
-        loaded = load_arrays(checkpoint, layouts, rank, out=out, threads=threads)
-        for name in loaded:
-            local_bytes += out[name].nbytes
-            if beside[name] is not locals_[name]:
-                locals_[name].copy_(beside[name])
-            elif not locals_[name].is_inference():
-                # What reads a file writes behind autograd's back.
-                torch.autograd.graph.increment_version(locals_[name])
+    # One call, plain tensors too: processes that share reads meet once.
+    rank = max(map(rank_of, tensors.values()), default=0)
+    layouts = {
+        name: layout_of(tensor)
+        if isinstance(tensor, DTensor)
+        else Layout.whole(tuple(tensor.shape), [rank], rank + 1)
+        for name, tensor in tensors.items()
+    }
+    locals_ = {name: _find_local(tensor) for name, tensor in tensors.items()}
+    beside = {
+        name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
+        for name, local in locals_.items()
+    }
+    out = {name: TorchTensors(local).storage(local, name) for name, local in beside.items()}
+    loaded = load_arrays(
+        checkpoint, layouts, rank, out=out, threads=threads, readers_on_host=readers_on_host
+    )
+    for name in loaded:
+        local_bytes += out[name].nbytes
+        if beside[name] is not locals_[name]:
+            locals_[name].copy_(beside[name])
+        elif not locals_[name].is_inference():
+            # What reads a file writes behind autograd's back.
+            torch.autograd.graph.increment_version(locals_[name])
     unused = tuple(name for name in checkpoint.tensors if name not in tensors)
     return LoadReport(len(tensors), local_bytes, unused)
 

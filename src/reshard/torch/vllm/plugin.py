@@ -1,13 +1,16 @@
 """vLLM's plug-in: the load format `reshard`, by which each rank reads its own bytes alone.
 
     vllm serve FOLDER --load-format reshard
+    vllm serve FOLDER --load-format reshard --model-loader-extra-config '{"checkpoint": "s3://b/m"}'
 
 FOLDER may be a checkpoint of any format and cut that `reshard.checkpoint.open` opens, with the
-`config.json` of the model. On every rank:
+`config.json` of the model; or the weights are at another place, of this machine or not. On every
+rank:
 
 1. vLLM builds its model, as ever. Its `load_weights` is traced with the checkpoint's names and
    shapes, on this very model: nothing is read for that, and nothing is kept in a file.
-2. What is copied is read from the files into the parameters.
+2. What is copied is read from the files into the parameters. From an address, what several ranks
+   of a host need is asked for once.
 3. What is computed, or goes through operators that the tracer does not follow, is loaded by
    `load_weights` itself, from those tensors alone.
 
@@ -23,10 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.places.host_reads import name_host
+from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
@@ -34,6 +38,8 @@ from reshard.layout import Layout
 from reshard.recipes.engine_layouts import ParameterLayout
 
 LOAD_FORMAT = "reshard"
+# Memory beside the model, for parameters that are not read in place: on a GPU, or cast.
+STAGED_BYTES = 256 << 20
 # What the last load of this process did, for whoever started vLLM.
 last_report: RankReport | None = None
 
@@ -60,20 +66,24 @@ def _make_loader_class() -> Any:
             super().__init__(load_config)
             extra = dict(load_config.model_loader_extra_config or {})
             self.threads = extra.pop("threads", None)
+            self.checkpoint = extra.pop("checkpoint", None)
             if extra:
                 raise ValueError(
                     f"model_loader_extra_config has {sorted(extra)}; the load format "
-                    f"{LOAD_FORMAT!r} knows threads"
+                    f"{LOAD_FORMAT!r} knows checkpoint and threads"
                 )
 
         def download_model(self, model_config: Any) -> None:
-            """Do nothing: checkpoints are folders of this machine."""
+            """Do nothing: what is needed is read where it is."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Fill the model of this rank."""
-            folder = model_config.model_weights or model_config.model
+            from vllm.distributed.parallel_state import get_world_group
+
+            place = self.checkpoint or model_config.model_weights or model_config.model
+            group = get_world_group().cpu_group
             global last_report
-            last_report = load_rank(model, folder, threads=self.threads)
+            last_report = load_rank(model, place, threads=self.threads, group=group)
 
     return ReshardModelLoader
 
@@ -94,14 +104,20 @@ class RankReport:
 
 
 def load_rank(
-    model: torch.nn.Module, folder: str | os.PathLike[str], *, threads: int | None = None
+    model: torch.nn.Module,
+    place: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> RankReport:
     """Fill a rank's model from a checkpoint, with what its own `load_weights` puts there.
 
     Args:
         model: with `load_weights`, as vLLM's models have.
-        folder: of a checkpoint.
-        threads: how many read at a time; 4 when None.
+        place: of a checkpoint.
+        threads: how many read at a time; 4 when None, and 16 from an address.
+        group: of the ranks that load from there at the same time, over CPUs: from an address, those
+            of one host ask for what several of them need once.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
@@ -112,7 +128,7 @@ def load_rank(
     from reshard.torch.loaders.tracing import trace_loading
 
     begun = time.perf_counter()
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(place)
     sources = {name: (one.dtype.name, one.shape) for name, one in checkpoint.tensors.items()}
     load_weights: Any = model.load_weights
     traced = trace_loading(load_weights, sources, model, values=False)
@@ -127,12 +143,8 @@ def load_rank(
             by_loader.update(dict.fromkeys(parameter.sources))
         else:
             found.add_parameter(copied)
-    files = open_sources(found.bound)
-    try:
-        _read_parameters(found.bound, files, model.state_dict(keep_vars=True), threads)
-        read_bytes = sum(file.read_bytes for file in files)
-    finally:
-        files.close()
+    tensors = model.state_dict(keep_vars=True)
+    read_bytes = _read_parameters(found.bound, tensors, threads, group)
     # 2. The loader comes last. It writes nothing else than what was read before.
     if by_loader:
         load_weights((name, _read_whole(checkpoint, name)) for name in by_loader)
@@ -165,11 +177,11 @@ def _find_copied(parameter: ParameterLayout, checkpoint: Checkpoint) -> Paramete
 
 def _read_parameters(
     bound: Checkpoint,
-    files: OpenFiles[SourceFile],
     tensors: Mapping[str, torch.Tensor],
     threads: int | None,
-) -> None:
-    """Read every tensor of a checkpoint into the parameter of its name."""
+    group: dist.ProcessGroup | None,
+) -> int:
+    """Read every tensor of a checkpoint into the parameter of its name: bytes asked of files."""
     in_place, beside = {}, []
     for name, stored in bound.tensors.items():
         tensor = tensors[name].detach()
@@ -179,17 +191,62 @@ def _read_parameters(
         elif stored.size_bytes:
             beside.append(name)
 
+    sizes_bytes = {name: bound[name].size_bytes for name in beside}
+    readers = 1
+    if group is not None and isinstance(bound.folder, PlacePath):
+        readers, sizes_bytes = _agree_with_host(sizes_bytes, group)
+    asked_bytes: list[int] = []
+
     def read(out: dict[str, Any]) -> None:
         layouts = {name: Layout.whole(bound[name].shape, [0], 1) for name in out}
-        load_layouts(bound, layouts, 0, out=out, threads=threads, files=files)
+        load_layouts(
+            bound,
+            layouts,
+            0,
+            out=out,
+            threads=threads,
+            readers_on_host=readers,
+            count_read=asked_bytes.append,
+        )
 
     read(in_place)
-    # One at a time: memory beside the model is that of its largest parameter.
-    for name in beside:
-        stored = bound[name]
-        staged = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype.name))
-        read({name: TorchTensors(staged).storage(staged, name)})
-        tensors[name].detach().copy_(staged)
+    for batch in _make_batches(sizes_bytes):
+        own = [bound[name] for name in batch if name in beside]
+        staged = {
+            one.name: torch.empty(one.shape, dtype=getattr(torch, one.dtype.name)) for one in own
+        }
+        read({name: TorchTensors(one).storage(one, name) for name, one in staged.items()})
+        for name, one in staged.items():
+            tensors[name].detach().copy_(one)
+    return sum(asked_bytes)
+
+
+def _make_batches(sizes_bytes: Mapping[str, int]) -> list[list[str]]:
+    """Names in batches of `STAGED_BYTES`, or of one that is larger."""
+    batches: list[list[str]] = []
+    room = 0
+    for name, size_bytes in sizes_bytes.items():
+        if size_bytes > room:
+            batches.append([])
+            room = STAGED_BYTES
+        batches[-1].append(name)
+        room -= size_bytes
+    return batches
+
+
+def _agree_with_host(
+    sizes_bytes: Mapping[str, int], group: dist.ProcessGroup
+) -> tuple[int, dict[str, int]]:
+    """How many ranks are on this host, and the most bytes that one of them has of each name.
+
+    Ranks that share reads read the same names at the same time.
+    """
+    own = (name_host(), dict(sizes_bytes))
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    here = [sizes for host, sizes in told if host == own[0]]
+    names = dict.fromkeys(name for sizes in here for name in sizes)
+    return len(here), {name: max(sizes.get(name, 0) for sizes in here) for name in names}
 
 
 def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

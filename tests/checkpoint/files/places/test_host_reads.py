@@ -94,6 +94,37 @@ def test_what_several_ranks_need_is_read_once(
     assert server.sent_bytes > 2.5 * size_bytes
 
 
+def test_who_comes_again_meets_the_others_again(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    size_bytes = make_model(server, tmp_path)
+    # The last meeting's pieces, and room for little more.
+    monkeypatch.setattr(host_reads, "WINDOW_BYTES", 12 << 20)
+
+    def load(rank: int) -> None:
+        for names in (["columns.*", "rows.*"], ["whole.*"], ["columns.*"]):
+            found = checkpoint.load(
+                f"{server.url}/m",
+                to="tp=4",
+                rules=RULES,
+                include=names,
+                rank=rank,
+                readers_on_host=READERS,
+                threads=1 + rank,
+            )
+            expected = checkpoint.load(
+                tmp_path / "model", to="tp=4", rules=RULES, include=names, rank=rank
+            )
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+    with ThreadPoolExecutor(READERS) as threads:
+        list(threads.map(load, range(READERS)))
+    columns_bytes = 3 * 1500 * 1031 * 4
+    needed_bytes = size_bytes + columns_bytes
+    assert needed_bytes <= server.sent_bytes <= needed_bytes * 1.05 + 3 * HEADERS_BYTES
+    assert not list(folder.iterdir())
+
+
 def test_a_small_window_is_enough(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +245,7 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     with ThreadPoolExecutor(2) as threads:
         fast, slow = threads.map(lambda _: HostReads("m", 2, sizes, tasks), range(2))
     fast.finish(0)
-    content = folder / fast.folder.name / f"piece-0-0-{host_reads.PIECE_BYTES}-tag"
+    content = folder / fast.folder.name / f"piece-0-0-0-{host_reads.PIECE_BYTES}-tag"
     content.write_bytes(bytes(host_reads.PIECE_BYTES + 1))
     threading.Timer(0.2, slow.finish, (0,)).start()
     began_s = time.monotonic()
@@ -222,7 +253,7 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert 0.1 < time.monotonic() - began_s < 1.0
     assert not content.exists()
     # It hangs.
-    content = content.with_name(f"piece-1-0-{host_reads.PIECE_BYTES}-tag")
+    content = content.with_name(f"piece-0-1-0-{host_reads.PIECE_BYTES}-tag")
     content.write_bytes(bytes(host_reads.PIECE_BYTES + 1))
     began_s = time.monotonic()
     fast._make_room(host_reads.PIECE_BYTES)

@@ -2,12 +2,13 @@
 
 Processes that load a checkpoint at the same time meet in a folder in memory::
 
-    /dev/shm/reshard-reads-.../   lock
+    /dev/shm/reshard-reads-.../   lock                    how many meetings are complete
                                   member-0 ... member-3   locked while the process lives
-                                  piece-17-...            4 MiB of an object
+                                  piece-0-17-...          4 MiB of an object, of a meeting
 
 1. `HostReads` takes a member's place, writes down what this process is going to read, and waits
-   until the others have done so.
+   until the others have done so. Who comes again while others still read waits for the next
+   meeting.
 2. A piece of 4 MiB is shared where to read it once is less than what all of them read in it.
 3. Who needs a shared piece and finds none locks it, asks the store, and leaves it in the folder;
    whoever needs it meanwhile waits for the lock.
@@ -27,6 +28,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -54,8 +56,9 @@ MOST_THREADS = WINDOW_BYTES // (4 * PIECE_BYTES)
 _PATIENCE_S = 10.0
 _WAIT_S = 0.005
 _ATTEMPTS = 100
-# A member's file: how far it is, how many rows it has, then rows of piece, bytes, first and end.
-_HEADER_BYTES = 16
+# A member's file: how far it is, how many rows it has, its meeting; then rows of piece, bytes,
+# first and end.
+_HEADER_BYTES = 24
 _COLUMNS = 4
 
 
@@ -107,7 +110,7 @@ class HostReads(Closing):
             repr((place, count, sorted(sizes.items()))).encode(), digest_size=8
         ).hexdigest()
         self.folder = _find_memory() / f"reshard-reads-{os.getuid()}-{digest}"
-        self._member = -1
+        self._member = self._meeting = -1
         self._own = -1
         try:
             self._take_place(self._rows([span for spans in tasks for span in spans]))
@@ -125,17 +128,24 @@ class HostReads(Closing):
         """Lock the first free member's file, and write down what this process reads."""
         began_s = time.monotonic()
         while self._own < 0:
-            with self._lock_folder():
+            with self._lock_folder() as lock:
+                if self._is_alone():
+                    # What killed processes left of the first meeting is used again.
+                    os.ftruncate(lock, 0)
+                complete = int.from_bytes(os.pread(lock, 8, 0), "little")
                 for member in range(self._count):
                     descriptor = os.open(self._path(member), os.O_RDWR | os.O_CREAT, 0o600)
                     if _try_lock(descriptor):
-                        self._own, self._member = descriptor, member
+                        self._own, self._member, self._meeting = descriptor, member, complete
                         os.ftruncate(descriptor, 0)
-                        header = np.array([self._starts[0] if len(self._starts) else self._end])
-                        write_all(descriptor, header.astype(np.int64).tobytes(), 0)
+                        start = self._starts[0] if len(self._starts) else self._end
+                        header = np.array([start, 0, complete], dtype=np.int64)
+                        write_all(descriptor, header.tobytes(), 0)
                         write_all(descriptor, rows.tobytes(), _HEADER_BYTES)
                         # Last, since it says that the rows are there.
                         write_all(descriptor, np.int64(len(rows)).tobytes(), 8)
+                        if len(self._list_met()) == self._count:
+                            write_all(lock, (complete + 1).to_bytes(8, "little"), 0)
                         return
                     os.close(descriptor)
             if time.monotonic() - began_s > _PATIENCE_S:
@@ -144,12 +154,17 @@ class HostReads(Closing):
                 )
             time.sleep(_WAIT_S)
 
+    def _list_met(self) -> list[IntArray]:
+        """The rows of those that are in this process's meeting."""
+        found = map(self._rows_of, range(self._count))
+        return [rows for meeting, rows in found if meeting == self._meeting]
+
     def _wait_for_others(self) -> list[IntArray]:
         """The rows of all members, as soon as all are there."""
         began_s = time.monotonic()
         while True:
-            found = [rows for rows in map(self._rows_of, range(self._count)) if rows is not None]
-            if len(found) == self._count:
+            found = self._list_met()
+            if len(found) == self._count or self._is_complete():
                 return found
             if time.monotonic() - began_s > _PATIENCE_S:
                 LOGGER.warning(
@@ -161,21 +176,30 @@ class HostReads(Closing):
                 return found
             time.sleep(_WAIT_S)
 
-    def _rows_of(self, member: int) -> IntArray | None:
-        """What a member reads; None where nobody is."""
+    def _is_complete(self) -> bool:
+        """Whether all came to this process's meeting; some may have left it since."""
+        lock = os.open(self.folder / "lock", os.O_RDONLY)
+        try:
+            return int.from_bytes(os.pread(lock, 8, 0), "little") > self._meeting
+        finally:
+            os.close(lock)
+
+    def _rows_of(self, member: int) -> tuple[int, IntArray]:
+        """The meeting that a member is in, and what it reads there; -1 where nobody is."""
+        nobody = -1, np.empty((0, _COLUMNS), dtype=np.int64)
         if member == self._member:
             descriptor = os.dup(self._own)
         elif (opened := self._open_member(member)) is None:
-            return None
+            return nobody
         else:
             descriptor = opened
         try:
             header = np.frombuffer(os.pread(descriptor, _HEADER_BYTES, 0), dtype=np.int64)
-            if len(header) < 2 or not header[1]:
-                return None
+            if len(header) < 3 or not header[1]:
+                return nobody
             size_bytes = int(header[1]) * _COLUMNS * 8
             rows = np.frombuffer(os.pread(descriptor, size_bytes, _HEADER_BYTES), dtype=np.int64)
-            return rows.reshape(-1, _COLUMNS)
+            return int(header[2]), rows.reshape(-1, _COLUMNS)
         finally:
             os.close(descriptor)
 
@@ -192,17 +216,25 @@ class HostReads(Closing):
         os.close(descriptor)
         return None
 
-    def _last_position(self) -> int:
-        """The piece behind which nobody reads any more."""
-        positions = []
-        for member in range(self._count):
-            if member == self._member:
-                positions.append(self._position())
-            elif (descriptor := self._open_member(member)) is not None:
-                header = os.pread(descriptor, 8, 0)
+    def _is_alone(self) -> bool:
+        """Whether no process has a member's place."""
+        others = [self._open_member(member) for member in range(self._count)]
+        for descriptor in others:
+            if descriptor is not None:
                 os.close(descriptor)
-                positions.append(int.from_bytes(header, "little") if len(header) == 8 else 0)
-        return min(positions)
+        return all(descriptor is None for descriptor in others)
+
+    def _last_positions(self) -> dict[int, int]:
+        """The piece behind which nobody of a meeting reads any more, by meeting."""
+        found = {self._meeting: self._position()}
+        for member in range(self._count):
+            if member != self._member and (descriptor := self._open_member(member)) is not None:
+                header = np.frombuffer(os.pread(descriptor, _HEADER_BYTES, 0), dtype=np.int64)
+                os.close(descriptor)
+                if len(header) == 3:
+                    position, _, meeting = header.tolist()
+                    found[meeting] = min(position, found.get(meeting, position))
+        return found
 
     # How far this process is.
 
@@ -260,7 +292,7 @@ class HostReads(Closing):
     def read(self, row: int, file: SharingFile, view: memoryview, start: int) -> None:
         """Fill memory from a shared piece, which is asked of the store where it is not there."""
         piece, _, low, high = self._shared[row].tolist()
-        path = self.folder / f"piece-{piece}-{low}-{high}-{file.tag}"
+        path = self.folder / f"piece-{self._meeting}-{piece}-{low}-{high}-{file.tag}"
         descriptor, is_there = self._lock_piece(path, high - low)
         try:
             if is_there:
@@ -300,27 +332,29 @@ class HostReads(Closing):
 
     def _make_room(self, size_bytes: int) -> None:
         """Remove pieces that nobody needs any more, and wait until there is room."""
-        waited_s, seen = time.monotonic(), -1
+        waited_s, seen = time.monotonic(), {-1: -1}
         while True:
             held = self._list_pieces()
             excess = sum(size for _, size, _ in held) + size_bytes - WINDOW_BYTES
             if excess <= 0:
                 return
-            position = self._last_position()
+            positions = self._last_positions()
             late = time.monotonic() - waited_s > _PATIENCE_S
-            for piece, size, path in held:
-                if excess > 0 and (piece < position or late):
+            for (meeting, piece), size, path in held:
+                # Where nobody is any more, all of a meeting's pieces may go.
+                is_needed = piece >= positions.get(meeting, self._end)
+                if excess > 0 and (late or not is_needed):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                     excess -= size
             if excess <= 0:
                 return
-            if position != seen:
-                waited_s, seen = time.monotonic(), position
+            if positions != seen:
+                waited_s, seen = time.monotonic(), positions
             time.sleep(_WAIT_S)
 
-    def _list_pieces(self) -> list[tuple[int, int, str]]:
-        """The pieces that are there: number, bytes and path, in their order."""
+    def _list_pieces(self) -> list[tuple[tuple[int, int], int, str]]:
+        """The pieces that are there: meeting and number, bytes and path, in their order."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -329,14 +363,15 @@ class HostReads(Closing):
                         size = entry.stat().st_size
                         # One that is being filled is small yet, and must stay.
                         if size:
-                            found.append((int(entry.name.split("-")[1]), size, entry.path))
+                            meeting, piece = map(int, entry.name.split("-")[1:3])
+                            found.append(((meeting, piece), size, entry.path))
         return sorted(found)
 
     # The folder.
 
     @contextlib.contextmanager
-    def _lock_folder(self) -> Iterator[None]:
-        """Alone in the folder, which is made where there is none."""
+    def _lock_folder(self) -> Iterator[int]:
+        """Alone in the folder, which is made where there is none; the lock's file."""
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
@@ -351,7 +386,7 @@ class HostReads(Closing):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 # Removed by the last of the processes before.
                 if os.fstat(descriptor).st_nlink:
-                    yield
+                    yield descriptor
                     return
             finally:
                 os.close(descriptor)
@@ -363,11 +398,7 @@ class HostReads(Closing):
             return
         with contextlib.suppress(OSError), self._lock_folder():
             self._own = close_descriptor(self._own)
-            others = [self._open_member(member) for member in range(self._count)]
-            for descriptor in others:
-                if descriptor is not None:
-                    os.close(descriptor)
-            if all(descriptor is None for descriptor in others):
+            if self._is_alone():
                 shutil.rmtree(self.folder)
         self._own = close_descriptor(self._own)
 
@@ -412,6 +443,13 @@ def check_readers(count: object) -> int:
             "checkpoint at the same time, 1 or more"
         )
     return count
+
+
+def name_host() -> tuple[str, int]:
+    """What processes have in common that can share reads: a running system, and its memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return name, _find_memory().stat().st_dev
 
 
 def _find_memory() -> Path:

@@ -1,0 +1,44 @@
+"""One of two ranks that load a model from an address at the same time, and share what both need.
+
+Arguments: the folder with the model, its address, and the type of the ranks' parameters.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import reshard.torch
+from reshard.torch.vllm import plugin
+from vllm_rank_model import RankModel
+
+
+def main(folder: str, url: str, dtype: str) -> None:
+    dist.init_process_group("gloo")
+    # Several rounds of what is not read in place.
+    plugin.STAGED_BYTES = 4 << 20
+    right, model = (RankModel(dist.get_rank(), getattr(torch, dtype)) for _ in range(2))
+    weights = load_file(Path(folder) / "model.safetensors")
+    right.load_weights(weights.items())
+    report = plugin.load_rank(model, url, group=dist.group.WORLD)
+    for name, tensor in right.state_dict().items():
+        if not torch.equal(model.state_dict()[name], tensor):
+            raise SystemExit(f"{name} differs on rank {dist.get_rank()}")
+    sys.stdout.write(f"asked {report.read_bytes}\n")
+    # Modules without a loader of their own, of which both ranks hold all.
+    state = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    reshard.torch.load(url, state, readers_on_host=2)
+    for name, tensor in weights.items():
+        if not torch.equal(state[name], tensor):
+            raise SystemExit(f"{name} differs on rank {dist.get_rank()}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
+    os._exit(0)
