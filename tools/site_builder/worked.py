@@ -5,7 +5,7 @@ So the changes that people ask for first are worked out when the site is built, 
 two shardings however they are written, in any notation that can say them.
 
     tables.json                which texts mean which sharding, of each mesh
-    MESH/FROM-TO.html          what `reshard explain --html` writes, and what `explain` prints
+    MESH/FROM-TO.html          what `reshard explain --html` writes
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import reshard
@@ -84,6 +83,4 @@ def _written(mesh: reshard.DeviceMesh, text: str) -> dict[str, str]:
 def _report(table: Table, mesh: reshard.DeviceMesh, before: str, after: str) -> str:
     sides = [Side(text, read_sharding(text, mesh, table.shape)) for text in (before, after)]
     found = explanation_of(sides[0], sides[1], table.shape, None)
-    said = escape("\n".join(found.as_text()))
-    text = f"<h2>As text</h2>\n<pre tabindex='0'>{said}</pre>\n</main>"
-    return found.report(None).html().replace("</main>", text, 1)
+    return found.report(None).html()

@@ -220,22 +220,28 @@ class Explanation:
     def _is_of_few_ranks(self) -> bool:
         return max(self.plan.source.slots, self.plan.target.slots) <= FEW_RANKS
 
+    def _program_text(self) -> str:
+        """The program as a table, or why there is none between two sides on the same devices."""
+        if self.program is None:
+            devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
+            is_shared = len(devices) == 2 and devices[0] == devices[1]
+            return self.why_no_program or "" if is_shared else ""
+        if not self.program.steps:
+            return ""
+        return step_table(
+            self.program.shape,
+            self.program.source,
+            self.program.steps,
+            self.program.lower_bound_elements,
+            self._program_estimate,
+            most_columns=MOST_STEP_COLUMNS,
+        )
+
     def _program_lines(self) -> list[str]:
-        if self.program is not None:
-            if not self.program.steps:
-                return []
-            table = step_table(
-                self.program.shape,
-                self.program.source,
-                self.program.steps,
-                self.program.lower_bound_elements,
-                self._program_estimate,
-                most_columns=MOST_STEP_COLUMNS,
-            )
-            return ["", "as collectives:", table]
-        devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
-        is_shared = len(devices) == 2 and devices[0] == devices[1]
-        return ["", f"as collectives: {self.why_no_program}"] if is_shared else []
+        said = self._program_text()
+        if not said:
+            return []
+        return ["", "as collectives:", said] if self.program else ["", f"as collectives: {said}"]
 
     def _figures(self) -> list[str]:
         lines = [
@@ -311,7 +317,17 @@ class Explanation:
             amount_text=amount_text,
             short_text=short_text,
             ranks_per_host=ranks_per_host,
+            tables=self._tables(),
         )
+
+    def _tables(self) -> list[tuple[str, str]]:
+        """Who sends what to whom, and the collectives, under their headings."""
+        tables = []
+        if self.traffic.total:
+            tables.append(("Transfers", movement_table(self.moving, self.traffic, MOST_ROWS)))
+        if said := self._program_text():
+            tables.append(("As collectives", said))
+        return tables
 
     def as_json(self) -> dict[str, Any]:
         """The keys that `reshard explain --help` lists."""

@@ -55,7 +55,7 @@ def test_text_on_a_colour_can_be_read(count: int) -> None:
     for colour in set(rank_colours(range(count)).values()):
         inks = [luminance(colour), luminance(ink_on(colour))]
         contrast = (max(inks) + 0.05) / (min(inks) + 0.05)
-        assert contrast >= 3, colour
+        assert contrast >= 4.5, colour
 
 
 def test_colours_follow_the_order_of_ranks() -> None:

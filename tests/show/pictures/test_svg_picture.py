@@ -159,6 +159,56 @@ def test_many_ranks_of_a_line_are_labelled_together() -> None:
         assert len(labels) == 6 and labels[0] == "0-84" and labels[-1] == "427-511"
 
 
+def test_boxes_too_narrow_for_labels_are_labelled_together() -> None:
+    mesh = reshard.DeviceMesh.of(x=8, y=8)
+    for text, shape in (("x y, -", (100, 70)), ("-, x y", (70, 100))):
+        picture = Picture(reshard.spec(mesh, text).layout(shape))
+        labels = [n.text for n in picture.svg.iter() if n.get("class") == "label"]
+        assert len(labels) == 6 and labels[0] == "0-7" and labels[-1] == "42-49"
+
+
+def test_what_many_ranks_share_names_the_first_and_the_last() -> None:
+    mesh = reshard.DeviceMesh.of(ep=8, tp=8)
+    shared = svg_picture(
+        reshard.spec(mesh, "ep, -, tp").layout((64, 1024, 256)),
+        rank_colours(range(64)),
+        "shared",
+        dimensions=(1, 2),
+    )
+    labels = re.findall(r'class="label">([^<]*)<', shared.svg)
+    assert labels[0] == "0/…/56" and labels[-1] == "7/…/63" and shared.has_stripes
+
+
+def test_stripes_of_shared_boxes_slant_and_fit_into_the_smallest() -> None:
+    mesh = reshard.DeviceMesh.of(dp=4, tp=2)
+    picture = Picture(reshard.spec(mesh, "-, tp@sizes[1,39]").layout((40, 40)))
+    gradients = [node for node in picture.svg.iter() if local_name(node) == "linearGradient"]
+    assert len(gradients) == 2 and all(g.get("spreadMethod") == "repeat" for g in gradients)
+    for gradient, (_, (piece,)) in zip(gradients, picture.boxes, strict=True):
+        across, down = float(gradient.get("x2", 0)), float(gradient.get("y2", 0))
+        assert 0 < across == down <= (piece[2] + piece[3]) / 2 + 0.1
+
+
+def test_neighbours_leave_no_gap() -> None:
+    mesh = reshard.DeviceMesh.of(dp=128)
+    for text, side in (("-, dp", 0), ("dp, -", 1)):
+        picture = Picture(reshard.spec(mesh, text).layout((512, 512)))
+        ends = [(p[side], p[side] + p[side + 2]) for _, pieces in picture.boxes for p in pieces]
+        for (_, end), (start, _) in itertools.pairwise(sorted(ends)):
+            assert end == pytest.approx(start, abs=1e-6)
+
+
+def test_what_is_left_out_of_a_line_is_a_gap_that_says_how_much() -> None:
+    mesh = reshard.DeviceMesh.of(tp=1024)
+    for text, shape, side in (("tp, -", (4096, 64), 3), ("-, tp", (64, 4096), 2)):
+        picture = Picture(reshard.spec(mesh, text).layout(shape))
+        (gap,) = (n for n in picture.svg.iter() if n.get("class") == "left-out")
+        (piece,) = PIECE.findall(gap.get("d", ""))
+        labels = [n.text for n in picture.svg.iter() if n.get("class") == "label"]
+        assert labels[0] == "… 512 more" and float(piece[side]) > 20
+        assert labels[1].startswith("0-") and labels[-1].endswith("-1023")
+
+
 def test_more_parts_than_can_be_drawn_are_counted() -> None:
     mesh = reshard.DeviceMesh.of(dp=128, tp=128)
     picture = Picture(reshard.spec(mesh, "dp, tp").layout((1280, 1280)))

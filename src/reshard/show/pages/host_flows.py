@@ -17,7 +17,7 @@ from reshard.show.pictures.palette import rank_colours
 from reshard.text.markup import element, escaped
 
 MOST_BANDED = 12
-_BETWEEN, _BAR, _LETTER = 320.0, 12.0, 6.4
+_BETWEEN, _BAR, _LETTER = 220.0, 12.0, 6.4
 
 
 def host_traffic(traffic: Traffic, ranks_per_host: int) -> Traffic:

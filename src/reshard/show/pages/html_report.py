@@ -28,6 +28,8 @@ from reshard.text.quantities import count_text
 from reshard.text.rank_sets import ranks_text, short_rank_text
 
 MOST_RANKS_LISTED = 32
+# Between two pictures; those who listen hear their captions. It points down on a narrow page.
+_ARROW = element("div", element("span", "→"), class_="arrow", aria_hidden="true")
 
 
 class Figure(NamedTuple):
@@ -62,6 +64,7 @@ class Report:
         short_text: the same in few letters.
         ranks_per_host: for the flows between hosts; None for no such flows.
         remarks: what else there is to say, a sentence each.
+        tables: headings with tables in text, at the end of the page.
     """
 
     title: str
@@ -72,6 +75,7 @@ class Report:
     short_text: Callable[[int], str]
     ranks_per_host: int | None = None
     remarks: Sequence[str] = field(default=())
+    tables: Sequence[tuple[str, str]] = field(default=())
 
     def html(self) -> str:
         """The page.
@@ -95,6 +99,8 @@ class Report:
         traffic = [*self._traffic(), *self._hosts()]
         # One change is the subject of the page; of many, the traffic is what they come to.
         body += [*layouts, *traffic] if len(self.changes) == 1 else [*traffic, *layouts]
+        for heading, table in self.tables:
+            body += [element("h2", escaped(heading)), text_html(table)]
         return page_html(self.title, body)
 
     def _layouts(self, colours: Mapping[int, str]) -> list[str]:
@@ -152,6 +158,11 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
         "html", element("head", *head), element("body", element("main", *body)), lang="en"
     )
     return f"<!DOCTYPE html>\n{page}\n"
+
+
+def text_html(text: str) -> str:
+    """Text as it stands, which a keyboard can scroll where it is wider than the page."""
+    return element("pre", escaped(text), tabindex=0)
 
 
 def movement_figures(
@@ -218,6 +229,8 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
         )
         # No wrapping: the page wraps lines itself.
         said = notes(layout, drawn.grid, 10**6)
+        if drawn.has_stripes:
+            said.insert(0, "Stripes: several ranks hold the box, those that its label names.")
         sides.append(
             element(
                 "figure",
@@ -238,9 +251,9 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
     return element(
         "section",
         element("h3", escaped(change.heading)) if change.heading else "",
-        element("div", sides[0], element("div", "→", class_="arrow"), sides[1], class_="change"),
+        element("div", sides[0], _ARROW, sides[1], class_="change"),
         element("p", escaped(movement_text(plan))),
-        element("details", element("summary", "The same as text"), element("pre", escaped(text))),
+        element("details", element("summary", "The same as text"), text_html(text)),
     )
 
 

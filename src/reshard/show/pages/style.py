@@ -52,7 +52,7 @@ svg text { fill: var(--ink); }
 .picture .border { fill: none; stroke: var(--border); stroke-width: 1.5; }
 .picture .box { shape-rendering: crispEdges; }
 .picture .empty { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
-.picture .left-out { fill: var(--heat-back); stroke: none; }
+.picture .left-out { fill: var(--heat-back); stroke: var(--soft); stroke-dasharray: 2 4; }
 .picture .plate { fill: var(--panel); fill-opacity: .88; }
 .label { font-size: 12px; text-anchor: middle; }
 svg text.small { font-size: 10px; }
@@ -76,5 +76,7 @@ thead th { color: var(--soft); font-weight: 500; }
 tbody th { font-weight: 500; }
 details { margin: 6px 0 12px; }
 summary { cursor: pointer; color: var(--soft); font-size: 13px; }
+@media (max-width: 780px) { .arrow { flex-basis: 100%; text-align: center; line-height: 1; }
+  .arrow span { display: inline-block; transform: rotate(90deg); } }
 @media print { details { display: none; } }
 """

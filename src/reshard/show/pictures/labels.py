@@ -54,7 +54,7 @@ class Labels:
             lines = itertools.chain.from_iterable(text.split("\n") for text in texts)
             return [shortened(line, width, mark) for line in lines]
         count = count_text(len({h.slot for h in holdings}), "rank")
-        written = (*_shorter_texts(holders_text(holdings), mark), count)
+        written = (*shorter_texts(holders_text(holdings), mark), count)
         text = next((text for text in written if display_width(text) <= width), count)
         if senders:
             arrow = "<-" if self.ascii else "←"
@@ -66,10 +66,10 @@ class Labels:
         return [shortened(text, width, mark)]
 
 
-def _shorter_texts(text: str, mark: str) -> Iterator[str]:
+def shorter_texts(text: str, mark: str) -> Iterator[str]:
     """A text of `holders_text`, and shorter ones with the first and the last of its parts.
 
-    >>> list(_shorter_texts("0/8/16/24/32", "…"))
+    >>> list(shorter_texts("0/8/16/24/32", "…"))
     ['0/8/16/24/32', '0/8/…/32', '0/…/32']
     """
     yield text

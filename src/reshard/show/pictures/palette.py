@@ -37,14 +37,18 @@ def rank_colours(ranks: Iterable[int]) -> dict[int, str]:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour.
+    """Black or white, whichever has more contrast with a colour.
 
     >>> ink_on("#262468"), ink_on("#f6e05e")
     ('#ffffff', '#000000')
     """
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    # The luma of ITU-R BT.601, times 1000, against the middle of its range.
-    return "#000000" if 299 * red + 587 * green + 114 * blue > 128_000 else "#ffffff"
+    # The relative luminance of WCAG 2.2; at 0.179 both contrasts are equal.
+    red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#ffffff"
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
 
 
 def _on_scale(place: int, last: int) -> str:

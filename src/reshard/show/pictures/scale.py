@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from reshard.show.pictures.regions import Interval
 
-_GAP, _LEAST_BOX = 60.0, 5.0
+# Pixels of what is left out, enough for a label that says how much; and of the smallest box.
+_GAP, _LEAST_BOX = 82.0, 5.0
 
 
 def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> list[float]:
@@ -18,8 +19,9 @@ def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> 
     """
     lengths = [0 if one.left_out else one.stop - one.start for one in intervals]
     gaps = sum(1 for one in intervals if one.left_out)
-    # Pixels for what is left out, and the least for a box, less where there are very many.
-    gap = min(_GAP, room / len(intervals))
+    # What is left out can be seen, however many intervals there are; boxes have less where they
+    # are very many.
+    gap = min(_GAP, room / 5)
     least = min(_LEAST_BOX, room / len(intervals) / 2)
     # What is left when each interval has its least is shared by length.
     free = room - gaps * gap - least * (len(intervals) - gaps)

@@ -2,8 +2,9 @@
 
 1. The same regions as in the text pictures (`regions`, `drawing`): boxes held alike are one.
 2. Rows and columns are to scale; where there are few, none is too small to see.
-3. A box has the colours of all its holders, side by side, and its label where there is room;
-   where boxes of a line are too thin, one label stands for several of them.
+3. A box has the colours of all its holders, in slanting stripes that no cut looks like, and its
+   label where there is room; where boxes of a line are too thin, one label stands for several.
+4. What is left out of the middle is a gap that says how much it is.
 
 What a box is and who holds it stands in its `title`, which a browser shows under the pointer.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from reshard.layout import Layout
 from reshard.show.pictures.drawing import Place, Region, sketch
-from reshard.show.pictures.labels import Labels, holders_text
+from reshard.show.pictures.labels import Labels, holders_text, shorter_texts
 from reshard.show.pictures.origins import Origins
 from reshard.show.pictures.palette import ink_on
 from reshard.show.pictures.regions import Holdings, RegionGrid, region_grid
@@ -30,16 +31,20 @@ _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
 _MOST_INTERVALS, _MOST_BOXES = 512, 4096
 # Pixels that a letter of a label and of its further lines takes, and a line of text.
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
-# Stripes of one box, labels of a row of thin boxes, and the pixels below which boxes are thin.
-_MOST_STRIPES, _PARTS, _THIN = 16, 6, 8.0
+# Stripes of one box, and the pixels of one along the edge of a large box.
+_MOST_STRIPES, _STRIPE = 16, 18.0
+# Labels of a row of thin boxes, the pixels below which boxes are thin, and below which they are
+# where none has room for a label of its own.
+_PARTS, _THIN, _NARROW = 6, 8.0, 24.0
 
 
 @dataclass(frozen=True, slots=True)
 class SvgPicture:
-    """A picture as an `svg` element, and the grid it shows."""
+    """A picture as an `svg` element, the grid it shows, and whether some boxes have stripes."""
 
     svg: str
     grid: RegionGrid
+    has_stripes: bool
 
 
 def svg_picture(
@@ -55,8 +60,8 @@ def svg_picture(
     Args:
         layout: what is drawn.
         colours: of every rank that holds something.
-        name: of the picture, for its text alternative and the identifiers inside it; letters,
-            digits and `-`, and another one for each picture of a page.
+        name: of the picture, for the identifiers inside it and, up to its first `-`, for its text
+            alternative; letters, digits and `-`, and another one for each picture of a page.
         dimensions: the row and the column dimension, see `regions.drawn_dimensions`.
         origins: of the plan that leads to this layout.
 
@@ -80,6 +85,7 @@ class _Drawing:
         origins: Origins | None,
     ) -> None:
         self.layout, self.colours, self.name, self.origins = layout, colours, name, origins
+        self.word = name.partition("-")[0]
         self.grid = _limit_boxes(region_grid(layout, *dimensions, _MOST_INTERVALS))
         rows, columns = self.grid.rows, self.grid.columns
         self.left = 12.0
@@ -88,7 +94,8 @@ class _Drawing:
         self.top = 0.0 if self.grid.column_dimension is None else 18.0
         self.x = interval_edges(columns, _WIDTH, self.left)
         self.y = interval_edges(rows, self._height(), self.top)
-        self.gradients: dict[tuple[int, ...], str] = {}
+        # The stripes of boxes that several ranks hold: how far they go before they repeat.
+        self.periods: dict[tuple[int, ...], float] = {}
 
     def _height(self) -> float:
         """The height in proportion to the tensor's shape, within the limits of a page."""
@@ -107,11 +114,12 @@ class _Drawing:
         if self.grid.column_dimension is not None:
             width += _SMALL_LETTER * len(f"{self.grid.columns[-1].stop:,}") / 2
         height = self.y[-1] + 6
-        title = f"{self.name}: {count_text(len(boxes), 'box', 'boxes')} of {self.layout.shape}"
+        shape = "x".join(map(str, self.layout.shape)) or "no dimension"
+        title = f"{count_text(len(boxes), 'box', 'boxes')} of a tensor of {shape}, {self.word}"
         svg = element(
             "svg",
             element("title", escaped(title)),
-            element("defs", *(self._gradient(*item) for item in self.gradients.items())),
+            element("defs", *(self._gradient(*item) for item in self.periods.items())),
             *boxes,
             self._borders(drawn.regions),
             *labels,
@@ -122,7 +130,7 @@ class _Drawing:
             role="img",
             class_="picture",
         )
-        return SvgPicture(svg, self.grid)
+        return SvgPicture(svg, self.grid, bool(self.periods))
 
     def _label(self, places: Sequence[Place], width: int) -> list[str]:
         """The holders of a region, and where its elements come from, on a line each."""
@@ -135,14 +143,14 @@ class _Drawing:
     def _box(self, region: Region) -> str:
         row, column = region.places[0]
         holdings = self.grid.holdings[row][column]
-        left_out = self.grid.rows[row].left_out or self.grid.columns[column].left_out
+        left_out = self._is_left_out(region)
         kind = "left-out" if left_out else "box" if holdings else "empty"
         return element(
             "path",
-            element("title", escaped(self._title(region, holdings, bool(left_out)))),
+            element("title", escaped(self._title(region, holdings, left_out))),
             d=self._outline(region.places),
             class_=kind,
-            fill=None if kind != "box" else self._fill(holdings),
+            fill=None if kind != "box" else self._fill(region, holdings),
         )
 
     def _title(self, region: Region, holdings: Holdings, is_left_out: bool) -> str:
@@ -179,28 +187,45 @@ class _Drawing:
         for row, of_row in itertools.groupby(sorted(places), lambda place: place[0]):
             columns = [column for _, column in of_row]
             for first, last in _stretches(columns):
-                x, y = self.x[first], self.y[row]
-                across, down = self.x[last + 1] - x, self.y[row + 1] - y
+                # Both ends rounded as they are written, so that neighbours leave no gap.
+                x, y = round(self.x[first], 1), round(self.y[row], 1)
+                across, down = round(self.x[last + 1], 1) - x, round(self.y[row + 1], 1) - y
                 parts.append(f"M{_n(x)} {_n(y)}h{_n(across)}v{_n(down)}h{_n(-across)}z")
         return "".join(parts)
 
-    def _fill(self, holdings: Holdings) -> str:
+    def _fill(self, region: Region, holdings: Holdings) -> str:
         # Copies in halos have no colour where somebody owns the box.
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
         ranks = _pick_stripes(sorted(owners))
         if len(ranks) == 1:
             return self.colours[ranks[0]]
-        identifier = self.gradients.setdefault(ranks, f"{self.name}-{len(self.gradients)}")
-        return f"url(#{identifier})"
+        # All stripes fit into the smallest of the boxes that these ranks hold.
+        across, down = self._sides(region)
+        period = min(self.periods.get(ranks, len(ranks) * _STRIPE), (across + down) / 2)
+        self.periods[ranks] = period
+        return f"url(#{self._gradient_name(ranks)})"
 
-    def _gradient(self, ranks: tuple[int, ...], identifier: str) -> str:
-        """Stripes of equal width, a colour each."""
+    def _gradient_name(self, ranks: tuple[int, ...]) -> str:
+        return f"{self.name}-{'-'.join(map(str, ranks))}"
+
+    def _gradient(self, ranks: tuple[int, ...], period: float) -> str:
+        """Slanting stripes of equal width, a colour each."""
         stops = []
         for place, rank in enumerate(ranks):
             for edge in (place, place + 1):
                 offset = f"{100 * edge / len(ranks):.2f}%"
                 stops.append(element("stop", offset=offset, stop_color=self.colours[rank]))
-        return element("linearGradient", *stops, id=identifier)
+        return element(
+            "linearGradient",
+            *stops,
+            id=self._gradient_name(ranks),
+            gradientUnits="userSpaceOnUse",
+            spreadMethod="repeat",
+            x1=0,
+            y1=0,
+            x2=_n(period),
+            y2=_n(period),
+        )
 
     def _borders(self, regions: Sequence[Region]) -> str:
         """Lines between regions, where these are large enough for lines."""
@@ -237,27 +262,39 @@ class _Drawing:
             (self.x[-1] - self.x[0]) / (len(self.x) - 1),
             (self.y[-1] - self.y[0]) / (len(self.y) - 1),
         )
-        if thin < _THIN and 2 in (len(self.x), len(self.y)):
-            return self._labels_of_several()
+        is_line = 2 in (len(self.x), len(self.y))
+        if thin < _THIN and is_line:
+            return self._labels_of_several(regions)
         labels = [(self._region_label(region), self._area(region)) for region in regions]
+        if is_line and thin < _NARROW and not any(label for label, _ in labels):
+            return self._labels_of_several(regions)
         # A named box beside a larger one without a name would mislead. Equal areas differ by
         # rounding, hence the factor.
         unnamed = max((area for label, area in labels if not label), default=0.0)
         return [label for label, area in labels if label and area > 1.01 * unnamed]
 
-    def _area(self, region: Region) -> float:
+    def _sides(self, region: Region) -> tuple[float, float]:
+        """The pixels of the block that a region has for its label, across and down."""
         across = self.x[region.columns.stop] - self.x[region.columns.start]
-        return across * (self.y[region.rows.stop] - self.y[region.rows.start])
+        return across, self.y[region.rows.stop] - self.y[region.rows.start]
+
+    def _area(self, region: Region) -> float:
+        across, down = self._sides(region)
+        return across * down
 
     def _region_label(self, region: Region) -> str:
         left, right = self.x[region.columns.start], self.x[region.columns.stop]
         above, below = self.y[region.rows.start], self.y[region.rows.stop]
         row, column = region.places[0]
         holdings = self.grid.holdings[row][column]
-        many = count_text(len({holding.slot for holding in holdings}), "rank")
         first, *rest = region.lines
-        # From all that can be said to the least: ranks and origins, ranks, their number.
-        for lines in ([first, *rest], [first], [many, *rest], [many]):
+        if holdings:
+            many = count_text(len({holding.slot for holding in holdings}), "rank")
+            names = [*shorter_texts(holders_text(holdings), "…"), many]
+        else:
+            names = [first, "…"]
+        # From all that can be said to the least: ranks and origins, ranks, some of them, how many.
+        for lines in ([first, *rest], *([name] for name in names), [names[-1], *rest]):
             if self._fits(lines, right - left, below - above):
                 ranks = {holding.slot for holding in holdings}
                 colour = self.colours[min(ranks)] if len(ranks) == 1 else None
@@ -294,31 +331,47 @@ class _Drawing:
         ]
         return back + "".join(texts)
 
-    def _labels_of_several(self) -> list[str]:
+    def _labels_of_several(self, regions: Sequence[Region]) -> list[str]:
         """For a line of thin boxes: the ranks of all boxes in each of a few equal parts."""
         is_across = len(self.y) == 2
         edges = self.x if is_across else self.y
         places = [(0, i) if is_across else (i, 0) for i in range(len(edges) - 1)]
+        gaps = [region for region in regions if self._is_left_out(region)]
+        labels = [self._region_label(region) for region in gaps]
+        of_gaps = [(edges[i], edges[i + 1]) for i in self._along(gaps, is_across)]
         step = (edges[-1] - edges[0]) / _PARTS
-        labels = []
         for part in range(_PARTS):
             low = edges[0] + part * step
+            # A part that the gap reaches into has what room it leaves.
+            high = low + step
+            for first, last in of_gaps:
+                if low < last and first < high:
+                    low, high = (low, first) if first - low > high - last else (last, high)
             ranks = {
                 holding.slot
                 for (r, c), (a, b) in zip(places, itertools.pairwise(edges), strict=True)
-                if low <= (a + b) / 2 < low + step
+                if low <= (a + b) / 2 < high
                 for holding in self.grid.holdings[r][c]
             }
-            x, y = low + step / 2, (self.y[0] + self.y[-1]) / 2
-            room = (step, self.y[-1] - self.y[0])
+            x, y = (low + high) / 2, (self.y[0] + self.y[-1]) / 2
+            room = (high - low, self.y[-1] - self.y[0])
             if not is_across:
                 x, y = (self.x[0] + self.x[-1]) / 2, x
-                room = (self.x[-1] - self.x[0], step)
+                room = (self.x[-1] - self.x[0], high - low)
             for text in (rank_text(ranks), count_text(len(ranks), "rank")):
                 if ranks and self._fits([text], *room):
                     labels.append(self._text([text], x, y, None))
                     break
         return labels
+
+    def _is_left_out(self, region: Region) -> bool:
+        row, column = region.places[0]
+        return bool(self.grid.rows[row].left_out or self.grid.columns[column].left_out)
+
+    @staticmethod
+    def _along(regions: Sequence[Region], is_across: bool) -> list[int]:
+        """The places of regions along a line."""
+        return [place[is_across] for region in regions for place in region.places]
 
     def _indices(self) -> list[str]:
         texts = []
