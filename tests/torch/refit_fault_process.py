@@ -18,6 +18,7 @@ from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values
 from reshard.errors import PlanError, ReshardError, RunError
 from reshard.torch import Refit, Transform, is_usable
 from reshard.torch.exchange.usability import mark_unusable
+from reshard.torch.refitting import verification
 
 FAULTY = 1
 TIMEOUT_S = 5
@@ -128,6 +129,32 @@ def fails_in_one_of_several_batches() -> None:
             expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
 
 
+def fails_while_it_verifies() -> None:
+    """All learn at once of what one rank's comparison fails at, and go on in another group."""
+    done, _ = prepared(None, new_group(PATIENT_S))
+    digest = verification._digest
+
+    def fail(pieces: object) -> bytes:
+        raise MemoryError("no more")
+
+    if dist.get_rank() == FAULTY:
+        verification._digest = fail
+    begun_s = time.monotonic()
+    try:
+        done.verify()
+    except RunError as error:
+        expect(f"rank {FAULTY}" in str(error), str(error))
+        expect("MemoryError: no more" in str(error), str(error))
+    except MemoryError:
+        expect(dist.get_rank() == FAULTY, "another rank's error")
+    else:
+        raise SystemExit("a rank failed, and this one knows nothing of it")
+    expect(time.monotonic() - begun_s < PATIENT_S / 2, "too late")
+    verification._digest = digest
+    done.renew(new_group(PATIENT_S))
+    done.verify()
+
+
 def runs_again() -> None:
     """A rank whose run failed cannot go on, and all ranks are told."""
     done, _ = prepared(None)
@@ -176,6 +203,7 @@ def lives_on() -> None:
     fails_in_the_middle("send", kills=False)
     fails_in_the_middle("receive", kills=False)
     fails_in_one_of_several_batches()
+    fails_while_it_verifies()
 
 
 FAULTS = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,16 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from reshard.errors import LinkError  # noqa: E402
+from reshard.errors import LinkError, RunError  # noqa: E402
 from reshard.torch.links.admission import Announcement  # noqa: E402
 from reshard.torch.links.presence import Presence  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
-from reshard.torch.links.trainer_sync import RunAccount, settle  # noqa: E402
+from reshard.torch.links.trainer_sync import (  # noqa: E402
+    RunAccount,
+    TrainerEnd,
+    TrainerSync,
+    settle,
+)
 
 FIRST = RunAccount({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
 OTHER = RunAccount({"b": (0.6, "a")}, trainer_bytes=8)
@@ -135,3 +142,60 @@ def test_one_that_says_nothing() -> None:
 
 def test_a_trainer_of_one_rank_asks_nobody() -> None:
     assert settle(open_store(), "step/7", FIRST, trainer_of(1), 0, 0.01, Presence()) is FIRST
+
+
+class Compared:
+    """A refit with an engine; comparing does what is given."""
+
+    sent_bytes = 0
+
+    def __init__(self, compare: Callable[[], None]) -> None:
+        self.verify = compare
+
+
+def sync_with(
+    engines: dict[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> TrainerSync:
+    """A trainer's sync with engines, of one rank each."""
+
+    class Told:
+        values: dict[int, bytes] = {0: b"0", 1: b"kind"}  # noqa: RUF012
+
+    class Pair:
+        ranks = (0, 1)
+
+    monkeypatch.setattr("reshard.torch.links.trainer_sync.gather", lambda *_: Told)
+    given: list[Any] = [None] * 7
+    sync = TrainerSync(TrainerEnd(*given), 0, 1, relays=False, needs_alike=False)
+    for number, (name, compare) in enumerate(engines.items()):
+        end = TrainerEnd("trainer", lambda _, compare=compare: Compared(compare), *given[2:])
+        sync._end = end
+        sync.prepare_for(number, name, Pair())  # type: ignore[arg-type]
+    return sync
+
+
+def test_engines_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each waits until all three are compared.
+    together = threading.Barrier(3, timeout=PATIENCE_S)
+    sync_with(dict.fromkeys("abc", together.wait), monkeypatch).verify()  # type: ignore[arg-type]
+
+
+def test_engines_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ() -> None:
+        raise RunError("rank 1: not the source's: norm")
+
+    sync = sync_with({"a": differ, "b": lambda: None, "c": differ}, monkeypatch)
+    with pytest.raises(RunError) as raised:
+        sync.verify()
+    told = [f"engine {name}: rank 1: not the source's: norm" for name in "ac"]
+    assert str(raised.value) == "; ".join(told)
+
+
+def test_what_is_no_difference_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        sync_with({"a": lambda: None, "b": fail}, monkeypatch).verify()
+    with pytest.raises(LinkError, match="no engine is there to be compared"):
+        sync_with({}, monkeypatch).verify()

@@ -209,8 +209,8 @@ class WeightLink:
             self._settle,
         )
         sync = TrainerSync(trainer, len(self._syncs), self.ranks, relays, bool(transforms))
-        for number, (_, group) in self._groups.items():
-            sync.prepare_for(number, group)
+        for number, (engine_name, group) in self._groups.items():
+            sync.prepare_for(number, engine_name, group)
         self._syncs.append(sync)
         return sync
 
@@ -283,7 +283,7 @@ class WeightLink:
                 group = self._meet(one, self._timeout_s * _TRAINER_SHARE)
                 self._groups[one.number] = (one.name, group)
                 for sync in self._syncs:
-                    sync.prepare_for(one.number, group)
+                    sync.prepare_for(one.number, one.name, group)
             except ReshardError as error:
                 self._give_up(one.number, str(error), one.name)
         return key

@@ -166,6 +166,7 @@ class _PreparedEngine:
     `sent_bytes` are those that leave all ranks of the trainer where it sends the weights.
     """
 
+    name: str
     refit: Refit
     kind: str
     sent_bytes: int
@@ -194,10 +195,7 @@ class _Service:
         self._group, self._said, self._when_lost = group, order, when_lost
         self._counter = counter
         self._begun_s = time.perf_counter()
-        # With its context: what records this thread records that one.
-        call, name = contextvars.copy_context().run, f"reshard engine {name}"
-        self._thread = threading.Thread(target=call, args=(self._run,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = _begin_thread(name, self._run)
 
     def join(self) -> None:
         self._thread.join()
@@ -232,6 +230,32 @@ class _Service:
         self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
 
 
+class _Comparison:
+    """One engine whose weights are compared, in a thread of its own."""
+
+    def __init__(self, engine: _PreparedEngine) -> None:
+        self.name, self._refit = engine.name, engine.refit
+        self.error: BaseException | None = None
+        self._thread = _begin_thread(self.name, self._run)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._refit.verify()
+        except BaseException as error:
+            self.error = error
+
+
+def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
+    # With its context: what records this thread records that one.
+    call, name = contextvars.copy_context().run, f"reshard engine {engine}"
+    thread = threading.Thread(target=call, args=(target,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class TrainerSync(WeightSync):
     """The trainer's part.
 
@@ -260,13 +284,13 @@ class TrainerSync(WeightSync):
         """A trainer's own weights are never written."""
         return True
 
-    def prepare_for(self, number: int, group: RankGroup) -> None:
+    def prepare_for(self, number: int, name: str, group: RankGroup) -> None:
         """Prepare the refit of one engine. Raises what `Refit.prepare` does."""
         refit = self._end.prepare(group)
         told = gather(str(refit.sent_bytes).encode(), group).values
         sent_bytes = sum(int(told[rank]) for rank in group.ranks[: self._ranks])
         kind = b" ".join(told[rank] for rank in group.ranks[self._ranks :]).decode(errors="replace")
-        self._engines[number] = _PreparedEngine(refit, kind, sent_bytes)
+        self._engines[number] = _PreparedEngine(name, refit, kind, sent_bytes)
 
     def forget(self, number: int) -> None:
         """An engine is there no longer."""
@@ -410,12 +434,15 @@ class TrainerSync(WeightSync):
     def _verify(self) -> None:
         if not self._engines:
             raise LinkError("no engine is there to be compared; run first")
+        # An engine that hangs keeps no other waiting, which would take this trainer for lost.
+        comparisons = [_Comparison(one) for one in self._engines.values()]
+        for one in comparisons:
+            one.join()
         problems = []
-        for one in self._engines.values():
-            # What one engine lacks does not keep the next one from being compared.
-            try:
-                one.refit.verify()
-            except RunError as error:
-                problems.append(str(error))
+        for one in comparisons:
+            if isinstance(one.error, RunError):
+                problems.append(f"engine {one.name}: {one.error}")
+            elif one.error is not None:
+                raise one.error
         if problems:
             raise RunError("; ".join(problems))

@@ -360,14 +360,22 @@ class Refit:
             RunError: on every rank, elements that differ, on any: which tensors, and from which
                 rank they came; or a rank that does not answer.
         """
-        prepared = self._prepared
         with self._group.turn():
-            agree(Intent({"refit": prepared.digest}, self._problem()), self._group)
-            locals_of = (prepared.before.locals, prepared.after.locals)
-            found = verify_part(prepared.part, *locals_of, self._group)
-            told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
-            problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
-            agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
+            try:
+                return self._verify()
+            except BaseException as error:
+                # What fails here, such as memory, others would wait for.
+                self._group.break_off(error)
+                raise
+
+    def _verify(self) -> Verification:
+        prepared = self._prepared
+        agree(Intent({"refit": prepared.digest}, self._problem()), self._group)
+        locals_of = (prepared.before.locals, prepared.after.locals)
+        found = verify_part(prepared.part, *locals_of, self._group)
+        told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
+        problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
+        agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
         return found
 
     def _problem(self, checks_source: bool = True) -> str | None:
