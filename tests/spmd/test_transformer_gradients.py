@@ -61,3 +61,23 @@ def test_a_strategy_trains_the_block_alike() -> None:
         assert float(again) == pytest.approx(float(value), rel=1e-12)
         for name, one in expected.items():
             np.testing.assert_allclose(found[name].to_dense(), one.to_dense(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4}])
+def test_strategies_move_no_more_than_eager_does(axes: dict[str, int]) -> None:
+    mesh = DeviceMesh.of(**axes)
+    given = shardings(mesh)
+    parameters = {
+        name: sp.abstract(shape, "float32", given[name]) for name, shape in SMALL.shapes().items()
+    }
+    tokens = sp.abstract((SMALL.batch, SMALL.length), "int64", batch_sharding(mesh))
+
+    def moved_bytes(strategy: str) -> int:
+        def step(p: object, tokens: object) -> object:
+            return sp.value_and_grad(loss)(p, tokens, tokens, SMALL)
+
+        return sp.trace(step, parameters, tokens, strategy=strategy).moved_bytes
+
+    eager = moved_bytes("eager")
+    for strategy in ("basic", "aggressive", "widest"):
+        assert 0 < moved_bytes(strategy) <= eager

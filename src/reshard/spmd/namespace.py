@@ -32,7 +32,7 @@ _NAMES_OF = {
         "relu rms_norm sigmoid silu softmax top_k"
     ),
     "shards.operation_call": "Recorder recording",
-    "propagation.placement": "PlacedGraph explicit_reshards",
+    "placement.placement": "PlacedGraph explicit_reshards",
     "shards.process_runner": "over_processes",
     "propagation.propagation": "PropagatedGraph propagate",
     "propagation.strategies": "propagate_graph",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reshard.errors import SpecError
@@ -56,6 +56,7 @@ class PropagatedGraph:
         outputs: the same for the function's outputs, which may differ from the values'.
         runs: for each operation the shardings of its operands while it runs, and those its results
             have at once; None where the strategy leaves that to `explicit_reshards`.
+        annotated: the values whose shardings were given.
     """
 
     graph: Graph
@@ -63,6 +64,7 @@ class PropagatedGraph:
     values: tuple[ShardingSpec | None, ...]
     outputs: tuple[ShardingSpec | None, ...]
     runs: tuple[OperationShardings, ...] | None = None
+    annotated: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         names = [str(value) for value in self.graph.values]
@@ -189,7 +191,7 @@ def propagate_by_rules(
                     run.join(place, places[place], priorities_of(spec), level)
         for stage in stages:
             run.settle(stage)
-    return run.answer()
+    return replace(run.answer(), annotated=frozenset(annotations))
 
 
 def merge_of(strategy: str) -> Strategy:

@@ -23,10 +23,11 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.placement.pending_values import keep_pending
+from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.cost_model import Machine
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Operation
-from reshard.spmd.propagation.placement import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
@@ -321,7 +322,7 @@ def _propagate(
     if strategy == "cost":
         found = propagate_by_cost(graph, known, machine=machine).propagated
     else:
-        found = propagate_graph(graph, known, strategy=strategy)
+        found = keep_pending(propagate_graph(graph, known, strategy=strategy))
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(graph.values, found.values, strict=True)
