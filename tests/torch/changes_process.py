@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import reshard
 from rank_cases import run_cases
 from refit_models import expect, refused
-from reshard.errors import PlanError, RunError
-from reshard.torch import BlockQuantized, Refit, Transform
+from reshard.errors import PlanError, RunError, ShardError
+from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.torch import BlockQuantized, PartitionedTensor, Refit, Transform
 from reshard.torch.exchange import changes
 
 SHAPES = {"embed": (300, 64), "up": (96, 128), "down": (128, 96), "norm": (129,), "number": ()}
@@ -371,6 +373,73 @@ def several_boxes_and_uneven_parts() -> None:
         delta.verify()
 
 
+#: Rows of partitions on each of four ranks: unaligned, some empty, and on rank 2 all of them.
+SPLITS = ((3, 0, 7, 2, 5), (1, 4, 0, 6, 2), (0, 0, 0, 0, 0), (2, 9, 1, 0, 8))
+
+
+def tensors_of_partitions() -> None:
+    """Tokens or weights of experts whose sizes differ: as a whole run, whatever end has them."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+    rows = sum(map(sum, SPLITS))
+    shapes = {"w": (rows, 6), "bias": (rows,)}
+    sizes = tuple(map(sum, zip(*SPLITS, strict=True)))
+    unaligned = PartitionedShard(0, len(sizes), SPLITS)
+    aligned = PartitionedShard(0, len(sizes), sizes, aligned=True)
+    placements = {"unaligned": unaligned, "aligned": aligned, "rows": Shard(0)}
+
+    def to(given: Values, end: str) -> dict[str, Any]:
+        dense = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in given.items()}
+        if end == "rows":
+            return dense
+        return {
+            name: PartitionedTensor.distribute(one, placements[end]) for name, one in dense.items()
+        }
+
+    def local(value: Any) -> torch.Tensor:
+        return value.to_local() if isinstance(value, DTensor) else value.local
+
+    for unit in UNITS:
+        for before, after in permutations(placements, 2):
+            given = bits(11, torch.int32, shapes)
+            source = to(given, before)
+            targets = [to({n: 0 * one for n, one in given.items()}, after) for _ in range(2)]
+            whole, delta = (
+                Refit.prepare(source, target, changed_only=only)
+                for target, only in zip(targets, (False, unit), strict=True)
+            )
+            for step in range(4):
+                what = f"{before} to {after}, {unit}, step {step}"
+                if step:
+                    (change, change_rows)[step % 2](given, 0.03 * step, step)
+                    for name, one in to(given, before).items():
+                        local(source[name]).copy_(local(one))
+                whole.run()
+                delta.run()
+                for target in targets:
+                    for name, one in to(given, after).items():
+                        expect(torch.equal(local(target[name]), local(one)), f"{what}: {name}")
+                sent = torch.tensor([delta.sent_bytes, whole.sent_bytes])
+                dist.all_reduce(sent)
+                # A whole run has no heads, of which there are some for each message.
+                heads = 2 * 4 * 3 * HEAD_BYTES
+                few = unit == "elements" and step
+                limit = sent[1] // 2 if few else sent[1]
+                expect(bool(sent[0] <= limit + heads), f"{what}: {sent}")
+            delta.run()
+            expect(delta.sent_bytes < 200, f"nothing changed, and {delta.sent_bytes} bytes went")
+            delta.verify()
+    own = PartitionedTensor.of_splits(torch.zeros(sum(SPLITS[rank]), 6), SPLITS[rank], mesh)
+    refused(partial(Refit.prepare, {"w": own}, {"w": own}), ShardError, "gather_splits()")
+    known = own.gather_splits()
+    known.local.fill_(rank)
+    target = to({"w": torch.ones(rows, 6)}, "rows")
+    done = Refit.prepare({"w": known}, target, changed_only=True)
+    for _ in range(2):
+        done.run()
+        right = known.to_replicated().to_local()
+        expect(torch.equal(target["w"].full_tensor(), right), "what ranks told each other")
+
+
 def contributions_travel_whole() -> None:
     """Sums whose last bits depend on their order are those of a whole run, and no less is sent."""
     mesh = reshard.DeviceMesh.of(dp=2, tp=2)
@@ -422,6 +491,7 @@ if __name__ == "__main__":
             programs_and_replicas,
             sums_that_wait,
             several_boxes_and_uneven_parts,
+            tensors_of_partitions,
             contributions_travel_whole,
             refusals,
         ]

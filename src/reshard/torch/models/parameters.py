@@ -5,6 +5,7 @@ a model on one rank            how its tensors are cut
 a module, a state dict         DTensors as they say; other tensors are whole on every rank that
                                has them. Parameters and persistent buffers count
 `{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
+`{name: PartitionedTensor}`    as its placement says, where all ranks know all splits
 `MegatronModel`                as Megatron's attributes of all ranks together say, which are where
                                sizes or live process groups say (`megatron_groups`)
 `by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
@@ -32,6 +33,7 @@ from reshard.megatron.names import MegatronNames
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
+from reshard.torch.distributed_tensor import sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.megatron_parameters import (
@@ -44,6 +46,7 @@ from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.models.states import tensors_of
+from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.sides import WITH_MEMORY, list_addresses, local_of, place_sharding
 
 
@@ -281,6 +284,10 @@ class _Lister:
                 return
             self._append(name, own_name, self._number_kind((None, None, layout, fusion, None)))
             return
+        spec: ShardingSpec | None = None
+        if isinstance(value, PartitionedTensor):
+            spec, layout = self._describe_partitioned(given_name, value)
+            value = value.local
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
@@ -305,7 +312,7 @@ class _Lister:
         has_part = layout is None or self._group.rank in layout.local_shapes
         self._register(name, value, local, has_part)
         sample = sample_of(local) if layout is None and self._takes_samples else ""
-        says = (value.dtype, local.shape if has_part else None, layout, fusion, None)
+        says = (value.dtype, local.shape if has_part else None, layout, fusion, spec)
         self._append(name, own_name, self._number_kind(says), sample)
 
     def _list_distributed(
@@ -335,6 +342,20 @@ class _Lister:
             spec = place_sharding(sharding_of(value), self._group)
             self._described[key] = spec, spec.layout(tuple(value.shape))
         return self._described[key]
+
+    def _describe_partitioned(
+        self, name: str, value: PartitionedTensor
+    ) -> tuple[ShardingSpec, Layout]:
+        """How a tensor of partitions is cut. Raises ShardError where this rank does not know it."""
+        shape, placement = value.whole_shape, value.placement
+        if shape is None or placement is None:
+            raise ShardError(
+                f"{name!r} is a PartitionedTensor of which each rank knows its own splits only; "
+                "give gather_splits() of it, which all its ranks call"
+            )
+        spec = sharding_of_placements(value.mesh, [placement], len(shape))
+        spec = place_sharding(spec, self._group)
+        return spec, spec.layout(shape)
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""

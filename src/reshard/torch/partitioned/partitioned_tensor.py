@@ -211,6 +211,15 @@ class PartitionedTensor:
         splits = sizes if self.aligned else self.matrix
         return PartitionedShard(self.dim, self.num_partitions, splits, self.aligned)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...] | None:
+        """The shape of the whole tensor, where all splits are known to all."""
+        if self.matrix is None:
+            return None
+        shape = list(self.local.shape)
+        shape[self.dim] = sum(map(sum, self.matrix))
+        return tuple(shape)
+
     @_disable_compilation
     def with_local(self, local: torch.Tensor) -> PartitionedTensor:
         """The same pieces of another tensor, such as what experts made of their tokens.
@@ -252,11 +261,9 @@ class PartitionedTensor:
         `options` are those of `redistribute`; its `group` is the mesh's, where none is given.
         """
         known = self.gather_splits()
-        shape = list(known.local.shape)
-        shape[known.dim] = sum(map(sum, known.matrix or ()))
         options.setdefault("group", known._axis.group)
         source = (known.mesh, [known.placement])
-        return redistribute(known.local, target, source=source, shape=shape, **options)
+        return redistribute(known.local, target, source=source, shape=known.whole_shape, **options)
 
     @_disable_compilation
     def gather_splits(self) -> PartitionedTensor:
