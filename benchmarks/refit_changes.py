@@ -5,6 +5,7 @@ share of the elements changes, scattered all over, or in rows that lie together;
 turns in one run, and each begins and ends at a barrier:
 
     whole      every element travels
+    pays       `changed_only=True`, which compares nothing between ranks that share memory
     elements   `changed_only="elements"`
     blocks     `changed_only="blocks"`, which scattered changes defeat
     by hand    a copy of what was sent, `nonzero` of what differs, and int32 indices with values to
@@ -136,7 +137,12 @@ def run_as_rank(options: argparse.Namespace) -> None:
         return torch.rand(layout.local_shape(rank)).to(torch.bfloat16)
 
     source = {name: (local(layouts[0]), layouts[0]) for name in names}
-    ways: dict[str, Any] = {"whole": False, "elements": "elements", "blocks": "blocks"}
+    ways: dict[str, Any] = {
+        "whole": False,
+        "pays": True,
+        "elements": "elements",
+        "blocks": "blocks",
+    }
     refits = {
         way: Refit.prepare(
             source, {name: (local(layouts[1]), layouts[1]) for name in names}, changed_only=only

@@ -5,6 +5,7 @@ After each run the target has to be, bit for bit, what a refit that sends everyt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
@@ -180,7 +181,7 @@ def quantised_and_transformed() -> None:
     targets = [cut(blank, dict.fromkeys(blank, "-, tp"), {"tp": 2}) for _ in range(2)]
     runs = [
         Refit.prepare(source, target, transforms=transforms, changed_only=only)
-        for target, only in zip(targets, (False, True), strict=True)
+        for target, only in zip(targets, (False, "elements"), strict=True)
     ]
     expect(runs[0].report.made_at_source == ("w",) or dist.get_rank() > 1, "at the source")
     for step in range(3):
@@ -201,7 +202,7 @@ def whoever_wrote_there() -> None:
     given = bits(6, torch.int32)
     source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 2})
     expected = cut(given, COLUMNS, {"tp": 2})
-    done = Refit.prepare(source, target, changed_only=True)
+    done = Refit.prepare(source, target, changed_only="elements")
     first = None
     for step in range(4):
         if step == 2 and rank == 1:
@@ -224,7 +225,7 @@ def whoever_wrote_there() -> None:
     with torch.inference_mode():
         target = cut(given, COLUMNS, {"tp": 2})
     pair = [
-        Refit.prepare(cut(one, ROWS, {"tp": 4}), target, changed_only=True)
+        Refit.prepare(cut(one, ROWS, {"tp": 4}), target, changed_only="elements")
         for one in (given, others)
     ]
     for step in range(4):
@@ -272,7 +273,7 @@ def programs_and_replicas() -> None:
     given = bits(9, torch.int16, {"w": (512, 96)})
     source = cut(given, {"w": "-, -"}, {"tp": 1})
     target = cut(given, {"w": "-, -"}, {"dp": 4})
-    done = Refit.prepare(source, target, changed_only=True)
+    done = Refit.prepare(source, target, changed_only="elements")
     for _ in range(2):
         done.run()
         given["w"][9, 9] += 1
@@ -440,6 +441,35 @@ def tensors_of_partitions() -> None:
         expect(torch.equal(target["w"].full_tensor(), right), "what ranks told each other")
 
 
+def near_ranks_get_all() -> None:
+    """By True only ranks that share no memory are sent what changed: none, rank 3, all of them."""
+    rank = dist.get_rank()
+    for apart in (set[int](), {3}, {0, 1, 2, 3}):
+        os.environ["RESHARD_SHARED_MEMORY"] = "never" if rank in apart else ""
+        group = dist.new_group()
+        given = bits(12, torch.int16)
+        source, target = cut(given, ROWS, {"tp": 4}), cut(given, COLUMNS, {"tp": 4})
+        whole, delta, compared = (
+            Refit.prepare(source, target, changed_only=only, group=group)
+            for only in (False, True, "elements")
+        )
+        far = set(range(4)) - {rank} if rank in apart else apart
+        for refit in (compared, whole, delta):
+            refit.run()
+        whole_bytes, compared_bytes = whole.sent_bytes, compared.kept_bytes
+        # Alike for each of three others, of which so many are far.
+        expect(3 * delta.kept_bytes == len(far) * compared_bytes, f"{apart}: {delta.kept_bytes}")
+        for step in range(1, 4):
+            change(given, 0.01, step)
+            set_to(source, given)
+            delta.run()
+            expect_equal(target, cut(given, COLUMNS, {"tp": 4}), f"{apart}, step {step}")
+            least, most = whole_bytes * (3 - len(far)) / 3, whole_bytes * (3.2 - len(far)) / 3
+            expect(least <= delta.sent_bytes <= most, f"{apart}: {delta.sent_bytes}")
+        delta.verify()
+    del os.environ["RESHARD_SHARED_MEMORY"]
+
+
 def contributions_travel_whole() -> None:
     """Sums whose last bits depend on their order are those of a whole run, and no less is sent."""
     mesh = reshard.DeviceMesh.of(dp=2, tp=2)
@@ -492,6 +522,7 @@ if __name__ == "__main__":
             sums_that_wait,
             several_boxes_and_uneven_parts,
             tensors_of_partitions,
+            near_ranks_get_all,
             contributions_travel_whole,
             refusals,
         ]

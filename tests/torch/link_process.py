@@ -505,7 +505,7 @@ def quantised() -> None:
                 dtype = torch.float32 if "scale" in one else torch.float8_e4m3fn
                 model[one] = (torch.zeros(layout.local_shape(RANK), dtype=dtype), layout)
         if SIDE == "trainer":
-            sync = end.prepare(model, quantize="fp8-block128", changed_only=True)
+            sync = end.prepare(model, quantize="fp8-block128", changed_only="elements")
         else:
             sync = end.prepare(model)
         sizes = []
@@ -550,7 +550,7 @@ def dies_among_changes() -> None:
         if SIDE == "engine":
             sync = end.prepare(model)
         else:
-            sync = end.prepare(model, changed_only=True, method="exchange")
+            sync = end.prepare(model, changed_only="elements", method="exchange")
         for version in range(4):
             if SIDE == "trainer":
                 set_weights(model, version)

@@ -47,6 +47,26 @@ def plans(draw: st.DrawFn) -> reshard.Plan:
 
 
 @settings(max_examples=60)
+@given(plans(), st.sets(st.integers(0, RANKS - 1)), st.integers(0, RANKS - 1))
+def test_transfers_of_some_ranks_and_of_others(
+    plan: reshard.Plan, peers: set[int], rank: int
+) -> None:
+    ends = (local(plan.source, rank, torch.int16), local(plan.target, rank, torch.int16))
+    whole = RankTransfers.of(plan.change, plan.for_rank(rank), rank, *ends)
+    halves = whole.split(peers)
+    found = [
+        list_messages([half] if half else [], rank, RANKS, 1 << 21).messages for half in halves
+    ]
+    assert all(message.peer in peers for message in found[0])
+    assert not any(message.peer in peers for message in found[1])
+    sizes = sorted((message.key, message.size_bytes) for of in found for message in of)
+    every = list_messages([whole], rank, RANKS, 1 << 21).messages
+    assert sizes == [(message.key, message.size_bytes) for message in every]
+    rows = [len(half.received) + len(half.sent) for half in halves if half]
+    assert 0 not in rows and sum(rows) == len(whole.received) + len(whole.sent)
+
+
+@settings(max_examples=60)
 @given(
     st.lists(plans(), min_size=1, max_size=3),
     st.sampled_from([16, 48, 1 << 21]),

@@ -132,8 +132,12 @@ def _choose(
     total = len(changed)
     # What each takes beside the values; `whole` takes the words that did not change.
     costs = {Coding.WHOLE: (total - words) * size, Coding.MASK: -(-total // 8)}
-    turns = np.count_nonzero(changed[1:] != changed[:-1]) + int(changed[0]) + int(changed[-1])
-    costs[Coding.RUNS] = _COUNT.itemsize + int(turns) // 2 * 8
+    if places is not None:
+        runs = 1 + np.count_nonzero(places[1:] != places[:-1] + 1)
+    else:
+        turns = np.count_nonzero(changed[1:] != changed[:-1])
+        runs = (turns + int(changed[0]) + int(changed[-1])) // 2
+    costs[Coding.RUNS] = _COUNT.itemsize + int(runs) * 8
     gaps: NDArray[Any] = np.empty(0, dtype=np.uint8)
     if places is not None:
         gaps = _encode_gaps(places)

@@ -16,6 +16,9 @@ what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas
 3. *Whole runs.* The first run sends everything, and so does one in which any rank has other than
    what the last run left: the caller says so, of all ranks alike.
 
+4. *Ranks that share memory* (`shared_memory`) get everything with `changed_only=True`: to copy it
+   takes less than to compare it.
+
 Messages have the order of `messages`, and both ends treat theirs in it, so no two ranks wait for
 each other. What several ranks are sent alike is kept, packed and compared once.
 """
@@ -42,7 +45,7 @@ from reshard.torch.exchange.messages import RankMessage, RankTransfers, list_mes
 
 ChangeUnit: TypeAlias = Literal["elements", "blocks"]
 ChangedOnly: TypeAlias = bool | ChangeUnit
-#: What `changed_only=` may be, beside False: True means the first.
+#: What `changed_only=` may be, beside False; True is the first but between ranks that share memory.
 UNITS: tuple[ChangeUnit, ...] = get_args(ChangeUnit)
 BLOCK_BYTES = 4096
 
@@ -282,7 +285,8 @@ class ChangeExchange:
         one.coding, one.words, one.payload = Coding.WHOLE, len(one.data), None
         if self._unit == "elements":
             changed = None if is_whole else one.data != one.kept
-            one.kept[:] = one.data
+            if changed is None or changed.any():
+                one.kept[:] = one.data
         else:
             changed = _compare_blocks(one.data, one.kept, is_whole)
         if changed is None:

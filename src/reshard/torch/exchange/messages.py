@@ -17,7 +17,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,21 @@ class RankTransfers:
         into = transfers.target_slot == rank
         ends = transfers.take(into), transfers.take(~into), source, target
         return cls(change, *ends, dtype, place)
+
+    def split(self, peers: Iterable[int]) -> tuple[RankTransfers | None, RankTransfers | None]:
+        """The transfers from and to some ranks, and those of all others; None where none are."""
+        chosen = np.array(sorted(peers), dtype=np.int64)
+        received, sent = (
+            np.isin(slots, chosen) for slots in (self.received.source_slot, self.sent.target_slot)
+        )
+        halves = [(received, sent), (~received, ~sent)]
+        first, second = (
+            replace(self, received=self.received.take(into), sent=self.sent.take(out))
+            if into.any() or out.any()
+            else None
+            for into, out in halves
+        )
+        return first, second
 
 
 class Piece(NamedTuple):

@@ -202,8 +202,14 @@ class RefitBatches:
         moved = RankTransfers(item.change, known.received, known.sent, *ends)
         # What arrives to be transformed is overwritten by other tensors before the next run.
         stays = bool(self._changed_only) and match.made_at != "target"
-        is_compared = stays and can_be_compared(moved, dtype)
-        (found.compared if is_compared else found.stages[0]).append(moved)
+        if not (stays and can_be_compared(moved, dtype)):
+            found.stages[0].append(moved)
+            return
+        # Memory that ranks share is copied in a third of the time that a comparison takes.
+        shared = self._group.shared_memory if self._changed_only is True else None
+        near, compared = moved.split({rank, *shared.ranks} if shared is not None else set())
+        found.compared += filter(None, [compared])
+        found.stages[0] += filter(None, [near])
 
     def _list_program(
         self,

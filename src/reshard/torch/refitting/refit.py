@@ -174,7 +174,8 @@ class Refit:
                 16 of at least 1 MiB and at most `extra_bytes`; all together when None. There are at
                 most 256. A table says the bucket of each of the source's tensors, from 0.
             changed_only: whether a run sends only what changed since the one before: "elements"
-                (or True) keep a copy of what is sent, "blocks" a digest of each 4 KiB. See
+                keeps a copy of what is sent, "blocks" a digest of each 4 KiB. True is "elements",
+                but all goes to ranks that share memory, which is quicker. See
                 `reshard.torch.exchange.changes`.
             group: of all ranks that have a part of either; all ranks when None. It may be a group
                 of several jobs: its ranks are then called by their places in it.
