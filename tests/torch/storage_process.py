@@ -60,7 +60,7 @@ def main(original: str, format: str, target: str, *folders: str) -> None:
     trained = {name: one.full_tensor() for name, one in saved["model"].items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     readers = [StorageReader(target)]
-    if format == "torch-dcp":
+    if format == "torch-dcp" and "://" not in target:
         readers.append(dcp.FileSystemReader(target))
     for reader in readers:
         for placement in (Shard(1), Replicate(), Shard(0)):

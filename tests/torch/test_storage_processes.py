@@ -45,3 +45,21 @@ def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
     found = checkpoint.open(target)
     assert found.format == format and not checkpoint.check_digests(found).damaged
     assert found["model.0.weight"].shape == (13, 7)
+
+
+@pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
+def test_fsdp2_on_two_ranks_saves_to_a_store(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("obstore", "boto3", "moto"):
+        pytest.importorskip(package)
+    from bucket_server import BUCKET, bucket_server
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    original = model(tmp_path / "model")
+    with bucket_server(monkeypatch.setenv) as server:
+        target = f"s3://{BUCKET}/saved"
+        expect_all_end_well(run_ranks("storage_process.py", 2, original, format, target, original))
+        assert checkpoint.open(target).format == format
+        assert not server.pending
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]

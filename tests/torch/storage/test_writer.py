@@ -213,7 +213,7 @@ def test_ranks_that_do_not_talk(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ({"path": 7}, "a checkpoint at 7; give a path"),
-        ({"path": "s3://a/b"}, "give a folder of this machine"),
+        ({"path": "https://host/b"}, "an address of https://, which is only read"),
         ({"path": "a", "format": "x"}, "unknown format 'x'"),
         ({"path": "a", "thread_count": 0}, "thread_count=0"),
     ],
@@ -225,4 +225,5 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:
 
 def test_ids(tmp_path: Path) -> None:
     assert StorageWriter.validate_checkpoint_id(tmp_path / "a" / "b")
-    assert not StorageWriter.validate_checkpoint_id("gs://bucket/a")
+    assert StorageWriter.validate_checkpoint_id("gs://bucket/a")
+    assert not StorageWriter.validate_checkpoint_id("gs://bucket")

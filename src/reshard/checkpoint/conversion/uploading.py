@@ -38,7 +38,7 @@ from reshard.checkpoint.conversion.staging import SharedStaging, check_target, s
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
 from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import spool_target, spool_targets
+from reshard.checkpoint.files.places.spool import saving_folder, spool_target, spool_targets
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.places.upload import SentFile, Upload
 from reshard.checkpoint.files.target_file import TargetFile
@@ -337,8 +337,12 @@ def begun_target(
 
 
 def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
-    """The folders of this machine with what is staged for an address. Raises RunError."""
-    roots = [staging_folder(one) for one in spool_targets(target, staging)]
+    """The folders of this machine with what runs and saves staged for an address.
+
+    Raises RunError.
+    """
+    targets = spool_targets(target, staging)
+    roots = [staging_folder(one) for one in targets] + [saving_folder(one) for one in targets]
     with refusals_explained("look for staged files", roots[0]):
         return [root for root in roots if root.is_dir()]
 

@@ -51,12 +51,14 @@ class WritePlace:
 class RankPlaces:
     """What a rank is told: the folder to write in, its number, and the place of every item.
 
-    An item without elements, or that is no tensor, has none.
+    An item without elements, or that is no tensor, has none. `own_files` say, of a save to an
+    address, which files the rank writes alone (`OwnFiles`); None into a folder.
     """
 
     folder: str
     rank: int
     places: tuple[WritePlace | None, ...]
+    own_files: Any = None
 
 
 def find_box(item: WriteItem) -> Box:

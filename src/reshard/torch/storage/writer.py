@@ -4,21 +4,18 @@
    size, with what is known of them (`places`).
 2. Every rank writes its boxes into them, a few megabytes at a time, and says what their checksums
    are; values that are no tensors go into a file of the rank's own.
-3. The coordinator closes the files, writes the manifest, and gives the folder its name in one step.
-
-::
-
-    step-1000/                       the target: the old checkpoint, or nothing
-    .step-1000.reshard-saving/       what the target will be
+3. The coordinator closes the files, writes the manifest, and gives the folder its name in one step
+   (`folder_save`). To an address, ranks send files that they alone write, and the coordinator makes
+   all of it visible (`address_save`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,25 +39,23 @@ from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.folders import (
-    exchange_folders,
-    refusals_explained,
-    remove_folder,
-    sync_folder,
-    sync_folders_under,
-)
+from reshard.checkpoint.files.folders import refusals_explained, remove_folder
 from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_path import as_path
+from reshard.checkpoint.files.places.host_reads import name_host
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path
+from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.range_checksums import crc32
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement
-from reshard.checkpoint.formats.registry import all_formats, written_format
+from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.formats.torch_dcp.files import SUFFIX
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
+from reshard.torch.storage.address_save import AddressSave, OwnFiles
 from reshard.torch.storage.arguments import count_threads
+from reshard.torch.storage.folder_save import FolderSave, expect_free, make_files
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,
@@ -76,7 +71,7 @@ class WrittenItem:
     """What a rank tells of an item that it wrote: `size_bytes` of a file at `start_bytes`.
 
     `crc32` is that of these bytes where the file has one; `digest` that of a tensor which the
-    rank wrote all of.
+    rank wrote all of. `content` is that of a value which the coordinator writes.
     """
 
     file: str
@@ -84,6 +79,7 @@ class WrittenItem:
     size_bytes: int
     crc32: int | None = None
     digest: TensorDigest | None = None
+    content: bytes | None = None
 
 
 class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
@@ -98,17 +94,23 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
     All ranks write into one folder that all of them see. The checkpoint appears whole or not at
     all; what else was in the folder stays there.
 
+    To an address of an object store each rank sends the files that it alone writes, which need
+    room on its host meanwhile. Files that several ranks write (`safetensors`) need these on one
+    host. Everything below the address belongs to the checkpoint.
+
     Args:
-        path: the folder; the `checkpoint_id` of a save replaces it.
+        path: the folder or address; the `checkpoint_id` of a save replaces it.
         format: `torch-dcp`, `sharded-safetensors` (a file a rank), `safetensors` (whole tensors,
             put together by the ranks), or another that can be written.
         overwrite: replace a checkpoint that is there; until the end it stays as it is.
         thread_count: how many write at a time on each rank; 4 when None.
         sync_files: wait until all is on the disk.
         metadata: text for the heads of safetensors files.
+        staging: where files wait for a store on each host; the user's cache folder when None.
 
     Raises:
-        UsageError: what is no path, no format that can be written, or no number of threads.
+        UsageError: what is no path, an address that is only read, no format that can be written,
+            or no number of threads.
     """
 
     def __init__(
@@ -120,17 +122,20 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         thread_count: int | None = None,
         sync_files: bool = True,
         metadata: Mapping[str, str] | None = None,
+        staging: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self.path = _as_folder(path)
+        self.path = _as_target(path)
         self.format = written_format(format, to_whole=False)
         self.overwrite = overwrite
         self.thread_count = count_threads(thread_count)
         self.sync_files = sync_files
         self.metadata = dict(metadata or {})
         self.save_id = str(uuid.uuid4())
+        self.staging = staging
         self.is_coordinator = False
         self._arrangement: Arrangement | None = None
+        self._save: FolderSave | AddressSave | None = None
 
     @property
     def checkpoint_id(self) -> Path:
@@ -139,19 +144,23 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path in a folder that can be written to."""
-        text = os.fspath(checkpoint_id)
-        if not isinstance(text, str) or "://" in text:
-            return False
+        """Whether it is a path in a folder, or in a store, that can be written to."""
+        text = str(checkpoint_id)
+        if "://" in text:
+            try:
+                _as_target(text)
+            except UsageError:
+                return False
+            return True
         found = next((one for one in Path(text).absolute().parents if one.exists()), None)
         return found is not None and os.access(found, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, elsewhere where `checkpoint_id` says so."""
         if checkpoint_id:
-            self.path = _as_folder(checkpoint_id)
+            self.path = _as_target(checkpoint_id)
         self.save_id = str(uuid.uuid4())
-        self._arrangement = None
+        self._forget()
 
     def storage_meta(self) -> StorageMeta:
         """What identifies this save."""
@@ -177,40 +186,50 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             UsageError: a checkpoint that is there and not to be replaced; values that the format
                 has no place for.
         """
-        if not self.overwrite and _has_checkpoint(self.path):
-            raise UsageError(f"there is a checkpoint at {self.path}; give overwrite=True")
         check_values(self.format, [plan])
+        if isinstance(self.path, PlacePath):
+            # The coordinator asks the store what is there.
+            return dataclasses.replace(plan, storage_data=name_host())
+        if not self.overwrite:
+            expect_free(self.path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans with the place of every item; the files are made.
 
         Raises:
-            UsageError: what the format cannot say.
-            RunError: files that cannot be made, such as on a full disk.
+            UsageError: what the format cannot say; at an address, a checkpoint that is there and
+                not to be replaced, or ranks of several hosts that would write one file.
+            RunError: files that cannot be made, such as on a full disk; a store that refuses.
         """
+        self._forget()
         arrangement = arrange_save(self.format, plans, self.metadata)
-        folder = self._saving_folder
-        with refusals_explained("make the folder of a new checkpoint", folder):
-            remove_folder(folder)
-            folder.mkdir(parents=True)
-            for file in arrangement.files:
-                path = folder / file.stored.name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with TargetFile(path, file.stored.size_bytes) as target:
-                    for offset, content in file.known_bytes():
-                        target.write(memoryview(bytearray(content)), offset)
+        if isinstance(self.path, PlacePath):
+            sent = AddressSave(self.path, self.save_id, arrangement, self.staging)
+            self._save = sent
+            places = find_places(arrangement, plans, str(sent.folder))
+            hosts = [plan.storage_data for plan in plans]
+            own = sent.begin(places, hosts, overwrite=self.overwrite)
+            places = [
+                dataclasses.replace(one, own_files=told)
+                for one, told in zip(places, own, strict=True)
+            ]
+        else:
+            kept = FolderSave(self.path, arrangement, sync_files=self.sync_files)
+            self._save = kept
+            kept.begin()
+            places = find_places(arrangement, plans, str(kept.folder))
         self._arrangement = arrangement
-        places = find_places(arrangement, plans, str(folder))
         return [
             dataclasses.replace(plan, storage_data=one)
             for plan, one in zip(plans, places, strict=True)
         ]
 
-    @property
-    def _saving_folder(self) -> Path:
-        target = self.path.absolute()
-        return target.with_name(f".{target.name}.reshard-saving")
+    def _forget(self) -> None:
+        """Close what an earlier save began."""
+        if isinstance(self._save, AddressSave):
+            self._save.close()
+        self._arrangement = self._save = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         """Write this rank's items.
@@ -219,57 +238,80 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             RunError: files that cannot be written; a folder that this rank does not see.
         """
         told: RankPlaces = plan.storage_data
-        folder = Path(told.folder)
-        if not folder.is_dir():
-            raise RunError(
-                f"rank {told.rank} does not see {folder}, which the coordinator made; save into a "
-                "folder that all ranks share"
-            )
-        sizes = {one.file: one.file_bytes for one in told.places if one is not None}
-        targets: OpenFiles[TargetFile] = OpenFiles(
-            lambda name: TargetFile(folder / name, sizes[name])
-        )
-        written = self._write_values(plan, planner, folder, told.rank)
-        try:
-            written += self._write_tensors(plan, planner, targets)
-            if self.sync_files:
-                for target in targets:
-                    target.sync()
-        finally:
-            targets.close()
+        own: OwnFiles | None = told.own_files
+        if own is None:
+            folder = Path(told.folder)
+            if not folder.is_dir():
+                raise RunError(
+                    f"rank {told.rank} does not see {folder}, which the coordinator made; save "
+                    "into a folder that all ranks share"
+                )
+            written = self._write_values(plan, planner, folder, told.rank)
+            written += self._write_tensors(plan, planner, dict.fromkeys(_names(told), folder))
+        else:
+            written = self._send(plan, planner, own)
         future: Future = Future()
         future.set_result(written)
         return future
 
+    def _send(self, plan: SavePlan, planner: SavePlanner, own: OwnFiles) -> list[Any]:
+        """Write this rank's items beside an address, and send the files that it alone writes."""
+        told: RankPlaces = plan.storage_data
+        folder = own.folder_of(told.rank)
+        make_files(folder, own.own)
+        try:
+            folders = {
+                name: folder if name in own.names else Path(told.folder) for name in _names(told)
+            }
+            written = self._write_tensors(plan, planner, folders)
+            checksums = _list_checksums(written)
+            own.send(folder, partial(_find_checksum, checksums))
+        finally:
+            with refusals_explained("delete staged files", folder):
+                remove_folder(folder)
+        return self._write_values(plan, planner, None, told.rank) + written
+
     def _write_values(
-        self, plan: SavePlan, planner: SavePlanner, folder: Path, rank: int
+        self, plan: SavePlan, planner: SavePlanner, folder: Path | None, rank: int
     ) -> list[Any]:
-        """Write what is no tensor, one value behind the other."""
+        """Write what is no tensor, one value behind the other; or tell it the coordinator."""
         items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if not items:
             return []
         # File 1 of the rank, as PyTorch numbers them; file 0 has its tensors.
         name = f"__{rank}_1{SUFFIX}"
         written, at = [], 0
-        with (
-            refusals_explained("write values that are no tensors", folder / name),
-            (folder / name).open("wb") as file,
-        ):
+        with contextlib.ExitStack() as stack:
+            file = None
+            if folder is not None:
+                stack.enter_context(
+                    refusals_explained("write values that are no tensors", folder / name)
+                )
+                file = stack.enter_context((folder / name).open("wb"))
             for item in items:
                 content = planner.resolve_data(item).getbuffer()
-                file.write(content)
                 told = WrittenItem(name, at, content.nbytes)
+                if file is not None:
+                    file.write(content)
+                else:
+                    told = dataclasses.replace(told, content=bytes(content))
                 written.append(storage.WriteResult(item.index, content.nbytes, told))
                 at += content.nbytes
-            file.flush()
-            if self.sync_files:
-                os.fsync(file.fileno())
+            if file is not None:
+                file.flush()
+                if self.sync_files:
+                    os.fsync(file.fileno())
         return written
 
     def _write_tensors(
-        self, plan: SavePlan, planner: SavePlanner, targets: OpenFiles[TargetFile]
+        self, plan: SavePlan, planner: SavePlanner, folders: Mapping[str, Path]
     ) -> list[Any]:
+        """Write the boxes of tensors into files, by the folder that each is in."""
         told: RankPlaces = plan.storage_data
+        sizes = {one.file: one.file_bytes for one in told.places if one is not None}
+        targets: OpenFiles[TargetFile] = OpenFiles(
+            lambda name: TargetFile(folders[name] / name, sizes[name])
+        )
 
         def tasks() -> Iterator[_TensorWrite]:
             # A planner may make a tensor when it is asked for: it is asked late, by one thread.
@@ -279,7 +321,14 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
         work = partial(_write_box, targets=targets)
         buffer = partial(AlignedBuffer, 0)
-        return [*run_in_threads(tasks(), work, buffer, self.thread_count)]
+        try:
+            written = [*run_in_threads(tasks(), work, buffer, self.thread_count)]
+            if self.sync_files and told.own_files is None:
+                for target in targets:
+                    target.sync()
+        finally:
+            targets.close()
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Close the files, and give the new checkpoint its name.
@@ -287,13 +336,15 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         Raises:
             RunError: what cannot be written or renamed.
         """
-        arrangement, folder = self._arrangement, self._saving_folder
-        if arrangement is None:
+        arrangement, save = self._arrangement, self._save
+        if arrangement is None or save is None:
             raise UsageError("finish() before prepare_global_plan(); a save calls both")
+        folder = save.folder
         written = {result.index: result.storage_data for rank in results for result in rank}
-        checksums = {(one.file, one.start_bytes): one.crc32 for one in written.values()}
-        # 1. Values that are no tensors are where the ranks put them.
+        checksums = _list_checksums(result for rank in results for result in rank)
+        # 1. Values that are no tensors are where the ranks put them, or come with their words.
         items, extra = {}, {}
+        contents: dict[str, bytes] = {}
         for rank, found in enumerate(results):
             for result in found:
                 one: WrittenItem = result.storage_data
@@ -302,12 +353,16 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                     name = result.index.fqn
                     items[name] = StoredItem(name, place, one.size_bytes, rank)
                     extra[one.file] = rank
+                    if one.content is not None:
+                        contents[one.file] = contents.get(one.file, b"") + one.content
         arrangement = dataclasses.replace(
             arrangement, items=items, paths=as_paths(metadata.planner_data)
         )
         # 2. The ends of files, and files that the format adds.
         with refusals_explained("finish a new checkpoint", folder):
-            for file in arrangement.files:
+            for name, content in contents.items():
+                self._write_file(folder / name, content)
+            for file in save.files:
                 name = file.stored.name
                 closing = file.closing_bytes(partial(_find_checksum, checksums, name))
                 with TargetFile(folder / name, file.stored.size_bytes) as target:
@@ -335,12 +390,10 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 {},
             )
             self._write_file(folder / MANIFEST_NAME, manifest.to_json().encode())
-            if self.sync_files:
-                sync_folders_under(folder)
-            self._commit(folder)
+        save.commit()
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = written
-        self._arrangement = None
+        self._forget()
 
     def _write_file(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,26 +402,6 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             file.flush()
             if self.sync_files:
                 os.fsync(file.fileno())
-
-    def _commit(self, folder: Path) -> None:
-        target = self.path.absolute()
-        if not os.path.lexists(target):
-            folder.rename(target)
-            sync_folder(target.parent)
-            return
-        old = target.with_name(f".{target.name}.reshard-replaced")
-        remove_folder(old)
-        if exchange_folders(folder, target):
-            folder.rename(old)
-        else:
-            target.rename(old)
-            folder.rename(target)
-        sync_folder(target.parent)
-        # What is no part of the old checkpoint stays.
-        for path in sorted(old.iterdir()):
-            if not _is_of_checkpoint(path) and not os.path.lexists(target / path.name):
-                shutil.move(path, target / path.name)
-        remove_folder(old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,24 +413,23 @@ class _TensorWrite:
     tensor: torch.Tensor
 
 
-def _as_folder(path: str | os.PathLike[str]) -> Path:
-    folder = as_path(path)
-    if "://" in os.fspath(path):
-        raise UsageError(f"a checkpoint at {os.fspath(path)!r}; give a folder of this machine")
-    return folder
+def _as_target(path: str | os.PathLike[str]) -> Path:
+    """A folder, or an address that can be written to. Raises UsageError."""
+    target = as_path(path)
+    if isinstance(target, PlacePath):
+        expect_writable(target)
+    return target
 
 
-def _has_checkpoint(path: Path) -> bool:
-    if not path.is_dir():
-        return path.exists()
-    return (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
+def _names(told: RankPlaces) -> set[str]:
+    """The files that a rank writes to."""
+    return {one.file for one in told.places if one is not None}
 
 
-def _is_of_checkpoint(path: Path) -> bool:
-    """Whether a file in the folder of a checkpoint is part of one."""
-    if path.name in (MANIFEST_NAME, ".metadata", "model.safetensors.index.json"):
-        return True
-    return path.is_file() and any(one.has_file(path.name) for one in all_formats())
+def _list_checksums(results: Iterable[Any]) -> dict[tuple[str, int], int | None]:
+    """What was found of ranges of files, by where they begin."""
+    items: list[WrittenItem] = [result.storage_data for result in results]
+    return {(one.file, one.start_bytes): one.crc32 for one in items}
 
 
 def _find_checksum(

@@ -50,6 +50,15 @@ def spool_targets(target: PlacePath, folder: str | os.PathLike[str] | None) -> l
     return [first, *(first.with_name(name) for name in names)]
 
 
+def saving_folder(target: Path) -> Path:
+    """Where a save by ranks makes the files of the checkpoint `target`.
+
+    >>> saving_folder(Path("models/step-1000")).as_posix()
+    'models/.step-1000.reshard-saving'
+    """
+    return target.with_name(f".{target.name}.reshard-saving")
+
+
 class GivenBack(Closing):
     """The ranges of files whose space one process gave back, as they are noted."""
 

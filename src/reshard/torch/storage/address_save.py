@@ -1,0 +1,193 @@
+"""A save to an object store: each rank sends the files that it alone writes, in parts.
+
+::
+
+    rank 0   __0_0.distcp  staged on its host --parts-->
+    rank 1   __1_0.distcp  staged on its host --parts-->  .reshard/...       nothing to read yet
+    the coordinator        values, .metadata, manifest -->  step-1000/         all of it
+
+Files that several ranks write, as of `safetensors`, are staged where these ranks are, on one host,
+and sent by the coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from reshard.checkpoint.files.folders import refusals_explained, remove_folder
+from reshard.checkpoint.files.places.host_reads import name_host
+from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.places.spool import saving_folder, spool_target
+from reshard.checkpoint.files.places.upload import SentFile, Upload
+from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
+from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.errors import RunError, UsageError
+from reshard.torch.storage.folder_save import make_files
+from reshard.torch.storage.places import RankPlaces
+
+_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """What a rank is told of the files that it alone writes.
+
+    `state` is that of the upload of `files`, which are all files of the save.
+    """
+
+    target: PlacePath
+    save_id: str
+    files: tuple[SentFile, ...]
+    state: tuple[dict[str, str], list[int], bytes]
+    own: tuple[NewFile, ...]
+    staging: str | None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the files."""
+        return frozenset(one.stored.name for one in self.own)
+
+    def folder_of(self, rank: int) -> Path:
+        """Where the rank stages them. Raises RunError."""
+        return saving_folder(spool_target(self.target, self.staging)) / f"rank-{rank}"
+
+    def send(self, folder: Path, checksum: Callable[[str, int, int], int]) -> None:
+        """Finish the files, and send them. `checksum(file, start, size)` as of `closing_bytes`.
+
+        Raises RunError.
+        """
+        for file in self.own:
+            name = file.stored.name
+            with TargetFile(folder / name, file.stored.size_bytes) as target:
+                for start, content in file.closing_bytes(partial(checksum, name)):
+                    target.write(memoryview(bytearray(content)), start)
+        numbers = [at for at, file in enumerate(self.files) if file.name in self.names]
+        upload = Upload(self.target, self.save_id, self.files, MANIFEST_NAME)
+        try:
+            upload.join(self.state)
+            parts = [part for number in numbers for part in upload.grid.parts_of(number)]
+            with ThreadPoolExecutor(_REQUESTS) as threads:
+                futures = [threads.submit(upload.send, part, folder, None) for part in parts]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    threads.shutdown(cancel_futures=True)
+                    raise
+        finally:
+            upload.close()
+
+
+class AddressSave:
+    """What the coordinator does for a save to an address.
+
+    Args:
+        target: the address.
+        save_id: of the save.
+        arrangement: its files.
+        staging: where files wait on each host; the user's cache folder when None.
+
+    Attributes:
+        folder: where the coordinator makes files, on its host.
+        files: those of them that several ranks write.
+
+    Raises as `Upload`.
+    """
+
+    def __init__(
+        self,
+        target: PlacePath,
+        save_id: str,
+        arrangement: Arrangement,
+        staging: str | os.PathLike[str] | None,
+    ) -> None:
+        self._target, self._save_id = target, save_id
+        self._staging = None if staging is None else str(Path(staging).absolute())
+        self._all = arrangement.files
+        self._sent = tuple(
+            SentFile(file.stored.name, file.stored.size_bytes) for file in arrangement.files
+        )
+        self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
+        self.files: tuple[NewFile, ...] = ()
+        self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME)
+
+    def begin(
+        self, places: Sequence[RankPlaces], hosts: Sequence[object], *, overwrite: bool
+    ) -> list[OwnFiles]:
+        """Begin the upload, and make the files that several ranks write: what each rank is told.
+
+        What earlier saves to the address left unfinished is given up.
+
+        Args:
+            places: of each rank.
+            hosts: what tells the host of each rank.
+            overwrite: whether a checkpoint may be replaced.
+
+        Raises:
+            UsageError: a checkpoint that is there; a file with ranks of several hosts.
+            RunError: a store that refuses; files that cannot be made.
+        """
+        writers: dict[str, set[int]] = {}
+        for one in places:
+            for place in one.places:
+                if place is not None:
+                    writers.setdefault(place.file, set()).add(one.rank)
+        own: list[list[NewFile]] = [[] for _ in places]
+        common = []
+        for file in self._all:
+            ranks = writers.get(file.stored.name, set())
+            if len(ranks) == 1:
+                own[ranks.pop()].append(file)
+                continue
+            far = [rank for rank in sorted(ranks) if hosts[rank] != name_host()]
+            if far:
+                raise UsageError(
+                    f"{file.stored.name} would be written by ranks {sorted(ranks)}, of which "
+                    f"{far[0]} is on another host than the coordinator; save to {self._target} "
+                    "with format='torch-dcp' or 'sharded-safetensors', where each rank writes its "
+                    "own files"
+                )
+            common.append(file)
+        self._upload.find_target(overwrite=overwrite, restart=True, is_resumed=False)
+        self._upload.begin()
+        self.files = tuple(common)
+        make_files(self.folder, self.files)
+        state = self._upload.state()
+        return [
+            OwnFiles(self._target, self._save_id, self._sent, state, tuple(files), self._staging)
+            for files in own
+        ]
+
+    def commit(self) -> None:
+        """Send what is left, and make all of it visible. Raises RunError."""
+        # What ranks sent is asked of the store, so that it is known to be there.
+        self._upload.begin()
+        common = {file.stored.name for file in self.files}
+        own = np.zeros(self._upload.grid.count, dtype=bool)
+        for number, file in enumerate(self._sent):
+            parts = self._upload.grid.parts_of(number)
+            own[parts.start : parts.stop] = file.name in common
+        self._upload.send_rest(self.folder, own)
+        lost = np.flatnonzero(~self._upload.sent)
+        if len(lost):
+            number, start, stop = self._upload.grid.range_of(int(lost[0]))
+            raise RunError(
+                f"the store does not have bytes {start}:{stop} of {self._sent[number].name}, which "
+                "a rank sent; does something else write to that address? Save again"
+            )
+        self._upload.commit(self.folder)
+        self.close()
+        with refusals_explained("delete staged files", self.folder):
+            remove_folder(self.folder)
+
+    def close(self) -> None:
+        """Close connections; what was sent stays, until another save gives it up."""
+        self._upload.close()

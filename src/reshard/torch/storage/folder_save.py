@@ -1,0 +1,106 @@
+"""A save into a folder that all ranks see: its files, and how it takes the place of an older one.
+
+::
+
+    step-1000/                       the target: the old checkpoint, or nothing
+    .step-1000.reshard-saving/       what the target will be
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from reshard.checkpoint.files.folders import (
+    exchange_folders,
+    refusals_explained,
+    remove_folder,
+    sync_folder,
+    sync_folders_under,
+)
+from reshard.checkpoint.files.places.spool import saving_folder
+from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
+from reshard.checkpoint.formats.registry import all_formats
+from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.errors import UsageError
+
+
+class FolderSave:
+    """What the coordinator does for a save into a folder.
+
+    Attributes:
+        folder: where the files are made.
+        files: those that the coordinator makes there, and finishes.
+    """
+
+    def __init__(self, target: Path, arrangement: Arrangement, *, sync_files: bool) -> None:
+        self._target, self._sync_files = target.absolute(), sync_files
+        self.folder = saving_folder(self._target)
+        self.files = arrangement.files
+
+    def begin(self) -> None:
+        """Make the files. Raises RunError."""
+        make_files(self.folder, self.files)
+
+    def commit(self) -> None:
+        """Give the new checkpoint its name. Raises RunError."""
+        with refusals_explained("finish a new checkpoint", self.folder):
+            if self._sync_files:
+                sync_folders_under(self.folder)
+            self._replace()
+
+    def _replace(self) -> None:
+        target, folder = self._target, self.folder
+        if not os.path.lexists(target):
+            folder.rename(target)
+            sync_folder(target.parent)
+            return
+        old = target.with_name(f".{target.name}.reshard-replaced")
+        remove_folder(old)
+        if exchange_folders(folder, target):
+            folder.rename(old)
+        else:
+            target.rename(old)
+            folder.rename(target)
+        sync_folder(target.parent)
+        # What is no part of the old checkpoint stays.
+        for path in sorted(old.iterdir()):
+            if not _is_of_checkpoint(path) and not os.path.lexists(target / path.name):
+                shutil.move(path, target / path.name)
+        remove_folder(old)
+
+
+def expect_free(path: Path) -> None:
+    """Raise UsageError where a checkpoint is in a folder."""
+    if not path.is_dir():
+        is_there = path.exists()
+    else:
+        is_there = (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
+    if is_there:
+        raise UsageError(f"there is a checkpoint at {path}; give overwrite=True")
+
+
+def make_files(folder: Path, files: Iterable[NewFile]) -> None:
+    """Make a folder anew, with files at their full size and what is known of them.
+
+    Raises RunError, such as on a full disk.
+    """
+    with refusals_explained("make the folder of a new checkpoint", folder):
+        remove_folder(folder)
+        folder.mkdir(parents=True)
+        for file in files:
+            path = folder / file.stored.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TargetFile(path, file.stored.size_bytes) as target:
+                for offset, content in file.known_bytes():
+                    target.write(memoryview(bytearray(content)), offset)
+
+
+def _is_of_checkpoint(path: Path) -> bool:
+    """Whether a file in the folder of a checkpoint is part of one."""
+    if path.name in (MANIFEST_NAME, ".metadata", "model.safetensors.index.json"):
+        return True
+    return path.is_file() and any(one.has_file(path.name) for one in all_formats())

@@ -1,0 +1,178 @@
+"""PyTorch's own save writes to an object store: each rank its files, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+from bucket_server import BUCKET, BucketServer, Request, bucket_server  # noqa: E402
+from reshard import checkpoint  # noqa: E402
+from reshard.checkpoint.files.places import part_grid  # noqa: E402
+from reshard.checkpoint.files.places.stores import s3_target  # noqa: E402
+from reshard.errors import UsageError  # noqa: E402
+from reshard.torch import StorageReader, StorageWriter  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+ADDRESS = f"s3://{BUCKET}/run/step-1"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[BucketServer]:
+    with pytest.MonkeyPatch.context() as patch, bucket_server(patch.setenv) as server:
+        yield server
+
+
+@pytest.fixture
+def server(
+    running: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[BucketServer]:
+    """An empty bucket, parts of 256 KiB, and a cache folder of the test's own."""
+    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", 1 << 18)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    running.empty()
+    yield running
+    running.empty()
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "big": torch.randn(700, 600, generator=generator),
+        "half": torch.randn(100, 70, generator=generator).bfloat16(),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3.0 + seed),
+    }
+
+
+def save(state: dict[str, Any], **how: Any) -> None:
+    dcp.save(state, storage_writer=StorageWriter(ADDRESS, **how), no_dist=True)
+
+
+def expect_loaded(state: dict[str, Any]) -> None:
+    found = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in state.items()
+    }
+    dcp.load(found, storage_reader=StorageReader(ADDRESS), no_dist=True)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value
+
+
+def staged(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
+def test_every_format(server: BucketServer, tmp_path: Path, format: str) -> None:
+    state = make_state()
+    if format == "torch-dcp":
+        state["steps"] = "a word"
+    save(state, format=format)
+    expect_loaded(state)
+    found = checkpoint.open(ADDRESS)
+    assert found.format == format
+    assert not checkpoint.check_digests(found).damaged
+    # The same files as in a folder.
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "a", format=format), no_dist=True)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert {key.rpartition("/")[2] for key in server.objects} == set(files)
+    for name, content in files.items():
+        if name not in ("reshard.manifest.json", ".metadata"):
+            assert server.objects[f"run/step-1/{name}"] == content, name
+    assert not staged(tmp_path / "cache")
+    assert not server.pending
+
+
+def test_what_fails_leaves_the_old_one(server: BucketServer, tmp_path: Path) -> None:
+    save(make_state())
+    before = server.objects
+
+    def refuse(number: int, request: Request) -> int | None:
+        return 403 if request.part is not None and request.part[1] == 3 else None
+
+    server.fault = refuse
+    with pytest.raises(CheckpointException, match="403"):
+        save(make_state(1))
+    server.fault = lambda number, request: None
+    seen = {key: content for key, content in server.objects.items() if "/.reshard/" not in key}
+    assert seen == before
+    expect_loaded(make_state())
+    assert server.pending
+    # The next one gives up what was begun.
+    save(make_state(2))
+    expect_loaded(make_state(2))
+    assert not server.pending
+    assert not any("/.reshard/" in key for key in server.objects)
+    assert not staged(tmp_path / "cache")
+
+
+def test_a_part_that_is_lost_is_noticed(server: BucketServer) -> None:
+    put_part = s3_target.S3Target.put_part
+
+    def lose(self: Any, key: str, upload: str, part: int, body: Any) -> None:
+        if part != 2:
+            put_part(self, key, upload, part, body)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3_target.S3Target, "put_part", lose)
+        with pytest.raises(CheckpointException, match="the store does not have bytes"):
+            save(make_state())
+    assert not any("/.reshard/" not in key for key in server.objects)
+
+
+def test_one_that_is_there_is_not_replaced(server: BucketServer) -> None:
+    save(make_state())
+    with pytest.raises(CheckpointException, match="the target exists"):
+        save(make_state(1), overwrite=False)
+    expect_loaded(make_state())
+
+
+def test_ranks_of_several_hosts_write_no_common_file(server: BucketServer, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    plans = []
+    for rank in range(2):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({f"w{rank}": torch.ones(4)}, is_coordinator=rank == 0)
+        plans.append(planner.create_local_plan())
+    for format, is_refused in (("safetensors", True), ("sharded-safetensors", False)):
+        writer = StorageWriter(ADDRESS, format=format)
+        writer.set_up_storage_writer(is_coordinator=True)
+        told = [writer.prepare_local_plan(plan) for plan in plans]
+        told[1] = dataclasses.replace(told[1], storage_data="another host")
+        if is_refused:
+            with pytest.raises(UsageError, match=r"ranks \[0, 1\], of which 1 is on another host"):
+                writer.prepare_global_plan(told)
+        else:
+            own = [plan.storage_data.own_files.own for plan in writer.prepare_global_plan(told)]
+            assert [len(files) for files in own] == [1, 1]
+        writer.reset()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [("hf://org/model", "only read"), (f"s3://{BUCKET}", "a whole bucket")],
+)
+def test_addresses_that_cannot_be(address: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        StorageWriter(address)
+    assert not StorageWriter.validate_checkpoint_id(address)
