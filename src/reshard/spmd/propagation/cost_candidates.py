@@ -5,7 +5,8 @@ which annotations use them. An operator may run with each piece
 
 - cutting one of its factors, where each device can then compute its part by itself;
 - carrying contributions through, where the operator is linear in the operands that have them;
-- unused, the devices along it doing the same.
+- unused, the devices along it doing the same;
+- cutting space that windows reach over, where the operator says which edges each device needs.
 
 A value may have every sharding that an operator around it would read or make, and those that the
 other strategies give it. An annotated value has the sharding it was given; where that is open,
@@ -15,13 +16,13 @@ those that extend it as well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.operators.table import operators
-from reshard.spmd.propagation.axis_parts import Part, Parts, Sharding, joined, size_of
+from reshard.spmd.propagation.axis_parts import AxisTable, Part, Parts, Sharding, joined, size_of
 from reshard.spmd.propagation.common_axes import common_axes
 from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
 from reshard.spmd.propagation.graph import Operation
@@ -33,6 +34,21 @@ MOST_SHARDINGS = 96
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """Shardings of an operator that says by itself what its ranks need: see `Operator.placed`.
+
+    Args:
+        reads: of the operands as they come.
+        runs_with: of the operands while it runs, such as with the edges of other parts.
+        makes: of the results.
+    """
+
+    reads: tuple[Sharding, ...]
+    runs_with: tuple[Sharding, ...]
+    makes: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunOption:
     """One way in which an operator may run.
 
@@ -41,15 +57,19 @@ class RunOption:
         kept: axes along which contributions are carried through.
         partial: positions of the operands that have those.
         reduction: how those combine.
+        placed: shardings that the rule cannot say; as the rule says when None.
     """
 
     cuts: tuple[Parts, ...]
     kept: Parts = ()
     partial: tuple[int, ...] = ()
     reduction: str = "sum"
+    placed: PlacedRun | None = None
 
     def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
         """The shardings of the operands."""
+        if self.placed is not None:
+            return self.placed.reads
         return tuple(
             self._make_sharding(
                 rule, place, self.kept if place in self.partial else (), self.reduction
@@ -59,6 +79,8 @@ class RunOption:
 
     def makes(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
         """The shardings of the results, contributions included."""
+        if self.placed is not None:
+            return self.placed.makes
         reduced = tuple(part for factor in rule.reduction for part in self.cuts[factor])
         axes: Parts = ()
         for part in sorted((*self.kept, *reduced)):
@@ -146,12 +168,39 @@ def ways_of(
         cuts = tuple(common_axes(rule, tensors, elements, mesh))
         if _may_run(rule, cuts, _find_cuttable(rule, tuple(shapes))):
             found[RunOption(cuts)] = None
+    for way in _list_placed(operation, tuple(shapes), pieces, mesh):
+        found.setdefault(way)
     carried = _find_carried(operation, len(rule.operands), reductions)
     for way in _list_ways(rule, tuple(shapes), pieces, carried, in_any_order):
         found.setdefault(way)
         if len(found) >= MOST_WAYS:
             break
     return list(found)
+
+
+def _list_placed(
+    operation: Operation, shapes: tuple[tuple[int, ...], ...], pieces: Parts, mesh: DeviceMesh
+) -> Iterator[RunOption]:
+    """The ways in which dimensions are cut along which edges of other parts are needed."""
+    known, rule = operators.get(operation.operator), operation.rule
+    if known is None or known.placed is None:
+        return
+    table, count = AxisTable.of(mesh), len(rule.operands)
+    cuttable = _find_cuttable(rule, shapes)
+    moving = frozenset(rule.permutation)
+    for chosen in itertools.product([None, *sorted(cuttable | moving)], repeat=len(pieces)):
+        cuts: list[Parts] = [()] * len(rule.sizes)
+        for piece, factor in zip(pieces, chosen, strict=True):
+            if factor is not None:
+                cuts[factor] = joined(cuts[factor], piece)
+        if moving.isdisjoint(chosen) or not _may_run(rule, cuts, cuttable | moving):
+            continue
+        way = RunOption(tuple(cuts))
+        reads = way.reads(rule)
+        placed = known.placed([*map(table.decoded, reads)], shapes[:count], operation.attributes)
+        if placed is not None:
+            runs_with, makes = (tuple(map(table.encoded, some)) for some in placed)
+            yield replace(way, placed=PlacedRun(reads, runs_with, makes))
 
 
 def _count_parts(shape: Sequence[int]) -> int:

@@ -386,7 +386,12 @@ class _Problem:
                 cuts: self.model.compute_s(name, rule, cuts, tensors)
                 for cuts in dict.fromkeys(way.cuts for way in ways.options)
             }
-            found = np.array([seconds_s[way.cuts] for way in ways.options])
+            found = np.array(
+                [
+                    seconds_s[way.cuts] + self.model.placing_s(way.placed, tensors)
+                    for way in ways.options
+                ]
+            )
             self._seconds[key] = found
         return found
 
