@@ -77,8 +77,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
     files: list[SourceFile] = []
     open_sources = loading.open_sources
 
-    def watched(found: checkpoint.Checkpoint) -> Any:
-        sources = open_sources(found)
+    def watched(found: checkpoint.Checkpoint, **how: Any) -> Any:
+        sources = open_sources(found, **how)
         open_file = sources._open
 
         def open_and_remember(name: str) -> SourceFile:
