@@ -111,7 +111,79 @@ def test_what_a_program_gave_and_writes_to_is_moved_again(counted: Counted) -> N
     for one, target in zip(views, targets, strict=True):
         # Some are views of what was given, some copies: they are what their own shards are.
         np.testing.assert_array_equal(one.shard(target).shards[0], one.to_dense())
-    assert (np.asarray(x.shard(targets[0]).shards[5]) == 7.0).all()
+    # NumPy's were copied when they were first moved; tensors are moved again.
+    seen = np.arange(12.0).reshape(6, 2) if counted.runner.library.name == "numpy" else 7.0
+    assert (np.asarray(x.shard(targets[0]).shards[5]) == seen).all()
+
+
+def qkv(x: Any, weights: list[Any]) -> list[Any]:
+    return [x @ one for one in weights]
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [("numpy", 1), ("torch", 3), ("list", 1), ("cast", 1), ("view", 3)]
+)
+def test_three_products_of_a_given_array_gather_as_often_as_traced(given: str, count: int) -> None:
+    counted = Counted("torch" if given in ("torch", "view") else "numpy")
+    data = np.arange(32.0).reshape(4, 8)
+    tensor = torch.from_numpy(data)
+    kinds = {"list": data.tolist(), "cast": data.astype("float32"), "numpy": data}
+    x = sp.array(
+        kinds.get(given, tensor.mT if given == "view" else tensor),
+        spec(MESH, "-, x" if given == "view" else "x, -"),
+        dtype="float64" if given == "cast" else None,
+        runner=counted.runner,
+    )
+    if given == "view":
+        x = x.mT
+    weights = [
+        sp.array(np.full((8, 64), n), spec(MESH, "-, x"), dtype="float64", runner=counted.runner)
+        for n in (1, 2, 3)
+    ]
+    traced = sp.trace(qkv, x, weights)
+    assert [bool(one.before) for one in traced.operations] == [True, count > 1, count > 1]
+    counted.count = 0
+    found = qkv(x, weights)
+    assert counted.count == count
+    for n, one in enumerate(found, 1):
+        np.testing.assert_allclose(one.to_dense(), data @ np.full((8, 64), float(n)))
+    # Programs move an argument once.
+    program = sp.jit(qkv)
+    assert sum(bool(one.before) for one in program.trace(x, weights).operations) == 1
+
+
+def test_views_are_traced_as_they_move(counted: Counted) -> None:
+    own = counted.runner.library.array(np.arange(32.0).reshape(8, 4))
+    x = sp.array(own, spec(MESH, "-, x"), runner=counted.runner)
+    weight = sp.array(np.ones((8, 64)), spec(MESH, "-, x"), runner=counted.runner)
+
+    def turned(x: Any, weight: Any) -> list[Any]:
+        view = x.mT
+        return [view @ weight, sp.exp(view @ weight)]
+
+    traced = sp.trace(turned, x, weight)
+    counted.count = 0
+    turned(x, weight)
+    # Of NumPy's, the view is copied when it is moved.
+    expected = 1 if counted.runner.library.name == "numpy" else 2
+    assert counted.count == sum(bool(one.before) for one in traced.operations) == expected
+
+
+def test_views_of_what_was_given_are_not_copied() -> None:
+    data = np.arange(12.0).reshape(6, 2)
+    x = sp.array(data, runner=Counted("numpy").runner)
+    rows = x.shard(spec(MESH, "y, -"))
+    assert np.shares_memory(data, rows.shards[0]) and x.is_given and rows.is_given
+
+
+def test_what_was_taken_out_is_moved_as_it_is() -> None:
+    counted = Counted("numpy")
+    x = sp.array(np.zeros((6, 2)), spec(MESH, "y, -"), runner=counted.runner)
+    first, counted.count = x.shards[0], 0
+    x.shard(spec(MESH, "-, -"))
+    first[...] = 5.0
+    assert x.shard(spec(MESH, "-, -")).to_dense()[:2].tolist() == [[5.0, 5.0]] * 2
+    assert x.is_given and counted.count == 2
 
 
 def test_shards_that_were_taken_and_written_to_are_moved_again(counted: Counted) -> None:

@@ -273,7 +273,10 @@ def array(
 ) -> ShardedArray:
     """An array in shards, from data that every process has whole.
 
-    It may share memory with the data: write to neither, or give a copy.
+    It may share memory with the data: write to neither, or give a copy. One made of lists, or cast
+    to another type, has memory of its own. One of NumPy's takes a copy of its shards when it is
+    first moved, and moves to a sharding once; one of tensors, which optimizers may write to, moves
+    each time.
 
     Args:
         data: an array of NumPy or PyTorch, numbers in lists, or an array in shards.
@@ -314,7 +317,9 @@ def array(
             "or a library's array"
         ) from error
     kind = ArrayType(whole.shape, keeper.library.dtype_of(whole))
-    made: ShardedArray = ShardedArray.given(kind, (whole,), keeper)
+    is_own = keeper.library.has_copied(data, whole)
+    make = ShardedArray.of_shards if is_own else ShardedArray.given
+    made: ShardedArray = make(kind, (whole,), keeper)
     return made if spec is None else made.shard(spec)
 
 

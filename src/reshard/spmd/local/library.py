@@ -115,6 +115,23 @@ class Library:
             return None if is_lent else ()
         return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
 
+    def has_copied(self, data: Any, made: Any) -> bool:
+        """Whether `made`, its array of some data, has memory that nobody else knows of.
+
+        By the kinds of both alone, so that all processes say the same.
+        """
+        if isinstance(data, list | tuple | int | float | complex | np.generic):
+            return True
+        source = library_of(data)
+        if self.name == "torch" and (source is None or source.name != "torch"):
+            return True
+        return source is not None and source.dtype_of(data) is not self.dtype_of(made)
+
+    def find_views(self, arrays: Iterable[Any], others: Iterable[Any]) -> tuple[bool, ...]:
+        """Of arrays of NumPy, whether each has the memory of one of the others."""
+        roots = {id(_find_root(one)) for one in others}
+        return tuple([id(_find_root(one)) in roots for one in arrays])
+
     def lend(self, arrays: Iterable[Any]) -> None:
         """A program gets its arrays, and might write to them."""
         if self.name == "numpy":

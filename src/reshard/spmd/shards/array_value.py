@@ -45,6 +45,11 @@ class ArrayValue:
         """From here on it keeps no reshards, for its memory may be what a program has given."""
         self._kept = None
 
+    def take_over(self, shards: Shards) -> None:
+        """From here on it has these shards, equal ones that no program knows of."""
+        self._shards = shards
+        self._kept = {}
+
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # What is kept of it in other shardings is found again where it is asked for.
         return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}

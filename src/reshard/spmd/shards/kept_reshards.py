@@ -10,7 +10,11 @@ follows from the program alone, never from one rank's shards, memory or time:
 
     bytes                those of the fullest rank, by the layout
     oldest first         in the order of movements, counting those of arrays that are gone
-    what a program gave  is never kept, since it may write to it, nor are views of it
+    what a program gave  is not kept, since it may write to it, nor are views of it
+
+An array of NumPy that shares memory with what it was given takes a copy of its own shards when it
+is first moved by more than views, and is kept like others from there on: in one process, where
+nobody waits. PyTorch's may be leaves of a gradient, that an optimizer writes to: they move anew.
 """
 
 from __future__ import annotations
@@ -75,14 +79,38 @@ class KeptReshards:
         """
         kept = array.kept_reshards()
         if kept is None:
-            return move(array._shards)
+            return self._move_given(array, spec, move)
         found = kept.get(spec)
         if found is not None:
             # Another thread may drop it meanwhile.
             shards: Shards | None = found.shards
             if shards is not None and self._is_valid(array, found.state, shards):
                 return shards
+        return self._keep(array, kept, spec, move(array._shards))
+
+    def _move_given(self, array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
+        """The shards of an array whose memory a program may know, and write to."""
         moved: Shards = move(array._shards)
+        library = self._runner.library
+        is_small = _count_bytes(self._runner, array.type.with_spec(spec)) <= self.most_bytes
+        if library.name != "numpy" or not is_small or library.state_of(array._shards) is None:
+            return moved
+        views = library.find_views(moved, array._shards)
+        # Views of what was given cost nothing, and are not kept.
+        if all(views):
+            return moved
+        with self._lock:
+            if array.is_given:
+                copies = {id(shard): library.copied(shard) for shard in array._shards}
+                array.take_over(tuple([copies[id(shard)] for shard in array._shards]))
+        kept = array.kept_reshards()
+        if kept is None or any(views):
+            return move(array._shards)
+        return self._keep(array, kept, spec, moved)
+
+    def _keep(
+        self, array: ArrayValue, kept: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
+    ) -> Shards:
         size_bytes = _count_bytes(self._runner, array.type.with_spec(spec))
         state = self._find_state(array, moved)
         if size_bytes <= self.most_bytes and _may_keep(array, state):
@@ -130,6 +158,15 @@ def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
     if found is None:
         found = runner.kept = KeptReshards(runner)
     return found.moved(array, spec, move)
+
+
+def moves_each_time(array: ArrayValue) -> bool:
+    """Whether an array can keep nothing that it is moved to: a program knows its memory."""
+    library = array.runner.library
+    # NumPy's are copied first, but for those that were taken out.
+    return array.is_given and not (
+        library.name == "numpy" and library.state_of(array._shards) is not None
+    )
 
 
 def may_view(operator: Operator) -> bool:

@@ -12,7 +12,7 @@ shardings are propagated over the whole graph first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ from reshard.cost.formulas import check_library
 from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
@@ -30,7 +29,8 @@ from reshard.spmd.propagation.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
+from reshard.spmd.shards.kept_reshards import moves_each_time
+from reshard.spmd.shards.operation_call import Recorder, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
@@ -38,7 +38,6 @@ from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.compute import with_compute
 from reshard.spmd.tracing.document import trace_document
 from reshard.spmd.tracing.graph_recording import (
-    WITH_SHARDING,
     Recording,
     RunFunction,
     filled,
@@ -46,10 +45,10 @@ from reshard.spmd.tracing.graph_recording import (
     type_of,
 )
 from reshard.spmd.tracing.memory import with_memory
+from reshard.spmd.tracing.operation_watcher import OperationWatcher
 from reshard.spmd.tracing.page import trace_page
 from reshard.spmd.tracing.table import trace_table
 from reshard.spmd.tracing.trace_record import TraceRecord
-from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 
 STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
@@ -184,7 +183,17 @@ def trace(
     # The graph, without any sharding. Operations that keep their shardings are compiled once.
     runner = AbstractRunner()
     recorded = record_for(strategy, function, arguments, runner=runner)
-    return trace_recorded(recorded, strategy, topology, library, runner)
+    shardings = shardings_of(recorded, strategy, topology, library)
+    moves_anew = _find_moved_anew(recorded, arguments) if strategy == "eager" else ()
+    return trace_placed(recorded, shardings, strategy, topology, library, runner, moves_anew)
+
+
+def _find_moved_anew(recorded: Recording, arguments: Sequence[Any]) -> list[int]:
+    """Inputs whose reshards eager operations cannot keep: they have memory of the program's."""
+    inputs = [n for n in recorded.graph.inputs if n not in recorded.constants]
+    given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+    known = [*zip(inputs, given, strict=True), *recorded.constants.items()]
+    return [n for n, x in known if isinstance(x, ArrayValue) and moves_each_time(x)]
 
 
 def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:
@@ -247,8 +256,12 @@ def trace_placed(
     topology: Topology | None,
     library: str,
     runner: AbstractRunner | None = None,
+    moves_anew: Collection[int] = (),
 ) -> Trace:
-    """The trace of a recorded function whose shardings a strategy has found; see the others."""
+    """The trace of a recorded function whose shardings a strategy has found; see the others.
+
+    `moves_anew` are inputs that move wherever they are read, by number; others do once.
+    """
     mesh = _find_mesh(recorded)
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
@@ -262,7 +275,7 @@ def trace_placed(
         inputs.append(known)
         if known is not None:
             arrays[number] = runner.array(known, ShardedArray)
-    watcher = _Watcher(topology, library)
+    watcher = OperationWatcher(topology, library, moves_anew)
     values = carry_out(recorded, shardings, arrays, watcher)
     # 2. Memory and, where the device is known, computing are added to what was seen.
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
@@ -399,92 +412,3 @@ def _reshard(x: Any, spec: Spec) -> Any:
     if spec is None or not isinstance(x, ShardedArray) or x.type.spec is spec:
         return x
     return x.shard(spec)
-
-
-class _Watcher:
-    """Makes a `TracedOperation` of every operation that it sees."""
-
-    def __init__(self, topology: Topology | None, library: str) -> None:
-        self.found: list[TracedOperation] = []
-        self.topology = topology
-        self.library = library
-        self._call: CompiledCall | None = None
-        # Values that were moved, with the sharding: an array keeps what it was moved to.
-        self._known: set[tuple[int, ArrayType, Spec]] = set()
-        # Values that are an earlier one: `with_sharding` of what lies so gives the array itself.
-        self._same: dict[int, int] = {}
-
-    def record(
-        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
-    ) -> None:
-        """The call that carries an operation out."""
-        self._call = call
-
-    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Reshards are seen by `saw`."""
-
-    def saw(
-        self,
-        operation: Operation,
-        given: Sequence[Any],
-        placed: Sequence[Any],
-        made: Sequence[Any],
-        results: Sequence[Any],
-        run: RunFunction | None,
-    ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise.
-
-        `run` carries out what is no operator; see `RecordedCall`.
-        """
-        called, self._call = self._call, None
-        before: list[InsertedReshard] = []
-        after: list[InsertedReshard] = []
-        reused: list[InsertedReshard] = []
-        runs_with = [x.type.spec if isinstance(x, ArrayValue) else None for x in placed]
-        if called is not None:
-            runs_with = list(called.runs_with)
-        for number, x, there, spec in zip(
-            operation.operands, given, placed, runs_with, strict=True
-        ):
-            if isinstance(x, ArrayValue):
-                for source, target in ((x.type, there.type.spec), (there.type, spec)):
-                    inserted = self._find_inserted(number, source, target)
-                    # From the value itself: what was made on the way is not kept.
-                    key = (self._same.get(number, number), source, target)
-                    is_known = source is x.type and key in self._known
-                    (reused if is_known else before).extend(inserted)
-                    if source is x.type and inserted:
-                        self._known.add(key)
-        for number, x, there in zip(operation.results, made, results, strict=True):
-            # What `with_sharding` moves is its operand, which may have been there.
-            if operation.operator == WITH_SHARDING and x is given[0]:
-                own = self._same.get(operation.operands[0], operation.operands[0])
-                key = (own, x.type, there.type.spec)
-                if there.type is x.type:
-                    self._same[number] = own
-                if key in self._known:
-                    reused += self._find_inserted(*key)
-                    continue
-                self._known.add(key)
-            after += self._find_inserted(number, x.type, there.type.spec)
-        self.found.append(
-            TracedOperation(
-                operation,
-                tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
-                tuple(runs_with),
-                tuple(x.type for x in results),
-                tuple(x.type for x in made),
-                tuple(before),
-                tuple(after),
-                tuple(reused),
-            )
-        )
-
-    def _find_inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
-        if target is None or source.spec is target:
-            return []
-        before = source.spec or replicated(target.mesh, source.ndim)
-        # Layouts are interned: different specs of one layout move nothing.
-        if before.layout(source.shape) is target.layout(source.shape):
-            return []
-        return [InsertedReshard(value, source, target, self.topology, self.library)]

@@ -1,0 +1,124 @@
+"""Operation watchers: what a recorded function does, operation by operation, as a trace has it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.table import row_of
+from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.kept_reshards import may_view
+from reshard.spmd.shards.operation_call import CompiledCall
+from reshard.spmd.shards.runner import replicated
+from reshard.spmd.tracing.graph_recording import WITH_SHARDING, RunFunction
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+from reshard.topology import Topology
+
+Spec = ShardingSpec | None
+
+
+class OperationWatcher:
+    """Makes a `TracedOperation` of every operation that it sees.
+
+    Args:
+        topology, library: for times, see `reshard.spmd.tracing.trace.trace`.
+        moves_anew: values that move wherever they are read, by number; others do once.
+    """
+
+    def __init__(
+        self, topology: Topology | None, library: str, moves_anew: Collection[int] = ()
+    ) -> None:
+        self.found: list[TracedOperation] = []
+        self._moves_anew = set(moves_anew)
+        self.topology = topology
+        self.library = library
+        self._call: CompiledCall | None = None
+        # Values that were moved, with the sharding: an array keeps what it was moved to.
+        self._known: set[tuple[int, ArrayType, Spec]] = set()
+        # Values that are an earlier one: `with_sharding` of what lies so gives the array itself.
+        self._same: dict[int, int] = {}
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """The call that carries an operation out."""
+        self._call = call
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Reshards are seen by `saw`."""
+
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+        run: RunFunction | None,
+    ) -> None:
+        """An operation: its operands, those that it was called with, and its results likewise.
+
+        `run` carries out what is no operator; see `RecordedCall`.
+        """
+        called, self._call = self._call, None
+        # Views of what cannot keep its reshards have the same memory.
+        is_view = operation.operator == WITH_SHARDING or (
+            called is not None and may_view(row_of(called.name))
+        )
+        if is_view and not self._moves_anew.isdisjoint(operation.operands):
+            self._moves_anew.update(operation.results)
+        before: list[InsertedReshard] = []
+        after: list[InsertedReshard] = []
+        reused: list[InsertedReshard] = []
+        runs_with = [x.type.spec if isinstance(x, ArrayValue) else None for x in placed]
+        if called is not None:
+            runs_with = list(called.runs_with)
+        for number, x, there, spec in zip(
+            operation.operands, given, placed, runs_with, strict=True
+        ):
+            if isinstance(x, ArrayValue):
+                for source, target in ((x.type, there.type.spec), (there.type, spec)):
+                    inserted = self._find_inserted(number, source, target)
+                    # From the value itself: what was made on the way is not kept.
+                    key = (self._same.get(number, number), source, target)
+                    is_known = source is x.type and key in self._known
+                    is_known = is_known and key[0] not in self._moves_anew
+                    (reused if is_known else before).extend(inserted)
+                    if source is x.type and inserted:
+                        self._known.add(key)
+        for number, x, there in zip(operation.results, made, results, strict=True):
+            # What `with_sharding` moves is its operand, which may have been there.
+            if operation.operator == WITH_SHARDING and x is given[0]:
+                own = self._same.get(operation.operands[0], operation.operands[0])
+                key = (own, x.type, there.type.spec)
+                if there.type is x.type:
+                    self._same[number] = own
+                if key in self._known and own not in self._moves_anew:
+                    reused += self._find_inserted(*key)
+                    continue
+                self._known.add(key)
+            after += self._find_inserted(number, x.type, there.type.spec)
+        self.found.append(
+            TracedOperation(
+                operation,
+                tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
+                tuple(runs_with),
+                tuple(x.type for x in results),
+                tuple(x.type for x in made),
+                tuple(before),
+                tuple(after),
+                tuple(reused),
+            )
+        )
+
+    def _find_inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
+        if target is None or source.spec is target:
+            return []
+        before = source.spec or replicated(target.mesh, source.ndim)
+        # Layouts are interned: different specs of one layout move nothing.
+        if before.layout(source.shape) is target.layout(source.shape):
+            return []
+        return [InsertedReshard(value, source, target, self.topology, self.library)]
