@@ -23,7 +23,8 @@ from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation import cost_propagation
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.cost_propagation import OTHERS, _Problem, propagate_by_cost
+from reshard.spmd.propagation.cost_problem import CostProblem
+from reshard.spmd.propagation.cost_propagation import OTHERS, propagate_by_cost
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.chosen_program import chosen_program
@@ -80,7 +81,7 @@ def test_no_choice_of_candidates_takes_less(seed: int) -> None:
         assert found.seconds_s == 0
         return
     table = AxisTable.of(mesh)
-    problem = _Problem(graph, table, CostModel(table, Machine()))
+    problem = CostProblem(graph, table, CostModel(table, Machine()))
     problem.candidates(specs, {}, bases)
     problem.fill(bounds=False)
     total = problem.sum()

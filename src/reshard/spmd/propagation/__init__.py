@@ -2,6 +2,6 @@
 
 `graph.py` is the graph, `strategies.py` the front: `propagation.py` propagates by rules (with
 `axis_parts`, `factor_shardings`, `merging`, `operator_stages`), `cost_propagation.py` by least
-time (with `cost_candidates`, `cost_model`, `movement_tables`, `operator_work`, `least_sum`).
-`placement.py` says what moves then (with `common_axes`).
+time (with `cost_problem`, `cost_candidates`, `cost_model`, `movement_tables`, `operator_work`,
+`least_sum`). The folder `placement` says what moves then (with `common_axes`).
 """

@@ -23,27 +23,21 @@ answer's seconds are those of its programs. There is no clock in it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.dtypes import DType, dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
-from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
+from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.cost_model import CostModel, Machine
+from reshard.spmd.propagation.cost_problem import CostProblem
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
-from reshard.spmd.propagation.movement_tables import Move, ValueMovements
 from reshard.spmd.propagation.propagation import (
-    OperationShardings,
     PropagatedGraph,
     propagate_by_rules,
 )
-from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 OTHERS = ("aggressive", "basic")
 # Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
@@ -53,8 +47,6 @@ MOST_ROUNDS = 256
 SLACK = 1e-6
 # How often what formulas chose is changed.
 MOST_CHANGES = 4
-# Operations of a graph that is small enough for axes to be tried in every order.
-SMALL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +112,7 @@ def propagate_by_cost(
         return CostedGraph(bases[0], 0.0, True, dict.fromkeys(OTHERS, 0.0))
     table = AxisTable.of(mesh)
     # 2. Candidates of values and operations.
-    problem = _Problem(graph, table, CostModel.of(table, machine))
+    problem = CostProblem(graph, table, CostModel.of(table, machine))
     problem.candidates(annotations, dict(outputs or {}), bases)
     # 3. The other strategies' seconds. Operations are the inner variables: no table has two of
     # them, so that each finds its best way by itself once the values are chosen.
@@ -149,7 +141,9 @@ def propagate_by_cost(
 Choices = tuple[int, ...]
 
 
-def _solve_exactly(problem: _Problem, best: Choices, best_s: float) -> tuple[Choices, float, bool]:
+def _solve_exactly(
+    problem: CostProblem, best: Choices, best_s: float
+) -> tuple[Choices, float, bool]:
     """The least sum with every movement priced by its program, and whether it was found for sure.
 
     Prices begin as bounds that no program stays below. The least sum of those is found, the
@@ -192,7 +186,7 @@ def _solve_exactly(problem: _Problem, best: Choices, best_s: float) -> tuple[Cho
 
 
 def _solve_nearly(
-    problem: _Problem, others_s: Mapping[Choices, float], exact: bool | None
+    problem: CostProblem, others_s: Mapping[Choices, float], exact: bool | None
 ) -> tuple[Choices, float]:
     """The least sum by formulas, changed as long as prices of programs show something better."""
     total = problem.sum()
@@ -212,259 +206,3 @@ def _solve_nearly(
             break
         chosen = total.descended(best, ways)
     return best, seen_s[best]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ways:
-    """The ways of an operation, and what it reads and makes in them.
-
-    Args:
-        options: the ways.
-        shardings: of each operand and result, in each way.
-        different: the same without repetitions.
-    """
-
-    options: list[RunOption]
-    shardings: tuple[tuple[Sharding, ...], ...]
-    different: tuple[tuple[Sharding, ...], ...]
-
-    @classmethod
-    def of(cls, rule: OpShardingRule, options: list[RunOption]) -> _Ways:
-        # From rows, one a way, to columns, one a tensor.
-        rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
-        columns = tuple(zip(*rows, strict=True))
-        return cls(options, columns, tuple(tuple(dict.fromkeys(one)) for one in columns))
-
-    def run(self, place: int, count: int) -> OperationShardings:
-        """What an operation of `count` operands reads and makes in the way at a place."""
-        found = tuple(column[place] for column in self.shardings)
-        return found[:count], found[count:]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Movements of a value, from each sharding it may have to each that is read, or back.
-
-    Args:
-        value, way: variables; no way where a sharding was asked for.
-        moves: of values like it.
-        own: the shardings that the value may have.
-        others: in which the operation reads or makes it, or what was asked for.
-        is_read: whether it goes to those, not from them.
-    """
-
-    value: int
-    way: int | None
-    moves: ValueMovements
-    own: tuple[int, ...]
-    others: tuple[int, ...]
-    is_read: bool
-
-
-class _Problem:
-    """Candidates and tables of one graph. Variables: values first, then operations."""
-
-    def __init__(self, graph: Graph, table: AxisTable, model: CostModel) -> None:
-        self.graph = graph
-        self.table = table
-        self.model = model
-        self.elements = [dtype(value.dtype) for value in graph.values]
-        self.values: list[list[Sharding]] = []
-        self.ways: list[_Ways] = []
-        self.known: list[list[Sharding]] = []
-        self.asked: dict[int, Sharding] = {}
-        self._seconds: dict[object, FloatArray] = {}
-        self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
-        self._kinds: list[ValueMovements] = []
-        self._ends: list[_Ends] = []
-        self._computing: list[CostTable] = []
-
-    def candidates(
-        self,
-        annotations: Mapping[int, ShardingSpec],
-        asked: Mapping[int, ShardingSpec],
-        bases: Sequence[PropagatedGraph],
-    ) -> None:
-        """Find what may be chosen."""
-        graph, table = self.graph, self.table
-        given = {number: table.encoded(spec) for number, spec in annotations.items()}
-        self.asked = {place: _close(table.encoded(spec)) for place, spec in asked.items()}
-        # The axes in the pieces that annotations use, and what the other strategies chose.
-        pieces = pieces_of([*given.values(), *self.asked.values()])
-        self.known = [
-            [
-                _close(table.encoded(spec)) if spec is not None else _make_whole(value.shape)
-                for spec, value in zip(base.values, graph.values, strict=True)
-            ]
-            for base in bases
-        ]
-        reductions = _find_reductions(graph, given.values())
-        is_small = len(graph.operations) <= SMALL
-        around: list[list[tuple[Sharding, ...]]] = [[] for _ in graph.values]
-        known_ways: dict[object, _Ways] = {}
-        for operation in graph.operations:
-            places = (*operation.operands, *operation.results)
-            known = tuple(tuple(base[value] for value in places) for base in self.known)
-            # A model repeats its layers: equal operations in equal surroundings share their ways,
-            # and all that follows from them.
-            key = (operation.operator, operation.rule, str(operation.attributes), known)
-            ways = known_ways.get(key)
-            if ways is None:
-                shapes = [graph.values[value].shape for value in places]
-                options = ways_of(
-                    operation, shapes, pieces, known, table.mesh, reductions, is_small
-                )
-                ways = known_ways[key] = _Ways.of(operation.rule, options)
-            self.ways.append(ways)
-            # What a way reads and makes becomes a candidate of the values around it.
-            for value, shardings in zip(places, ways.different, strict=True):
-                around[value].append(shardings)
-        outputs = set(graph.outputs)
-        known_values: dict[object, list[Sharding]] = {}
-        for number in range(len(graph.values)):
-            own, bases_of = given.get(number), tuple(base[number] for base in self.known)
-            is_output = number in outputs
-            value_key = (own, bases_of, is_output, tuple(map(id, around[number])))
-            candidates = known_values.get(value_key)
-            if candidates is None:
-                every = dict.fromkeys(itertools.chain.from_iterable(around[number]))
-                candidates = shardings_of(own, every, bases_of, is_output)
-                known_values[value_key] = candidates
-            self.values.append(candidates)
-        self._ends = list(self._find_ends())
-        count = len(graph.values)
-        self._computing = [
-            CostTable((count + number,), self._tabulate_compute(number))
-            for number in range(len(graph.operations))
-        ]
-
-    def fill(self, *, bounds: bool) -> None:
-        """Find the seconds of movements by bounds or formulas, or by programs if priced."""
-        for moves in self._moves.values():
-            moves.fill(bounds=bounds)
-
-    def sum(self) -> CostSum:
-        """The seconds of all choices; movements as they are priced by then."""
-        tables = [*self._computing]
-        for ends in self._ends:
-            table = ends.moves.table(ends.own, ends.others, ends.is_read).seconds_s
-            if ends.way is None:
-                # An output has one sharding that was asked for: the only column.
-                tables.append(CostTable((ends.value,), table[:, 0]))
-            else:
-                tables.append(CostTable((ends.value, ends.way), table))
-        choices = (*map(len, self.values), *(len(ways.options) for ways in self.ways))
-        return CostSum(choices, tables)
-
-    def price(self, answers: Iterable[Sequence[int]]) -> bool:
-        """Price by its program each movement of some answers. Whether that was not done before."""
-        # A dictionary for its order, so that prices are found in the same order each time.
-        new: dict[int, dict[Move, None]] = {}
-        for chosen in answers:
-            for ends in self._ends:
-                other = ends.others[0 if ends.way is None else chosen[ends.way]]
-                one = ends.own[chosen[ends.value]]
-                if one != other:
-                    move = (one, other) if ends.is_read else (other, one)
-                    new.setdefault(id(ends.moves), {})[move] = None
-        has_new = False
-        for moves in self._moves.values():
-            has_new |= moves.price(new.get(id(moves), ()))
-        return has_new
-
-    def _tabulate_compute(self, number: int) -> FloatArray:
-        """Seconds that an operation computes in each of its ways."""
-        operation, ways = self.graph.operations[number], self.ways[number]
-        places = (*operation.operands, *operation.results)
-        tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
-        key = (id(ways), operation.operator, tensors)
-        found = self._seconds.get(key)
-        if found is None:
-            name, rule = operation.operator, operation.rule
-            # Ways that differ in contributions alone compute the same.
-            seconds_s = {
-                cuts: self.model.compute_s(name, rule, cuts, tensors)
-                for cuts in dict.fromkeys(way.cuts for way in ways.options)
-            }
-            found = np.array(
-                [
-                    seconds_s[way.cuts] + self.model.placing_s(way.placed, tensors)
-                    for way in ways.options
-                ]
-            )
-            self._seconds[key] = found
-        return found
-
-    def _find_ends(self) -> Iterator[_Ends]:
-        """The movements possible around operations, and to what was asked for."""
-        count = len(self.graph.values)
-        for one, element in zip(self.graph.values, self.elements, strict=True):
-            key = (one.shape, element)
-            if key not in self._moves:
-                self._moves[key] = ValueMovements(self.model, one.shape, element)
-            self._kinds.append(self._moves[key])
-        numbers: dict[tuple[int, int], tuple[int, ...]] = {}
-
-        def find_numbers(moves: ValueMovements, shardings: Sequence[Sharding]) -> tuple[int, ...]:
-            # Equal values, and equal operations, share their lists.
-            found = numbers.get((id(moves), id(shardings)))
-            if found is None:
-                found = numbers[id(moves), id(shardings)] = moves.numbers(shardings)
-            return found
-
-        own = list(map(find_numbers, self._kinds, self.values))
-        for number, (operation, ways) in enumerate(
-            zip(self.graph.operations, self.ways, strict=True)
-        ):
-            places = (*operation.operands, *operation.results)
-            for position, (value, others) in enumerate(zip(places, ways.shardings, strict=True)):
-                moves = self._kinds[value]
-                is_read = position < len(operation.operands)
-                found = find_numbers(moves, others)
-                yield _Ends(value, count + number, moves, own[value], found, is_read)
-        for place, target in self.asked.items():
-            value = self.graph.outputs[place]
-            moves = self._kinds[value]
-            yield _Ends(value, None, moves, own[value], moves.numbers([target]), True)
-
-    def start(self, base: int) -> tuple[int, ...]:
-        """The choices nearest to what another strategy says."""
-        chosen = []
-        for number, shardings in enumerate(self.values):
-            wanted = self.known[base][number]
-            # Compared by their cuts alone: candidates are closed and without replicated axes.
-            place = next((i for i, one in enumerate(shardings) if one.dims == wanted.dims), 0)
-            chosen.append(place)
-        return (*chosen, *([0] * len(self.ways)))
-
-    def answer(self, chosen: Sequence[int], base: PropagatedGraph) -> PropagatedGraph:
-        """The graph with what was chosen."""
-        count = len(self.graph.values)
-        shardings = [own[place] for own, place in zip(self.values, chosen, strict=False)]
-        runs = tuple(
-            ways.run(place, len(operation.operands))
-            for operation, ways, place in zip(
-                self.graph.operations, self.ways, chosen[count:], strict=True
-            )
-        )
-        outputs = tuple(
-            self.table.decoded(self.asked.get(place, _close(shardings[value])))
-            for place, value in enumerate(self.graph.outputs)
-        )
-        values = tuple(map(self.table.decoded, shardings))
-        return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
-
-
-def _close(sharding: Sharding) -> Sharding:
-    return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
-
-
-def _make_whole(shape: Sequence[int]) -> Sharding:
-    return Sharding(((),) * len(shape), (True,) * len(shape))
-
-
-def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
-    """The reductions of all contributions that a graph may have."""
-    found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
-    found += [one.reduction for one in given if one.reduction is not None]
-    return tuple(dict.fromkeys(["sum", *found]))

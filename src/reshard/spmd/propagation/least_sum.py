@@ -26,7 +26,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,16 +39,14 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 LARGEST_TABLE = 1 << 19
 
 
-@dataclass(frozen=True, slots=True)
-class CostTable:
+class CostTable(NamedTuple):
     """Seconds for the choices of some variables, one axis a variable, in rising order."""
 
     variables: tuple[int, ...]
     seconds_s: FloatArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Elimination:
+class Elimination(NamedTuple):
     """A variable taken out of some tables.
 
     Args:
@@ -89,12 +89,20 @@ class CostSum:
             for variable in table.variables:
                 self._of[variable].append(number)
 
+    def replaced(self, tables: list[CostTable]) -> CostSum:
+        """The sum of as many other tables, in each place one of the same variables."""
+        found = copy(self)
+        found.tables = tables
+        return found
+
     def value(self, chosen: Sequence[int]) -> float:
         """The sum for choices of all variables."""
         # fsum rounds once, so that the sum does not depend on the order of the tables.
         return math.fsum(
-            table.seconds_s.item(*[chosen[variable] for variable in table.variables])
-            for table in self.tables
+            [
+                seconds_s.item(*[chosen[variable] for variable in variables])
+                for variables, seconds_s in self.tables
+            ]
         )
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
@@ -159,59 +167,64 @@ class CostSum:
         What the same tables give in the same places is found once: graphs repeat their layers.
         """
         known: dict[object, tuple[IntArray, FloatArray]] = {}
-        # 1. The tables left, those of each variable, and a heap of variables by the size of their
-        # joined table.
-        tables: dict[int, CostTable] = dict(enumerate(self.tables))
-        of = [set(numbers) for numbers in self._of]
-        waiting = [(self._count_joined(tables, of, v), v) for v in range(len(self.choices))]
+        choices = self.choices
+        # 1. The tables left of each variable by their numbers, the variables beside it, and a heap
+        # of variables by the size of their joined table.
+        of = [{number: self.tables[number] for number in numbers} for numbers in self._of]
+        beside = [{variable} for variable in range(len(choices))]
+        for variables, _ in self.tables:
+            if len(variables) > 1:
+                for variable in variables:
+                    beside[variable].update(variables)
+        sizes = [math.prod([choices[v] for v in some]) for some in beside]
+        waiting = [(size, variable) for variable, size in enumerate(sizes)]
         heapq.heapify(waiting)
-        is_out = [False] * len(self.choices)
         taken: list[Elimination] = []
         while waiting:
             size, variable = heapq.heappop(waiting)
-            if is_out[variable]:
-                continue
-            # Sizes change as others are taken out; an entry that is out of date goes back.
-            now = self._count_joined(tables, of, variable)
-            if now != size:
-                heapq.heappush(waiting, (now, variable))
+            # Sizes change as others are taken out; an entry that is out of date has a newer one.
+            if size != sizes[variable]:
                 continue
             if size > largest:
                 return None
-            # 2. Join the variable's tables, an axis a variable, into one.
-            numbers = sorted(of[variable])
-            scope = tuple(
-                sorted({v for number in numbers for v in tables[number].variables} | {variable})
-            )
-            joined = [tables.pop(number) for number in numbers]
-            for number, table in zip(numbers, joined, strict=True):
-                for other in table.variables:
-                    of[other].discard(number)
+            # 2. The variable's tables, which become one with an axis a variable.
+            numbers = of[variable]
+            joined = list(numbers.values())
+            scope = tuple(sorted(beside[variable]))
+            axes = {v: axis for axis, v in enumerate(scope)}
+            place = axes[variable]
             # 3. Take the variable out: the least over its axis, and where it is, for choices of the
             # rest. Tables are told apart by the memory they are in, which `taken` keeps.
-            place = scope.index(variable)
-            shape = tuple(self.choices[v] for v in scope)
-            key = (place, shape, *(_place_axes(table, scope) for table in joined))
-            if key not in known:
+            key = [place, choices[variable]]
+            for variables, seconds_s in joined:
+                key.append(id(seconds_s))
+                key += [axes[v] for v in variables]
+            found = known.get(tuple(key))
+            if found is None:
                 total = self._join(joined, scope)
-                known[key] = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
-            best, least_s = known[key]
-            rest = tuple(v for v in scope if v != variable)
-            left = CostTable(rest, least_s)
-            taken.append(Elimination(variable, scope, joined, best, left))
-            is_out[variable] = True
-            if rest:
-                # Beyond all numbers in use: each variable that is taken out adds one table at most.
-                new = len(self.tables) + len(taken)
-                tables[new] = left
-                for other in rest:
-                    of[other].add(new)
-                    heapq.heappush(waiting, (self._count_joined(tables, of, other), other))
+                found = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
+                known[tuple(key)] = found
+            rest = scope[:place] + scope[place + 1 :]
+            left = CostTable(rest, found[1])
+            taken.append(Elimination(variable, scope, joined, found[0], left))
+            sizes[variable] = 0
+            # Beyond all numbers in use: each variable that is taken out adds one table at most.
+            new = len(self.tables) + len(taken)
+            for other in rest:
+                own_tables, own = of[other], beside[other]
+                for number in numbers:
+                    own_tables.pop(number, None)
+                own_tables[new] = left
+                own.discard(variable)
+                now = sizes[other] // choices[variable]
+                for one in rest:
+                    if one not in own:
+                        own.add(one)
+                        now *= choices[one]
+                if now != sizes[other]:
+                    sizes[other] = now
+                    heapq.heappush(waiting, (now, other))
         return taken
-
-    def _count_joined(self, tables: dict[int, CostTable], of: list[set[int]], variable: int) -> int:
-        scope = {v for number in of[variable] for v in tables[number].variables} | {variable}
-        return math.prod(self.choices[v] for v in scope)
 
     def descended(
         self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
@@ -228,11 +241,14 @@ class CostSum:
         is_inner = [False] * len(chosen)
         for variable in inner:
             is_inner[variable] = True
-        beside = [self._find_beside(v, is_inner) for v in range(len(chosen))]
         known: dict[object, FloatArray] = {}
+        least: dict[object, int] = {}
         for variable in inner:
-            chosen[variable] = int(self._sum_costs(variable, chosen, (), known).argmin())
+            chosen[variable] = self._find_least(variable, chosen, known, least)
+        if not sweeps:
+            return tuple(chosen)
         outer = [v for v in range(len(chosen)) if not is_inner[v]]
+        beside = {v: self._find_beside(v, is_inner) for v in outer}
         for _ in range(sweeps):
             has_changed = False
             for variable in outer:
@@ -242,8 +258,7 @@ class CostSum:
                     has_changed = True
                     chosen[variable] = best
                     for other in beside[variable]:
-                        costs = self._sum_costs(other, chosen, (), known)
-                        chosen[other] = int(costs.argmin())
+                        chosen[other] = self._find_least(other, chosen, known, least)
             if not has_changed:
                 break
         return tuple(chosen)
@@ -257,6 +272,20 @@ class CostSum:
             if is_inner[other]
         }
         return sorted(found)
+
+    def _find_least(
+        self,
+        variable: int,
+        chosen: Sequence[int],
+        known: dict[object, FloatArray],
+        least: dict[object, int],
+    ) -> int:
+        """The best choice of a variable, all others being chosen."""
+        key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
+        found = least.get(key)
+        if found is None:
+            found = least[key] = int(self._sum_costs(variable, chosen, (), known).argmin())
+        return found
 
     def _sum_costs(
         self,
@@ -273,9 +302,9 @@ class CostSum:
             inner: those beside it that take their best choice each time.
             known: what was found for the same tables and choices.
         """
-        free = (variable, *inner)
-        numbers = dict.fromkeys(number for one in free for number in self._of[one])
-        key = (self.choices[variable], *(self._place_choices(n, free, chosen) for n in numbers))
+        keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
+        keys += [tuple(self._read_keys(other, (variable, other), chosen)) for other in inner]
+        key = (self.choices[variable], *keys)
         costs = known.get(key)
         if costs is not None:
             return costs
@@ -284,24 +313,32 @@ class CostSum:
             table = self.tables[number]
             if not any(other in inner for other in table.variables):
                 costs += self._slice_table(table, (variable,), chosen)
-        for other in inner:
-            # A row for each choice of the variable, a column for each of the inner one beside it.
-            both = np.zeros((self.choices[variable], self.choices[other]))
-            for number in self._of[other]:
-                table = self.tables[number]
-                if variable in table.variables:
-                    both += self._slice_table(table, (variable, other), chosen)
-                else:
-                    both += self._slice_table(table, (other,), chosen)
-            costs += both.min(axis=1)
+        for other, own in zip(inner, keys[1:], strict=True):
+            least_s = known.get(own)
+            if least_s is None:
+                # A row for each choice of the variable, a column for each of the inner one.
+                both = np.zeros((self.choices[variable], self.choices[other]))
+                for number in self._of[other]:
+                    table = self.tables[number]
+                    if variable in table.variables:
+                        both += self._slice_table(table, (variable, other), chosen)
+                    else:
+                        both += self._slice_table(table, (other,), chosen)
+                least_s = known[own] = both.min(axis=1)
+            costs += least_s
         known[key] = costs
         return costs
 
-    def _place_choices(self, number: int, free: tuple[int, ...], chosen: Sequence[int]) -> object:
-        """Which table is read at which choices; of a free variable, at which place that stands."""
-        table = self.tables[number]
-        places = (-1 - free.index(v) if v in free else chosen[v] for v in table.variables)
-        return id(table.seconds_s), *places
+    def _read_keys(self, variable: int, free: tuple[int, ...], chosen: Sequence[int]) -> list[int]:
+        """Of a variable's tables: which is read at which choices, or for all of a free variable."""
+        keys = []
+        for number in self._of[variable]:
+            variables, seconds_s = self.tables[number]
+            keys.append(id(seconds_s))
+            for other in variables:
+                # The places of free variables tell a table from its transpose.
+                keys.append(-1 - free.index(other) if other in free else chosen[other])
+        return keys
 
     def _slice_table(
         self, table: CostTable, free: tuple[int, ...], chosen: Sequence[int]
@@ -312,11 +349,6 @@ class CostSum:
         kept = [v for v in table.variables if v in free]
         # Tables have their variables in rising order, which need not be the order of `free`.
         return found.T if len(kept) == 2 and kept != list(free) else found
-
-
-def _place_axes(table: CostTable, scope: Sequence[int]) -> object:
-    """Which table stands where in a scope: tables are told apart by the memory they are in."""
-    return id(table.seconds_s), *(scope.index(variable) for variable in table.variables)
 
 
 def _least_over(

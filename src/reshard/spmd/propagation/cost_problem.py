@@ -1,0 +1,358 @@
+"""Cost problems: what may be chosen in a graph, and the tables of seconds of these choices.
+
+Variables are the values, which choose among shardings, and the operations, which choose among ways
+of running. Each operation has a table of what it computes in each way, and with each of its
+values one of what moves between them::
+
+    value %0 --- reads --- operation 0 --- makes --- value %2
+                           computes
+
+A model repeats its layers: equal operations in equal surroundings share their ways and tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import DType, dtype
+from reshard.sharding import ShardingSpec
+from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
+from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
+from reshard.spmd.propagation.cost_model import CostModel
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
+from reshard.spmd.propagation.movement_tables import Move, ValueMovements
+from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+# Operations of a graph that is small enough for axes to be tried in every order.
+SMALL = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """The ways of an operation, and what it reads and makes in them.
+
+    Args:
+        options: the ways.
+        shardings: of each operand and result, in each way.
+        different: the same without repetitions.
+    """
+
+    options: list[RunOption]
+    shardings: tuple[tuple[Sharding, ...], ...]
+    different: tuple[tuple[Sharding, ...], ...]
+
+    @classmethod
+    def of(cls, rule: OpShardingRule, options: list[RunOption]) -> _Ways:
+        # From rows, one a way, to columns, one a tensor.
+        rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
+        columns = tuple(zip(*rows, strict=True))
+        return cls(options, columns, tuple(tuple(dict.fromkeys(one)) for one in columns))
+
+    def run(self, place: int, count: int) -> OperationShardings:
+        """What an operation of `count` operands reads and makes in the way at a place."""
+        found = tuple(column[place] for column in self.shardings)
+        return found[:count], found[count:]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Between:
+    """Movements of equal values around equal operations.
+
+    Args:
+        moves: of values like them.
+        own: the shardings that such a value may have.
+        others: in which the operation reads or makes it, or what was asked for.
+        is_read: whether it goes to those, not from them.
+    """
+
+    moves: ValueMovements
+    own: tuple[int, ...]
+    others: tuple[int, ...]
+    is_read: bool
+
+
+class _Ends(NamedTuple):
+    """Movements of a value, from each sharding it may have to each that is read, or back.
+
+    Args:
+        value, way: variables; no way where a sharding was asked for.
+        between: the number of the movements.
+    """
+
+    value: int
+    way: int | None
+    between: int
+
+
+class CostProblem:
+    """Candidates and tables of one graph. Variables: values first, then operations."""
+
+    def __init__(self, graph: Graph, table: AxisTable, model: CostModel) -> None:
+        self.graph = graph
+        self.table = table
+        self.model = model
+        self.elements = [dtype(value.dtype) for value in graph.values]
+        self.values: list[list[Sharding]] = []
+        self.ways: list[_Ways] = []
+        self.known: list[list[Sharding]] = []
+        self.asked: dict[int, Sharding] = {}
+        self._seconds: dict[object, FloatArray] = {}
+        self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
+        self._kinds: list[ValueMovements] = []
+        self._between: list[_Between] = []
+        self._ends: list[_Ends] = []
+        self._sum: CostSum | None = None
+        self._computing: list[CostTable] = []
+
+    def candidates(
+        self,
+        annotations: Mapping[int, ShardingSpec],
+        asked: Mapping[int, ShardingSpec],
+        bases: Sequence[PropagatedGraph],
+    ) -> None:
+        """Find what may be chosen."""
+        graph, table = self.graph, self.table
+        given = {number: table.encoded(spec) for number, spec in annotations.items()}
+        self.asked = {place: _close(table.encoded(spec)) for place, spec in asked.items()}
+        # The axes in the pieces that annotations use, and what the other strategies chose.
+        pieces = pieces_of([*given.values(), *self.asked.values()])
+        # Equal ones are one object, by which they are told apart below.
+        alike: dict[object, Sharding] = {}
+
+        def find_known(spec: ShardingSpec | None, shape: Sequence[int]) -> Sharding:
+            key = len(shape) if spec is None else spec
+            found = alike.get(key)
+            if found is None:
+                found = _make_whole(shape) if spec is None else _close(table.encoded(spec))
+                found = alike[key] = alike.setdefault(found, found)
+            return found
+
+        self.known = [
+            [
+                find_known(spec, value.shape)
+                for spec, value in zip(base.values, graph.values, strict=True)
+            ]
+            for base in bases
+        ]
+        reductions = _find_reductions(graph, given.values())
+        is_small = len(graph.operations) <= SMALL
+        around: list[list[tuple[Sharding, ...]]] = [[] for _ in graph.values]
+        known_ways: dict[object, _Ways] = {}
+        for operation in graph.operations:
+            places = (*operation.operands, *operation.results)
+            # A model repeats its layers: equal operations in equal surroundings share their ways,
+            # and all that follows from them.
+            key = (
+                operation.operator,
+                operation.rule,
+                str(operation.attributes),
+                *[id(base[value]) for base in self.known for value in places],
+            )
+            ways = known_ways.get(key)
+            if ways is None:
+                shapes = [graph.values[value].shape for value in places]
+                known = [[base[value] for value in places] for base in self.known]
+                options = ways_of(
+                    operation, shapes, pieces, known, table.mesh, reductions, is_small
+                )
+                ways = known_ways[key] = _Ways.of(operation.rule, options)
+            self.ways.append(ways)
+            # What a way reads and makes becomes a candidate of the values around it.
+            for value, shardings in zip(places, ways.different, strict=True):
+                around[value].append(shardings)
+        outputs = set(graph.outputs)
+        known_values: dict[object, list[Sharding]] = {}
+        for number in range(len(graph.values)):
+            own, is_output = given.get(number), number in outputs
+            bases_of = [base[number] for base in self.known]
+            value_key = (own, is_output, *map(id, bases_of), *map(id, around[number]))
+            candidates = known_values.get(value_key)
+            if candidates is None:
+                every = dict.fromkeys(itertools.chain.from_iterable(around[number]))
+                candidates = shardings_of(own, every, bases_of, is_output)
+                known_values[value_key] = candidates
+            self.values.append(candidates)
+        self._ends = list(self._find_ends())
+        count = len(graph.values)
+        self._computing = [
+            CostTable((count + number,), self._tabulate_compute(number))
+            for number in range(len(graph.operations))
+        ]
+
+    def fill(self, *, bounds: bool) -> None:
+        """Find the seconds of movements by bounds or formulas, or by programs if priced."""
+        for moves in self._moves.values():
+            moves.fill(bounds=bounds)
+
+    def sum(self) -> CostSum:
+        """The seconds of all choices; movements as they are priced by then."""
+        seconds_s = [
+            one.moves.table(one.own, one.others, one.is_read).seconds_s for one in self._between
+        ]
+        if self._sum is None:
+            choices = (*map(len, self.values), *(len(ways.options) for ways in self.ways))
+            tables = [*self._computing]
+            for ends in self._ends:
+                if ends.way is None:
+                    # An output has one sharding that was asked for: the only column.
+                    tables.append(CostTable((ends.value,), seconds_s[ends.between][:, 0]))
+                else:
+                    tables.append(CostTable((ends.value, ends.way), seconds_s[ends.between]))
+            self._sum = CostSum(choices, tables)
+            return self._sum
+        # Most tables are those of the sum before.
+        before = self._sum.tables
+        tables = before[: len(self._computing)]
+        for old, ends in zip(before[len(self._computing) :], self._ends, strict=True):
+            found = seconds_s[ends.between]
+            if ends.way is None:
+                old = CostTable(old.variables, found[:, 0])
+            elif old.seconds_s is not found:
+                old = CostTable(old.variables, found)
+            tables.append(old)
+        self._sum = self._sum.replaced(tables)
+        return self._sum
+
+    def price(self, answers: Iterable[Sequence[int]]) -> bool:
+        """Price by its program each movement of some answers. Whether that was not done before."""
+        # A dictionary for its order, so that prices are found in the same order each time.
+        chosen_pairs = {
+            (ends.between, chosen[ends.value], 0 if ends.way is None else chosen[ends.way]): None
+            for chosen in answers
+            for ends in self._ends
+        }
+        new: dict[int, dict[Move, None]] = {}
+        for number, row, column in chosen_pairs:
+            between = self._between[number]
+            one, other = between.own[row], between.others[column]
+            if one != other:
+                move = (one, other) if between.is_read else (other, one)
+                new.setdefault(id(between.moves), {})[move] = None
+        has_new = False
+        for moves in self._moves.values():
+            has_new |= moves.price(new.get(id(moves), ()))
+        return has_new
+
+    def _tabulate_compute(self, number: int) -> FloatArray:
+        """Seconds that an operation computes in each of its ways."""
+        operation, ways = self.graph.operations[number], self.ways[number]
+        places = (*operation.operands, *operation.results)
+        tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
+        key = (id(ways), operation.operator, tensors)
+        found = self._seconds.get(key)
+        if found is None:
+            name, rule = operation.operator, operation.rule
+            # Ways that differ in contributions alone compute the same.
+            seconds_s = {
+                cuts: self.model.compute_s(name, rule, cuts, tensors)
+                for cuts in dict.fromkeys(way.cuts for way in ways.options)
+            }
+            found = np.array(
+                [
+                    seconds_s[way.cuts] + self.model.placing_s(way.placed, tensors)
+                    for way in ways.options
+                ]
+            )
+            self._seconds[key] = found
+        return found
+
+    def _find_ends(self) -> Iterator[_Ends]:
+        """The movements possible around operations, and to what was asked for."""
+        count = len(self.graph.values)
+        for one, element in zip(self.graph.values, self.elements, strict=True):
+            key = (one.shape, element)
+            if key not in self._moves:
+                self._moves[key] = ValueMovements(self.model, one.shape, element)
+            self._kinds.append(self._moves[key])
+        numbers: dict[tuple[int, int], tuple[int, ...]] = {}
+        known: dict[tuple[int, int, bool], int] = {}
+
+        def find_numbers(moves: ValueMovements, shardings: Sequence[Sharding]) -> tuple[int, ...]:
+            # Equal values, and equal operations, share their lists.
+            found = numbers.get((id(moves), id(shardings)))
+            if found is None:
+                found = numbers[id(moves), id(shardings)] = moves.numbers(shardings)
+            return found
+
+        def find_between(
+            moves: ValueMovements, own: tuple[int, ...], others: tuple[int, ...], is_read: bool
+        ) -> int:
+            # Lists are those of `numbers`, each of one kind of values.
+            found = known.setdefault((id(own), id(others), is_read), len(self._between))
+            if found == len(self._between):
+                self._between.append(_Between(moves, own, others, is_read))
+            return found
+
+        own = list(map(find_numbers, self._kinds, self.values))
+        around: dict[tuple[int, ...], list[int]] = {}
+        for number, (operation, ways) in enumerate(
+            zip(self.graph.operations, self.ways, strict=True)
+        ):
+            places = (*operation.operands, *operation.results)
+            surroundings = (id(ways), *[id(own[value]) for value in places])
+            numbered = around.get(surroundings)
+            if numbered is None:
+                numbered = around[surroundings] = []
+                for position, (value, others) in enumerate(
+                    zip(places, ways.shardings, strict=True)
+                ):
+                    moves = self._kinds[value]
+                    is_read = position < len(operation.operands)
+                    found = find_numbers(moves, others)
+                    numbered.append(find_between(moves, own[value], found, is_read))
+            for value, between in zip(places, numbered, strict=True):
+                yield _Ends(value, count + number, between)
+        for place, target in self.asked.items():
+            value = self.graph.outputs[place]
+            moves = self._kinds[value]
+            between = find_between(moves, own[value], moves.numbers([target]), True)
+            yield _Ends(value, None, between)
+
+    def start(self, base: int) -> tuple[int, ...]:
+        """The choices nearest to what another strategy says."""
+        chosen = []
+        for number, shardings in enumerate(self.values):
+            wanted = self.known[base][number]
+            # Compared by their cuts alone: candidates are closed and without replicated axes.
+            place = next((i for i, one in enumerate(shardings) if one.dims == wanted.dims), 0)
+            chosen.append(place)
+        return (*chosen, *([0] * len(self.ways)))
+
+    def answer(self, chosen: Sequence[int], base: PropagatedGraph) -> PropagatedGraph:
+        """The graph with what was chosen."""
+        count = len(self.graph.values)
+        shardings = [own[place] for own, place in zip(self.values, chosen, strict=False)]
+        runs = tuple(
+            ways.run(place, len(operation.operands))
+            for operation, ways, place in zip(
+                self.graph.operations, self.ways, chosen[count:], strict=True
+            )
+        )
+        outputs = tuple(
+            self.table.decoded(self.asked.get(place, _close(shardings[value])))
+            for place, value in enumerate(self.graph.outputs)
+        )
+        values = tuple(map(self.table.decoded, shardings))
+        return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
+
+
+def _close(sharding: Sharding) -> Sharding:
+    return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+
+
+def _make_whole(shape: Sequence[int]) -> Sharding:
+    return Sharding(((),) * len(shape), (True,) * len(shape))
+
+
+def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
+    """The reductions of all contributions that a graph may have."""
+    found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
+    found += [one.reduction for one in given if one.reduction is not None]
+    return tuple(dict.fromkeys(["sum", *found]))
