@@ -193,8 +193,8 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in found]
 
 
-def begin(model: str) -> None:
-    """Make the bucket, as soon as the server answers, and put the model there."""
+def begin_bucket() -> Any:
+    """Make the bucket, as soon as the server answers; boto3's client."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -204,7 +204,12 @@ def begin(model: str) -> None:
             client.create_bucket(Bucket=BUCKET)
             break
         time.sleep(0.5)
-    client.upload_file(f"{model}/model.safetensors", BUCKET, "model/model.safetensors")
+    return client
+
+
+def begin(model: str) -> None:
+    """Make the bucket, and put the model there."""
+    begin_bucket().upload_file(f"{model}/model.safetensors", BUCKET, "model/model.safetensors")
 
 
 def end(key: str, others: str) -> None:

@@ -205,7 +205,7 @@ def test_another_checkpoint_by_its_id(tmp_path: Path) -> None:
 
 def test_ids(tmp_path: Path) -> None:
     assert StorageReader.validate_checkpoint_id(tmp_path)
-    assert not StorageReader.validate_checkpoint_id("s3://bucket/a")
+    assert StorageReader.validate_checkpoint_id("s3://bucket/a")
     assert not StorageReader.validate_checkpoint_id(tmp_path / "nothing")
 
 

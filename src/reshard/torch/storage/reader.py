@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,18 +27,26 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from reshard.binding import View
+from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.byte_streams import RangeStream
 from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_path import as_path
+from reshard.checkpoint.files.places.host_reads import (
+    MOST_THREADS,
+    PIECE_BYTES,
+    HostReads,
+    ReadSpan,
+    check_readers,
+)
+from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threads
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
-from reshard.errors import CheckpointError, ShardError
+from reshard.errors import CheckpointError, ReshardError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
 from reshard.torch.storage.arguments import count_threads
@@ -60,11 +70,28 @@ class _TensorRead:
 
 @dataclass(frozen=True, slots=True)
 class _PartRead:
-    """A box of a shard to read into a part of a tensor; nothing to read where `part` is None."""
+    """A box of a shard to read into a part of a tensor; nothing to read where `part` is None.
+
+    It is one of `count` that fill the tensor `whole`.
+    """
 
     read: _TensorRead
     part: ShardPart | None
     target: torch.Tensor
+    whole: torch.Tensor
+    count: int
+
+    @property
+    def spans(self) -> list[ReadSpan]:
+        """What is read of a file."""
+        if self.part is None:
+            return []
+        place, view = _place_of(self.read.tensor, self.part)
+        itemsize = self.read.tensor.dtype.itemsize_bytes
+        shape = tuple(self.target.shape)
+        start, stop, size = hull_of(view, self.part.local, shape, itemsize, JOINED_BYTES)
+        at = place.start_bytes
+        return [ReadSpan(place.path, at + start, at + stop, size)]
 
 
 class StorageReader(storage.StorageReader):  # type: ignore[misc]
@@ -80,10 +107,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
 
     Args:
         path: a checkpoint, or where it is; the `checkpoint_id` of a load replaces it.
-        thread_count: how many read at a time on this rank; 4 when None.
+        thread_count: how many read at a time on this rank; 4 when None, and 16 from an address.
+        readers_on_host: how many ranks of this host take part in each load: from an address, what
+            several of them need is asked for once, as by `reshard.checkpoint.load`.
 
     Raises:
-        UsageError: what is no path, or no number of threads.
+        UsageError: what is no path, or no number of threads or readers.
 
     >>> import tempfile, warnings, numpy as np, torch, torch.distributed.checkpoint as dcp
     >>> from safetensors.numpy import save_file
@@ -96,10 +125,16 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | Checkpoint, *, thread_count: int | None = None
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        *,
+        thread_count: int | None = None,
+        readers_on_host: int = 1,
     ) -> None:
         super().__init__()
-        self.thread_count = count_threads(thread_count)
+        self.thread_count = thread_count
+        count_threads(thread_count)
+        self.readers_on_host = check_readers(readers_on_host)
         self._checkpoint = path if isinstance(path, Checkpoint) else None
         self.path = as_path(path.folder if isinstance(path, Checkpoint) else path)
         self.load_id = str(uuid.uuid4())
@@ -111,9 +146,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that has something."""
-        text = os.fspath(checkpoint_id)
-        return isinstance(text, str) and "://" not in text and Path(text).exists()
+        """Whether it is a path that has something, or an address."""
+        try:
+            place = as_path(checkpoint_id)
+        except ReshardError:
+            return False
+        return isinstance(place, PlacePath) or place.exists()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of another checkpoint where `checkpoint_id` says so."""
@@ -168,18 +206,22 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             CheckpointError: a name that the checkpoint does not have.
             RunError: a file that cannot be read.
         """
-        reads = []
-        files = open_sources(self.checkpoint)
-        try:
-            for number, item in enumerate(plan.items):
-                if item.type == LoadItemType.BYTE_IO:
-                    content = self._read_value(item.storage_index.fqn, files)
-                    planner.load_bytes(item, io.BytesIO(content))
-                else:
-                    reads.append(self._find_parts(number, item))
-            self._read_tensors(reads, planner, files)
-        finally:
-            files.close()
+        numbered = list(enumerate(plan.items))
+        values = [item for _, item in numbered if item.type == LoadItemType.BYTE_IO]
+        with contextlib.closing(open_sources(self.checkpoint)) as files:
+            for item in values:
+                content = self._read_value(item.storage_index.fqn, files)
+                planner.load_bytes(item, io.BytesIO(content))
+        reads = [
+            self._find_parts(number, item)
+            for number, item in numbered
+            if item.type != LoadItemType.BYTE_IO
+        ]
+        if self.readers_on_host > 1 and isinstance(self.checkpoint.folder, PlacePath):
+            self._read_together(reads, planner)
+        else:
+            with contextlib.closing(open_sources(self.checkpoint)) as files:
+                self._read_tensors(reads, planner, files)
         future: Future = Future()
         future.set_result(None)
         return future
@@ -212,37 +254,88 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     ) -> None:
         # In the order of the files, so that a disk reads forward.
         reads.sort(key=_find_place)
-        targets: dict[int, torch.Tensor] = {}
-        left: dict[int, int] = {}
 
-        def tasks() -> Iterator[_PartRead]:
+        def list_tasks() -> Iterator[_PartRead]:
             # The planner may make a tensor when it is asked for, so it is asked late; by one
             # thread at a time, which `run_in_threads` promises.
             for read in reads:
-                target = planner.resolve_tensor(read.item).detach()
-                if tuple(target.shape) != tuple(read.item.lengths):
-                    raise ShardError(
-                        f"{read.tensor.name!r}: the tensor to fill has shape "
-                        f"{list(target.shape)}, the plan says {list(read.item.lengths)}"
-                    )
-                targets[read.number] = target
-                found = [
-                    _PartRead(read, one, view)
-                    for part in read.parts
-                    for one, view in _split(part, target[(*part.inside, ...)])
-                ] or [_PartRead(read, None, target)]
-                left[read.number] = len(found)
-                yield from found
+                yield from _list_part_reads(read, _resolve(read, planner), _PIECE_BYTES)
 
-        work = partial(_fill, files=files)
-        results = run_in_threads(tasks(), work, _make_buffer, self.thread_count)
-        try:
-            for read in results:
-                left[read.number] -= 1
-                if not left[read.number]:
-                    planner.commit_tensor(read.item, targets.pop(read.number))
-        finally:
-            results.close()
+        threads = usual_threads(self.thread_count, self.checkpoint.folder)
+        _run(list_tasks(), planner, partial(_fill, files=files), threads)
+
+    def _read_together(self, reads: list[_TensorRead], planner: LoadPlanner) -> None:
+        """Read with the other ranks of this host, all in the order of the files."""
+        tasks = [
+            one
+            for read in reads
+            for one in _list_part_reads(
+                read, _resolve(read, planner), 2 * PIECE_BYTES, is_hull=True
+            )
+        ]
+        tasks.sort(key=lambda one: [(span.name, span.start) for span in one.spans])
+        checkpoint = self.checkpoint
+        sizes = {
+            file.name: file.size_bytes
+            for file in checkpoint.files
+            if file.name not in checkpoint.derived and file.name not in checkpoint.held
+        }
+        spans = [[span for span in one.spans if span.name in sizes] for one in tasks]
+        threads = min(usual_threads(self.thread_count, checkpoint.folder), MOST_THREADS)
+        place = str(checkpoint.folder)
+        with (
+            contextlib.closing(HostReads(place, self.readers_on_host, sizes, spans)) as together,
+            contextlib.closing(open_sources(checkpoint, shared=together)) as files,
+        ):
+            numbers = {id(one): number for number, one in enumerate(tasks)}
+
+            def fill(task: _PartRead, buffer: AlignedBuffer) -> _PartRead:
+                done = _fill(task, buffer, files=files)
+                together.finish(numbers[id(task)])
+                return done
+
+            _run(tasks, planner, fill, threads)
+
+
+def _resolve(read: _TensorRead, planner: LoadPlanner) -> torch.Tensor:
+    """The tensor to fill, as the planner gives it. Raises ShardError."""
+    target: torch.Tensor = planner.resolve_tensor(read.item).detach()
+    if tuple(target.shape) != tuple(read.item.lengths):
+        raise ShardError(
+            f"{read.tensor.name!r}: the tensor to fill has shape {list(target.shape)}, the plan "
+            f"says {list(read.item.lengths)}"
+        )
+    return target
+
+
+def _list_part_reads(
+    read: _TensorRead, whole: torch.Tensor, most_bytes: int, *, is_hull: bool = False
+) -> list[_PartRead]:
+    """What is read of one tensor, in pieces of at most so many bytes; of the file if `is_hull`."""
+    found: list[tuple[ShardPart | None, torch.Tensor]] = []
+    for part in read.parts:
+        strides = _place_of(read.tensor, part)[1].strides if is_hull else None
+        found += _split(part, whole[(*part.inside, ...)], most_bytes, strides)
+    found = found or [(None, whole)]
+    return [_PartRead(read, part, target, whole, len(found)) for part, target in found]
+
+
+def _run(
+    tasks: Iterable[_PartRead],
+    planner: LoadPlanner,
+    work: Callable[[_PartRead, AlignedBuffer], _PartRead],
+    threads: int,
+) -> None:
+    """Do all tasks, and commit each tensor when its last one is done."""
+    done: Counter[int] = Counter()
+    results = run_in_threads(tasks, work, _make_buffer, threads)
+    try:
+        for one in results:
+            done[one.read.number] += 1
+            if done[one.read.number] == one.count:
+                planner.commit_tensor(one.read.item, one.whole)
+    finally:
+        results.close()
 
 
 def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
@@ -275,38 +368,55 @@ def _make_buffer() -> AlignedBuffer:
     return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
+def _place_of(tensor: StoredTensor, part: ShardPart) -> tuple[FileRange, View]:
+    """Where the cell of a shard is that has a part, and how it lies there."""
+    tile = part.tile
+    view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+    return tensor.file_range(tile.slot, tile.number, tile.offset), view
+
+
 def _find_place(read: _TensorRead) -> tuple[str, int]:
     if not read.parts:
         return "", 0
-    tile = read.parts[0].tile
-    place = read.tensor.file_range(tile.slot, tile.number, tile.offset)
+    place, _ = _place_of(read.tensor, read.parts[0])
     return place.path, place.start_bytes
 
 
-def _split(part: ShardPart, target: torch.Tensor) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """Pieces of a part of at most some megabytes, so that threads share it."""
+def _split(
+    part: ShardPart,
+    target: torch.Tensor,
+    most_bytes: int = _PIECE_BYTES,
+    strides: tuple[int, ...] | None = None,
+) -> Iterator[tuple[ShardPart, torch.Tensor]]:
+    """Pieces of a part of at most so many bytes, so that threads share it.
+
+    With `strides`, those of elements in the file, what lies between counts.
+    """
     long = [d for d, n in enumerate(target.shape) if n > 1]
-    if target.numel() * target.element_size() <= _PIECE_BYTES or not long:
+    if not long:
         yield part, target
         return
     # Along the outermost dimension: each piece is as contiguous in the file as the whole.
     d, rows = long[0], target.shape[long[0]]
-    row_bytes = target.numel() // rows * target.element_size()
-    step = max(1, _PIECE_BYTES // row_bytes)
+    row_elements = target.numel() // rows if strides is None else strides[d]
+    row_bytes = row_elements * target.element_size()
+    if rows * row_bytes <= most_bytes:
+        yield part, target
+        return
+    step = max(1, most_bytes // row_bytes)
     for begin in range(0, rows, step):
         local = (*part.local[:d], part.local[d] + begin, *part.local[d + 1 :])
         piece = target.narrow(d, begin, min(step, rows - begin))
-        yield from _split(ShardPart(part.tile, local, part.inside), piece)
+        yield from _split(ShardPart(part.tile, local, part.inside), piece, most_bytes, strides)
 
 
-def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _TensorRead:
+def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _PartRead:
     """Read the box of a task into its tensor."""
-    read, part, target = task.read, task.part, task.target
+    part, target = task.part, task.target
     if part is None:
-        return read
-    tensor, tile = read.tensor, part.tile
-    place = tensor.file_range(tile.slot, tile.number, tile.offset)
-    view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+        return task
+    tensor = task.read.tensor
+    place, view = _place_of(tensor, part)
     file = files[place.path]
     stored = getattr(torch, tensor.dtype.name)
     is_in_place = target.device.type == "cpu" and target.dtype == stored
@@ -319,7 +429,7 @@ def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile
     elif not target.is_inference():
         # What reads a file writes behind autograd's back.
         torch.autograd.graph.increment_version(target)
-    return read
+    return task
 
 
 def _read_straight(

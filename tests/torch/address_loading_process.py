@@ -1,15 +1,21 @@
 """One of two ranks that load a model from an address at the same time, and share what both need.
 
+By vLLM's load format, by `reshard.torch.load`, and by PyTorch's own load.
+
 Arguments: the folder with the model, its address, and the type of the ranks' parameters.
 """
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard.torch
 from reshard.torch.vllm import plugin
@@ -33,6 +39,18 @@ def main(folder: str, url: str, dtype: str) -> None:
     reshard.torch.load(url, state, readers_on_host=2)
     for name, tensor in weights.items():
         if not torch.equal(state[name], tensor):
+            raise SystemExit(f"{name} differs on rank {dist.get_rank()}")
+    # PyTorch's own load, of columns.
+    mesh = init_device_mesh("cpu", (2,))
+    columns = {
+        name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(1)])
+        for name, tensor in weights.items()
+        if tensor.ndim > 1
+    }
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(columns, storage_reader=reshard.torch.StorageReader(url, readers_on_host=2))
+    for name, tensor in columns.items():
+        if not torch.equal(tensor.full_tensor(), weights[name]):
             raise SystemExit(f"{name} differs on rank {dist.get_rank()}")
     dist.barrier()
     dist.destroy_process_group()
