@@ -295,3 +295,20 @@ def test_shapes_of_ranks() -> None:
     assert shapes_of(sp.abstract((7, 5)), (0, 1)) == ((7, 5), (7, 5))
     few = sp.abstract((1, 5), "float32", spec(MESH, "x, -"))
     assert shapes_of(few, (0, 3)) == ((1, 5), (0, 5))
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_attention_and_its_gradients_work_on_pairs_of_queries_and_keys(cut: int) -> None:
+    """Two products forward, and back these again beside those with the slopes."""
+    queries, keys, values = (2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)
+    back = [queries, keys, values, (2, 8, 5), (2, 8, 5), (2, 8, 5, 32)]
+    expected = 2 * (2 * 8 * 5 * 7) * (16 + 32) / cut
+    for name, shapes, times in (
+        ("attention", [queries, keys, values], 1),
+        ("attention_queries_gradient", back, 2),
+        ("attention_keys_gradient", back, 2),
+    ):
+        rule = rule_of(name, shapes)
+        # The first factor is the batch.
+        sizes = (rule.sizes[0] // cut, *rule.sizes[1:])
+        assert operations_of(name, rule, sizes) == times * expected

@@ -39,11 +39,10 @@ def of_own_rule(rule: OpShardingRule, sizes: Sizes) -> float:
 
 def of_attention(rule: OpShardingRule, sizes: Sizes) -> float:
     """Scores, for each of the queries' channels, and what they weigh, for each of the values'."""
-    (of_queries,), (of_values,) = rule.operands[0][-1], rule.operands[2][-1]
-    others = math.prod(
-        size for factor, size in enumerate(sizes) if factor not in (of_queries, of_values)
-    )
-    return float(2 * others * (sizes[of_queries] + sizes[of_values]))
+    # By dimensions: what only a gradient reads has factors of its own in the rule.
+    queries, keys, values = (_dimensions(mapping, sizes) for mapping in rule.operands[:3])
+    pairs = math.prod(queries[:-1]) * keys[-2]
+    return float(2 * pairs * (queries[-1] + values[-1]))
 
 
 def of_scores(rule: OpShardingRule, sizes: Sizes) -> float:
