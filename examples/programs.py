@@ -113,11 +113,30 @@ def training() -> None:
     print(losses[0], losses[-1], step.traced_count)
 
 
+def second_stage() -> None:
+    first = DeviceMesh.of(tp=2)
+    second = DeviceMesh.of(dp=2, tp=2, devices=range(2, 6))
+
+    def stages(x: Any, w: Any, v: Any) -> Any:
+        hidden = sp.relu(x @ w).shard(spec(second, "dp, -"))
+        return sp.sum(sp.square(hidden @ v)).shard(spec(first, ""))
+
+    x = sp.array(RANDOM.normal(size=(32, 16)), spec(first, "-, -"))
+    w = sp.array(RANDOM.normal(size=(16, 8)), spec(first, "-, tp"))
+    v = sp.array(RANDOM.normal(size=(8, 8)), spec(second, "-, tp"))
+    slopes = sp.jit(sp.grad(stages, argnums=(0, 1, 2)))
+    traced = slopes.trace(x, w, v)
+    assert traced.ranks == (0, 1, 2, 3, 4, 5)
+    assert [slope.mesh for slope in slopes(x, w, v)] == [first, first, second]
+    print(traced)
+
+
 def main() -> None:
     gathered_once()
     loops()
     own_operator()
     training()
+    second_stage()
 
 
 if __name__ == "__main__":

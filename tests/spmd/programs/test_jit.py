@@ -212,9 +212,9 @@ def test_infinite_factors_of_contributions() -> None:
         assert found.to_dense()[0, 0] == 2.0 * number
 
 
-def test_a_program_reads_what_arguments_are() -> None:
-    data = np.ones((4, 2))
-    x = rows(data)
+def test_a_program_reads_what_tensors_are() -> None:
+    data = torch.ones((4, 2), dtype=torch.float64)
+    x = sp.array(data, spec(MESH, "x, -"))
     jitted = sp.jit(lambda x: (x, x.T, x.shard(spec(MESH, "-, -")) + 1.0))
     for number in (1.0, 5.0, 7.0):
         data[:] = number

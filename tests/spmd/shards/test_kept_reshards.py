@@ -245,6 +245,22 @@ def test_what_is_kept_does_not_depend_on_when_arrays_are_freed() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+def test_constants_of_a_traced_function_keep_their_elements(
+    counted: Counted, is_given: bool
+) -> None:
+    whole = counted.runner.library.array(np.arange(12.0).reshape(2, 6))
+    weight = sp.array(whole, spec(MESH, "x, -"), runner=counted.runner)
+    weight = weight if is_given else weight * 1.0
+    x = counted.rows((6, 2), "y, x")
+    traced = sp.trace(lambda x: x @ weight, x)
+    assert weight.kept_reshards() in (None, {})
+    for found in (traced.run(x), x @ weight, sp.jit(lambda x: x @ weight)(x)):
+        np.testing.assert_array_equal(found.to_dense(), x.to_dense() @ weight.to_dense())
+    moved = weight.shard(spec(MESH, "-, y")).to_dense()
+    np.testing.assert_array_equal(moved, weight.to_dense())
+
+
 def test_what_is_kept_goes_with_its_array(counted: Counted) -> None:
     x = counted.rows()
     x.shard(spec(MESH, "-, -"))
@@ -286,7 +302,9 @@ def test_threads_share_what_is_kept() -> None:
 
     def work(number: int) -> bool:
         own = [arrays[(number * 7 + step) % 30] for step in range(200)]
-        return all((take_moved(one, target, move)[0] == expected).all() for one in own)
+        return all(
+            (take_moved(one, target, move, counted.runner)[0] == expected).all() for one in own
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))

@@ -501,9 +501,7 @@ def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(UsageError, match="2 arguments for the function"):
         sp.trace(lambda x: x, x, x)
     other = sp.abstract((4, 4), "float64", spec(DeviceMesh.of(z=2), "z, -"))
-    with pytest.raises(MeshError, match="z=2"):
-        sp.trace(lambda x, y: (x, y), x, other)
-    with pytest.raises(MeshError, match="one mesh"):
+    with pytest.raises(MeshError, match="an operation has one mesh"):
         sp.trace(lambda x, y: x + y, x, other)
     with pytest.raises(SpecError):
         sp.abstract((4,), "float64", spec(MESH, "x, y"))

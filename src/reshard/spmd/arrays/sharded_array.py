@@ -122,14 +122,14 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
         Raises:
             SpecError: another number of dimensions, or a sharding that some device has no part in.
-            MeshError: a mesh other than the one it is sharded over.
+            MeshError: over processes, a mesh of other ranks than it is sharded over.
         """
         spec = _read_spec(target, dims)
         # Without elements, what is asked for is known to a recorder though nothing moves.
         if spec is self.type.spec and not self.runner.is_abstract:
             return self
         kind = self.type.with_spec(spec)
-        shards = take_moved(self, spec, self.runner.movement(self.type, spec))
+        shards = take_moved(self, spec, self.runner.movement(self.type, spec), self.runner)
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
         if self.is_given:
             made.mark_given()

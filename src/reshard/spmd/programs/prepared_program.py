@@ -140,6 +140,8 @@ class Preparation:
         before = kind.spec or replicated(spec.mesh, kind.ndim)
         # Layouts are interned: different specs of one layout move nothing.
         is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
+        # Shards are in the order of the mesh's devices.
+        is_same = is_same and before.mesh.devices == spec.mesh.devices
         made = register if is_same else self._add(kind.with_spec(spec))
         if not is_same:
             self._moves_any = True

@@ -22,7 +22,7 @@ def chosen_program(source: ArrayType, target: ShardingSpec) -> Program:
 
     Args:
         source: the array; one that is not sharded is whole on every device.
-        target: the sharding wanted, over the same mesh.
+        target: the sharding wanted.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.dtypes import dtype
@@ -33,5 +33,8 @@ def chosen_program(source: ArrayType, target: ShardingSpec) -> Program:
     """
     before = source.spec or replicated(target.mesh, source.ndim)
     direct = Program(source.shape, before, target, (Exchange(source.shape, before, target),))
+    # No collective is between two meshes.
+    if before.mesh is not target.mesh:
+        return direct
     program = find_program(before, target, source.shape)
     return direct if direct.moved_elements < program.moved_elements else program

@@ -45,13 +45,13 @@ def compute(
 
 
 def take_column(
-    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int
+    operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int, mover: Runner
 ) -> tuple[Any, ...]:
     if not isinstance(operand, ArrayValue):
         return (operand,) * count
     if move is None or spec is None:
         return operand._shards
-    return take_moved(operand, spec, move)
+    return take_moved(operand, spec, move, mover)
 
 
 def make_run(
@@ -107,7 +107,7 @@ def make_run(
 
     def run(*operands: Any) -> Any:
         columns = [
-            take_column(operand, move, spec, count)
+            take_column(operand, move, spec, count, runner)
             for operand, move, spec in zip(operands, movements, runs_with, strict=True)
         ]
         rows = compute(name, functions, columns, operands, runner, shares_failure)

@@ -148,11 +148,14 @@ class KeptReshards:
         return False
 
 
-def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
-    """The shards of an array in another sharding, by its movement; moved once for a while."""
+def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement, mover: Runner) -> Shards:
+    """The shards of an array in another sharding, by a runner's movement; moved once for a while.
+
+    An abstract runner moves constants of a function, which have elements, among what has none.
+    """
     runner = array.runner
     # Without elements there is nothing to keep.
-    if runner.is_abstract:
+    if mover.is_abstract:
         return move(array._shards)
     found: KeptReshards | None = runner.kept
     if found is None:

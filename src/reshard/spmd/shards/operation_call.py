@@ -221,7 +221,7 @@ def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | No
         elif one.spec.mesh is not mesh:
             raise MeshError(
                 f"{name} of arrays over {mesh!r} and over {one.spec.mesh!r}; an operation has one "
-                "mesh: bring one array to the other's with sp.array(x.to_dense(), spec)"
+                "mesh: bring one array to the other's with x.shard(spec)"
             )
     return mesh
 
@@ -354,7 +354,7 @@ def _compile(
     )
     functions = runner.functions(operator, work)
     columns = [
-        take_column(operand, move, spec, len(ranks))
+        take_column(operand, move, spec, len(ranks), runner)
         for operand, move, spec in zip(operands, movements, runs_with, strict=True)
     ]
     # 5. The first run, which shows the results' element types.

@@ -64,6 +64,17 @@ class OverProcesses(Runner):
             return copies(plan, ranks, ranks, self.library)
         return with_gradient(self, source, spec, self._move_by_messages(source, spec))
 
+    def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
+        if set(mesh.devices) != set(spec.mesh.devices):
+            raise MeshError(
+                f"{source} over {mesh!r}, which has other ranks than {spec.mesh!r}: over processes "
+                "arrays move between meshes of the same ranks; see sp.Pipeline for stages on others"
+            )
+        plan = LayoutChange(source.layout, spec.layout(source.shape))
+        if plan.source is plan.target:
+            return lambda shards: shards
+        return self._make_movement(source, spec, plan)
+
     def _move_by_messages(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         program = chosen_program(source, spec)
         prepared = PreparedMovement(program, source.dtype, self.group)

@@ -117,6 +117,10 @@ class AbstractRunner(Runner):
         shards = self._shards(source.with_spec(spec), self.ranks(spec.mesh))
         return lambda _: shards
 
+    def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
+        shards = self._shards(source.with_spec(spec), self.ranks(spec.mesh))
+        return lambda _: shards
+
     def _shards(self, kind: ArrayType, ranks: Sequence[int]) -> Shards:
         if kind.spec is None:
             return (AbstractShard(kind.shape, kind.dtype),) * len(ranks)

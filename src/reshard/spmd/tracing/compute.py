@@ -57,7 +57,11 @@ def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tup
         if here not in found:
             sizes_bytes = [math.prod(s) * width for s, width in zip(here, widths, strict=True)]
             found[here] = _estimate_shapes(one, here, sizes_bytes, dtypes, device)
-    return tuple(found[here] for here in zip(*shapes, strict=True))
+    mesh = None if one.results[0].spec is None else one.results[0].spec.mesh
+    return tuple(
+        found[here] if mesh is None or rank in mesh.devices else 0.0
+        for rank, here in zip(ranks, zip(*shapes, strict=True), strict=True)
+    )
 
 
 def _estimate_shapes(
@@ -114,7 +118,9 @@ def shapes_of(kind: ArrayType, ranks: Ranks) -> tuple[Shape, ...]:
 
 
 def _find_shape(kind: ArrayType, rank: int) -> Shape:
-    here = kind.layout.local_shape(rank)
+    layout = kind.layout
+    # Ranks of other meshes may lie beyond those of this one.
+    here = layout.local_shape(rank) if rank < layout.slots else None
     if here is None:
         return (0,) * kind.ndim
     if len(here) == kind.ndim:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
@@ -25,15 +26,15 @@ def trace_document(trace: TraceRecord) -> str:
     >>> found["operations"][0]["before"][0]["steps"], found["moved_bytes"]
     (['all-to-all(x)'], 32)
     """
-    axes: dict[str, int] = {}
-    if trace.mesh is not None:
-        axes = dict(zip(trace.mesh.axis_names, trace.mesh.shape, strict=True))
+    # Of one mesh, which most programs have.
+    axes = _write_mesh(trace.mesh)["axes"] if len(trace.meshes) == 1 and trace.mesh else {}
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
     is_timed = trace.topology is not None
     # The names and units here are read by other programs: they are part of the format.
     document = {
         "strategy": trace.strategy,
         "mesh": axes,
+        "meshes": [_write_mesh(one) for one in trace.meshes],
         "ranks": list(trace.ranks),
         "inputs": [
             {"value": number, "name": name, **_write_array(kind)} for number, name, kind in inputs
@@ -47,6 +48,11 @@ def trace_document(trace: TraceRecord) -> str:
         "seconds_s": trace.seconds_s,
     }
     return json.dumps(document, indent=1)
+
+
+def _write_mesh(mesh: DeviceMesh) -> dict[str, Any]:
+    axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return {"axes": axes, "ranks": list(mesh.devices)}
 
 
 def _write_array(kind: ArrayType | None) -> dict[str, Any]:

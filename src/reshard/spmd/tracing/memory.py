@@ -156,6 +156,9 @@ def _count_extra(program: Program, ranks: Ranks) -> IntArray:
             here += _count_elements(step.target_layout, ranks)
         # A buffer for what is sent and one for what is received; a permutation sends whole shards.
         if not isinstance(step, Permute):
-            here += (step.sent_elements + step.received_elements)[list(ranks)]
+            passing = np.zeros(max(ranks) + 1 + len(step.sent_elements), dtype=np.int64)
+            # Ranks of other meshes may lie beyond those of this step.
+            passing[: len(step.sent_elements)] = step.sent_elements + step.received_elements
+            here += passing[list(ranks)]
         most = np.maximum(most, here)
     return most

@@ -21,7 +21,7 @@ from reshard.spmd.tracing.table import (
     call_text,
     collectives,
     inserted_text,
-    mesh_text,
+    meshes_text,
     number_texts,
     sharding_text,
     summary,
@@ -82,7 +82,7 @@ def _draw_figures(trace: TraceRecord) -> list[Figure]:
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     peak = max(trace.peak_bytes.values())
     fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]
-    mesh = "" if trace.mesh is None else mesh_text(trace.mesh)
+    mesh = meshes_text(trace.meshes) if trace.meshes else ""
     figures = [
         Figure("operations", count_text(len(trace.operations))),
         Figure("ranks", count_text(len(trace.ranks)), mesh),

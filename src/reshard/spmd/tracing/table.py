@@ -19,7 +19,7 @@ returns %3
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
@@ -149,14 +149,26 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return ", ".join(f"{a}={size}" for a, size in zip(mesh.axis_names, mesh.shape, strict=True))
 
 
+def meshes_text(meshes: Sequence[DeviceMesh]) -> str:
+    """The axes of meshes, and where there are several their ranks.
+
+    >>> from reshard import DeviceMesh
+    >>> meshes_text([DeviceMesh.of(x=2), DeviceMesh.of(y=3, devices=(2, 3, 4))])
+    'x=2 over ranks 0,1; y=3 over ranks 2-4'
+    """
+    if len(meshes) == 1:
+        return mesh_text(meshes[0])
+    return "; ".join(f"{mesh_text(one)} over {ranks_text(sorted(one.devices))}" for one in meshes)
+
+
 def summary(trace: TraceRecord) -> list[str]:
     """The summary of a trace, a sentence a line."""
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     operations = count_text(len(trace.operations), "operation")
     ranks = count_text(len(trace.ranks), "rank")
-    if trace.mesh is not None:
-        ranks += f" ({mesh_text(trace.mesh)})"
+    if trace.meshes:
+        ranks += f" ({meshes_text(trace.meshes)})"
     moved = bytes_text(trace.moved_bytes)
     peak = max(trace.peak_bytes.values())
     fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]

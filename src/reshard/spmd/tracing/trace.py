@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reshard.cost.formulas import check_library
-from reshard.errors import MeshError, ShardError, UsageError
+from reshard.errors import ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.cost_model import Machine
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import moves_each_time
@@ -45,6 +44,7 @@ from reshard.spmd.tracing.graph_recording import (
     type_of,
 )
 from reshard.spmd.tracing.memory import with_memory
+from reshard.spmd.tracing.mesh_parts import meshes_of, place_parts, ranks_of
 from reshard.spmd.tracing.operation_watcher import OperationWatcher
 from reshard.spmd.tracing.page import trace_page
 from reshard.spmd.tracing.table import trace_table
@@ -168,7 +168,7 @@ def trace(
         UsageError: an unknown strategy or library; what is no topology; a function that asks for
             elements, as `if x > 0:` does, uses an operator without a rule, or returns something
             else than arrays.
-        MeshError: shardings over several meshes.
+        MeshError: an operation on arrays over several meshes.
         LayoutError: a rank that the topology has not, or a link that it does not know.
 
     >>> from reshard import DeviceMesh, spec
@@ -224,10 +224,17 @@ def shardings_of(
     recorded: Recording, strategy: str, topology: Topology | None, library: str
 ) -> Shardings:
     """The sharding of each value of a recorded function by a strategy."""
-    mesh = _find_mesh(recorded)
-    if strategy == "eager":
+    if strategy == "eager" or not meshes_of(recorded):
         return keep_given(recorded)
-    return _propagate(recorded, strategy, mesh, Machine(topology, library))
+    machine = Machine(topology, library)
+
+    def place(
+        graph: Graph, known: dict[int, ShardingSpec], mesh: DeviceMesh
+    ) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
+        return _propagate(graph, known, mesh, strategy, machine)
+
+    values, operands = place_parts(recorded, place)
+    return Shardings(tuple(values), tuple(operands))
 
 
 def trace_recorded(
@@ -262,8 +269,8 @@ def trace_placed(
 
     `moves_anew` are inputs that move wherever they are read, by number; others do once.
     """
-    mesh = _find_mesh(recorded)
-    ranks = (0,) if mesh is None else mesh.devices
+    meshes = meshes_of(recorded)
+    ranks = ranks_of(meshes)
     if topology is not None:
         topology.host_of(ranks)
     # 1. The recorded calls again, on abstract arrays that have these shardings.
@@ -284,7 +291,7 @@ def trace_placed(
     return Trace(
         recorded.graph,
         strategy,
-        mesh,
+        meshes,
         recorded.names,
         tuple(inputs),
         operations,
@@ -293,18 +300,6 @@ def trace_placed(
         recorded,
         shardings,
     )
-
-
-def _find_mesh(recorded: Recording) -> DeviceMesh | None:
-    given = [kind.spec for kind in recorded.types if kind is not None]
-    given += [action.target for action in recorded.recorded_calls]
-    meshes = list(dict.fromkeys(spec.mesh for spec in given if spec is not None))
-    if len(meshes) > 1:
-        raise MeshError(
-            f"shardings over {meshes[0]!r} and over {meshes[1]!r} in one function; give all of "
-            "them over one mesh"
-        )
-    return meshes[0] if meshes else None
 
 
 def keep_given(recorded: Recording) -> Shardings:
@@ -318,29 +313,22 @@ def keep_given(recorded: Recording) -> Shardings:
 
 
 def _propagate(
-    recorded: Recording, strategy: str, mesh: DeviceMesh | None, machine: Machine
-) -> Shardings:
-    """Shardings of all values, from those of the inputs and the `with_sharding`s."""
-    if mesh is None:
-        return keep_given(recorded)
-    graph = recorded.graph
-    known = {
-        number: kind.spec
-        for number, kind in zip(graph.inputs, recorded.types, strict=True)
-        if kind is not None and kind.spec is not None
-    }
-    for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
-        if action.target is not None:
-            known[operation.results[0]] = action.target
+    graph: Graph,
+    known: dict[int, ShardingSpec],
+    mesh: DeviceMesh,
+    strategy: str,
+    machine: Machine,
+) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
+    """Shardings of all values and operands, from those of the inputs and the `with_sharding`s."""
     if strategy == "cost":
         found = propagate_by_cost(graph, known, machine=machine).propagated
     else:
-        found = keep_pending(propagate_graph(graph, known, strategy=strategy))
+        found = propagate_graph(graph, known, strategy=strategy)
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(graph.values, found.values, strict=True)
     )
-    return Shardings(values, explicit_reshards(found).operands)
+    return values, explicit_reshards(found).operands
 
 
 class Watcher(Recorder, Protocol):

@@ -14,6 +14,7 @@ from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.mesh_parts import ranks_of
 from reshard.spmd.tracing.traced_operation import TracedOperation
 from reshard.topology import Topology
 
@@ -25,7 +26,7 @@ class TraceRecord:
     Args:
         graph: the function: values, operations, outputs.
         strategy: by which shardings were found.
-        mesh: of all shardings; None where nothing is sharded.
+        meshes: of all shardings; none where nothing is sharded.
         names: what the function calls its inputs, in the order of `graph.inputs`.
         inputs: their types; None for a number.
         operations: one for each of the graph's.
@@ -37,7 +38,7 @@ class TraceRecord:
 
     graph: Graph
     strategy: str
-    mesh: DeviceMesh | None
+    meshes: tuple[DeviceMesh, ...]
     names: tuple[str, ...]
     inputs: tuple[ArrayType | None, ...]
     operations: tuple[TracedOperation, ...]
@@ -46,9 +47,14 @@ class TraceRecord:
     overlapped_s: float | None = field(default=None, kw_only=True)
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all shardings, the first of several; None where nothing is sharded."""
+        return self.meshes[0] if self.meshes else None
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the mesh, in its order; 0 alone where there is none."""
-        return (0,) if self.mesh is None else self.mesh.devices
+        """The ranks of the meshes, in their order; 0 alone where there is none."""
+        return ranks_of(self.meshes)
 
     @property
     def moved_elements(self) -> int:
