@@ -1,6 +1,7 @@
 """One of two ranks with what a rank of Megatron-core had, refitted to the Hub's names and back.
 
-The records are of `engines/megatron_core/test_links.py`, which found both to have equal logits.
+The records are of `engines/megatron_core/test_links.py`, which found both to have equal logits. To
+vLLM go those of which `engines/vllm/test_megatron.py` recorded what vLLM's ranks take.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from engines.layout_records import families_of, read_layouts
 from engines.megatron_core import model_records
 from refit_models import expect, expect_same
 from reshard.errors import ReshardError
 from reshard.torch import MegatronModel, Refit, is_usable, refit
+from reshard.torch.vllm.staging import StagedSources
 
 CASES = (
     "tensor",
@@ -27,6 +30,7 @@ CASES = (
     "grouped",
     "grouped_parts",
     "copies_tied",
+    "experts_in_stages_tied",
 )
 Tensors = dict[str, torch.Tensor]
 
@@ -71,6 +75,27 @@ def to_the_hub_and_back(case: str) -> None:
                 length = max(0, min(length, vocabulary - first))
             same = torch.equal(tensor[:length], expected[name][:length])
             expect(same, f"{case}: {name} from the Hub")
+
+
+def to_vllm(case: str) -> int:
+    """Each parameter of vLLM's ranks is what its loader makes of what transformers saved."""
+    recorded = model_records.read(case)
+    rank, saved = dist.get_rank(), recorded["saved"]
+    model = MegatronModel(model_records.rebuild(recorded["ranks"][rank]))
+    filled = 0
+    for _, parallelism, _, layout in read_layouts("vllm_of_megatron", case):
+        (traced,) = (one for one in layout.ranks if one.rank == rank)
+        staged = StagedSources(traced, layout.sources, rank)
+        refit(model, staged.tensors).verify()
+        for name, parameter in staged.parameters.items():
+            found = staged.fill(name)
+            for piece in parameter.pieces:
+                where = tuple(map(slice, piece.box.start, piece.box.stop))
+                right = saved[piece.source].contiguous()
+                view = right.as_strided(piece.box.shape, piece.view.strides, piece.view.offset)
+                expect(torch.equal(found[where], view), f"{case}, {parallelism}: {name}")
+                filled += view.numel()
+    return filled
 
 
 def refused(model: MegatronModel, told: str, target: Any, **options: Any) -> None:
@@ -121,6 +146,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     for case in CASES:
         to_the_hub_and_back(case)
+    for case in families_of("vllm_of_megatron"):
+        expect(to_vllm(case) > 0, f"{case}: vLLM takes nothing")
     what_has_no_names()
     dist.barrier()
     dist.destroy_process_group()

@@ -92,17 +92,24 @@ def rebuild(recorded: dict[str, Any]) -> list[torch.nn.Module]:
 
 
 def write(case: str, ranks: list[dict[str, Any]], saved: dict[str, torch.Tensor]) -> None:
-    """Keep what the ranks of a case had, and what transformers saved of the same model: rounded."""
+    """Keep what the ranks of a case had, and what transformers saved of the same model: rounded.
+
+    To so few values that a record is small: in 8 bits.
+    """
     RECORDINGS.mkdir(parents=True, exist_ok=True)
     for of_rank in ranks:
         of_rank["chunks"] = [
-            [(name, tensor.bfloat16(), attributes) for name, tensor, attributes in chunk]
+            [(name, _round(tensor), attributes) for name, tensor, attributes in chunk]
             for chunk in of_rank["chunks"]
         ]
     data = io.BytesIO()
-    rounded = {name: tensor.bfloat16() for name, tensor in saved.items()}
+    rounded = {name: _round(tensor) for name, tensor in saved.items()}
     torch.save({"ranks": ranks, "saved": rounded}, data)
     (RECORDINGS / f"{case}.pt.xz").write_bytes(lzma.compress(data.getvalue(), preset=9))
+
+
+def _round(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float8_e4m3fn).bfloat16()
 
 
 def read(case: str) -> dict[str, Any]:
