@@ -25,7 +25,9 @@ from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
+from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.usability import mark_unusable
 
 TIMEOUT_S = 3
@@ -398,6 +400,38 @@ def killed_while_it_receives() -> None:
     in_a_message(0, 1)
 
 
+def killed_while_it_tells() -> None:
+    """Rank 1 is killed while others have a part of something large that it tells all."""
+    rank, large = dist.get_rank(), 64 << 20
+    processes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    broadcast = RankGroup.broadcast
+
+    def late(self: RankGroup, tensor: torch.Tensor, sender: int) -> None:
+        # Rank 0 waits for it already, and reads nothing.
+        time.sleep(2)
+        broadcast(self, tensor, sender)
+
+    def stop_and_kill() -> None:
+        time.sleep(1)
+        os.kill(processes[0], signal.SIGSTOP)
+        # The socket is full.
+        time.sleep(3)
+        os.kill(processes[1], signal.SIGKILL)
+        os.kill(processes[0], signal.SIGCONT)
+
+    def tell() -> None:
+        gather(b"1" * large if rank == 1 else b"", None)
+        # Rank 2 may have had all of it.
+        gather(b"", None)
+
+    if rank == 1:
+        RankGroup.broadcast = late  # type: ignore[method-assign]
+    elif rank == 2:
+        threading.Thread(target=stop_and_kill).start()
+    expect(RunError, "nothing was moved: ", tell, CULPRIT, " does not answer")
+
+
 def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     """Rank 1 does something else in the second step of a program."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -471,6 +505,7 @@ def main(fault: str) -> None:
         killed,
         killed_while_it_sends,
         killed_while_it_receives,
+        killed_while_it_tells,
         raising,
         raising_in_a_program,
         killed_in_a_program,

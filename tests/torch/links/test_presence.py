@@ -145,3 +145,15 @@ def test_who_is_cut_off_knows_it(store: SealedStore, monkeypatch: pytest.MonkeyP
     desk.close()
     assert comes(lambda: found.is_cut_off)
     found.close()
+
+
+def test_who_does_not_answer_seems_cut_off_before_it_is(
+    store: SealedStore, desk: PresenceDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = line(store)
+    assert not one.seems_cut_off
+    monkeypatch.setattr(presence, "seems_silent", lambda *_: True)
+    assert one.seems_cut_off and not one.is_cut_off
+    one.check()
+    assert not desk.seems_cut_off
+    one.close()

@@ -12,6 +12,7 @@ from reshard.torch.links.silence import (
     end_when_silent,
     ending_when_silent,
     go_on_with_silence,
+    seems_silent,
 )
 
 pytest.importorskip("torch")
@@ -42,6 +43,21 @@ def test_what_is_sent_does_not_begin_a_silence_anew() -> None:
         assert 500 <= left_ms <= 2750
         go_on_with_silence(one, 0.1)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
+
+
+def test_who_does_not_answer_seems_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        assert not seems_silent(one, 3.0)
+        for silence_s, least_ms in ((3.0, 1500), (1.0, 1500), (10.0, 8500)):
+            for silent_ms in (least_ms - 1, least_ms):
+                monkeypatch.setattr(silence, "_find_silence_ms", lambda _, ms=silent_ms: ms)
+                assert seems_silent(one, silence_s) == (silent_ms == least_ms)
+        monkeypatch.undo()
+    # One that is closed tells nothing.
+    assert not seems_silent(one, 3.0)
 
 
 def test_only_connections_that_are_opened_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, taken, with_gradient
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
-from reshard.torch.exchange.agreement import Intent, agree, run_errors
+from reshard.torch.exchange.agreement import Intent, agree, share
 from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.programs.movement import PreparedMovement
 from reshard.torch.programs.sequence import agreed_sequence
@@ -150,15 +150,16 @@ class OverProcesses(Runner):
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that failed, on all ranks."""
-        if not self.on_any_rank(failure is not None):
-            return None
-        # Texts, not the errors themselves: those of libraries may not be picklable.
-        every: list[tuple[type[Exception], str] | None]
-        every = [None] * dist.get_world_size(self.group)
-        own = None if failure is None else (_choose_error(failure), str(failure))
-        with run_errors("an operation was not finished"):
-            dist.all_gather_object(every, own, self.group)
-        kind, text = next(one for one in every if one is not None)
+        group = rank_group(self.group)
+        with group.turn():
+            # The greatest is that of the first rank that failed.
+            own = 0 if failure is None else group.slots - group.rank
+            (first,) = agree(Intent({"a failure": b""}, notes=(own,)), group)
+            if not first:
+                return None
+            # Texts, not the errors themselves: those of libraries may not be picklable.
+            told = None if failure is None else (_choose_error(failure), str(failure))
+            kind, text = share(told, group.slots - first, group)
         repeated = self.known(kind(text))
         repeated.__cause__ = failure
         return repeated

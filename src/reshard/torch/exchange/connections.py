@@ -28,6 +28,8 @@ import torch
 _LOOK_S = 0.5
 # Of messages that nobody sends.
 _PROBE_TAG = (1 << 30) + 1
+# Of broadcasts and all-gathers, which follow one another.
+_TOLD_TAG = (1 << 30) + 2
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -36,10 +38,12 @@ class Connections:
 
     Args:
         group: torch's, which nothing else uses.
+        find_silent: why nothing more is to be waited for; empty where nothing is known.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, find_silent: Callable[[], str] = str) -> None:
         self._group = group
+        self.find_silent = find_silent
 
     def send(self, tensors: Sequence[torch.Tensor], receiver: int, tag: int) -> Message:
         """Begin to send to a rank of the group."""
@@ -49,15 +53,52 @@ class Connections:
         """Begin to receive from a rank of the group."""
         return Message(self, self._group.recv(tensors, sender, tag), sender)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Any:
-        """Begin to give all ranks the tensors of one of them."""
-        return self._group.broadcast(tensors, options)
+    def broadcast(self, tensor: torch.Tensor, root: int, until_s: float) -> None:
+        """Give all ranks the tensor of one of them, in place, along a binomial tree.
 
-    def allgather(
-        self, found: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> Any:
-        """Begin to give all ranks the tensors of all of them."""
-        return self._group.allgather(found, tensors)
+        Raises as `Message.wait` does.
+        """
+        own, count = self._group.rank(), self._group.size()
+        place = (own - root) % count
+        # A rank hears from the one whose place lacks its lowest bit, and tells those that have a
+        # lower one more. The first hears from nobody.
+        ahead = place & -place if place else 1 << (count - 1).bit_length()
+        # In a list: an error keeps what its frames have, and with a message connections stay open.
+        messages: list[Message] = []
+        try:
+            if place:
+                messages.append(self.recv([tensor], (own - ahead) % count, _TOLD_TAG))
+                _wait_for_all(messages, until_s)
+            while ahead := ahead >> 1:
+                if place + ahead < count:
+                    messages.append(self.send([tensor], (own + ahead) % count, _TOLD_TAG))
+            _wait_for_all(messages, until_s)
+        finally:
+            messages.clear()
+
+    def all_gather(self, tensor: torch.Tensor, until_s: float) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape.
+
+        After each round a rank has those of twice as many (Bruck and others, 1997). Raises as
+        `Message.wait` does.
+        """
+        own, count = self._group.rank(), self._group.size()
+        # From this rank on.
+        found = torch.empty((count, *tensor.shape), dtype=tensor.dtype)
+        found[0] = tensor
+        messages: list[Message] = []
+        have = 1
+        try:
+            while have < count:
+                more = min(have, count - have)
+                coming = found[have : have + more]
+                messages.append(self.send([found[:more]], (own - have) % count, _TOLD_TAG))
+                messages.append(self.recv([coming], (own + have) % count, _TOLD_TAG))
+                _wait_for_all(messages, until_s)
+                have += more
+        finally:
+            messages.clear()
+        return [found[(rank - own) % count] for rank in range(count)]
 
     def is_closed(self, rank: int) -> bool:
         """Whether nothing can come from a rank any more."""
@@ -91,7 +132,18 @@ class Message:
         where it is not sent or received.
         """
         waiter = _IDLE.pop() if _IDLE else _Waiter()
-        waiter.wait(self._work, lambda: self._connections.is_closed(self._rank), until_s)
+        waiter.wait(self._work, self._find_loss, until_s)
+
+    def _find_loss(self) -> str:
+        if self._connections.is_closed(self._rank):
+            return "the connection closed in the middle of a message"
+        return self._connections.find_silent()
+
+
+def _wait_for_all(messages: list[Message], until_s: float) -> None:
+    """Wait for messages, and take each from the list."""
+    while messages:
+        messages.pop().wait(until_s)
 
 
 class _Waiter:
@@ -116,15 +168,14 @@ class _Waiter:
             self._works.clear()
             self._ended.release()
 
-    def wait(self, work: Any, is_lost: Callable[[], bool], until_s: float) -> None:
-        """Wait for a work, or until it is lost. Raises RuntimeError as it does, or if it is."""
+    def wait(self, work: Any, find_loss: Callable[[], str], until_s: float) -> None:
+        """Wait for a work, or until it is lost. Raises RuntimeError as it does, or why it is."""
         self._works.append(work)
         self._given.release()
         has_ended, problem = False, ""
         try:
             while not problem and not (has_ended := self._has_ended(until_s)):
-                if is_lost():
-                    problem = "the connection closed in the middle of a message"
+                if problem := find_loss():
                     # It may have ended meanwhile, and then knows more.
                     has_ended = self._ended.acquire(timeout=_LOOK_S)
                 elif time.monotonic() >= until_s:

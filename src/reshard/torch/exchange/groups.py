@@ -26,9 +26,8 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -45,8 +44,6 @@ from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_me
 CPU = torch.device("cpu")
 # Of messages that no exchange has, whose tags count from 0.
 _MAXIMA_TAG = 1 << 30
-# How often who waits looks whether all can be reached.
-_LOOK = timedelta(seconds=0.25)
 # Threads that nobody gave a name; their numbers differ between ranks that mean the same.
 _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
@@ -231,8 +228,7 @@ class RankGroup:
         arriving = np.empty_like(most)
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
         ahead, count = 1, len(self.ranks)
-        # All rounds have one time: a rank that hangs does not hold others for a time in each.
-        until_s = time.monotonic() + self._meeting.timeout.total_seconds()
+        until_s = self._find_end_s()
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works: list[Any] = []
         try:
@@ -250,36 +246,29 @@ class RankGroup:
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Give all ranks a CPU tensor of one of them, in place."""
+        connections, position = self._connections(), self._positions[sender]
+        if isinstance(connections, Connections):
+            connections.broadcast(tensor, position, self._find_end_s())
+            return
         options = dist.BroadcastOptions()
-        options.rootRank = self._positions[sender]
-        self._finish(lambda: self._connections().broadcast([tensor], options))
+        options.rootRank = position
+        connections.broadcast([tensor], options).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A CPU tensor of every rank, of one shape, in the group's order."""
+        connections = self._connections()
+        if isinstance(connections, Connections):
+            return connections.all_gather(tensor, self._find_end_s())
         found = [torch.empty_like(tensor) for _ in self.ranks]
-        self._finish(lambda: self._connections().allgather([found], [tensor]))
+        connections.allgather([found], [tensor]).wait()
         return found
 
-    def _finish(self, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it, no longer than all that take part can be reached."""
-        watch = self._meeting.watch
-        if watch is None:
-            begin().wait()
-            return
-        # Not of those that have ended: they may have done their part in it before.
-        if why := watch.find_silent():
-            raise RuntimeError(why)
-        # In a list: an error keeps what its frames have, and with a work connections stay open.
-        works = [begin()]
-        try:
-            while not _has_ended(works):
-                if why := watch.find_silent():
-                    threading.Thread(
-                        target=_outlast, args=(works.pop(), self._transport), daemon=True
-                    ).start()
-                    raise RuntimeError(why)
-        finally:
-            works.clear()
+    def _find_end_s(self) -> float:
+        """When the time is up of all that is waited for in what begins here.
+
+        Rounds have one together, so that a rank that hangs does not hold others for one in each.
+        """
+        return time.monotonic() + self._meeting.timeout.total_seconds()
 
     def send(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Any:
         """Begin to send a tensor; what is returned has `wait()`."""
@@ -397,24 +386,6 @@ def _wait(message: Any, until_s: float) -> None:
         message.wait(until_s)
     else:
         message.wait()
-
-
-def _has_ended(works: Sequence[Any]) -> bool:
-    """Wait for the first of some collectives for a moment. Raises what it raises."""
-    try:
-        works[0].wait(_LOOK)
-    except RuntimeError:
-        if not works[0].is_completed():
-            return False
-        # It may have ended just behind the time.
-        works[0].wait()
-    return True
-
-
-def _outlast(work: Any, connections: Any) -> None:
-    """Keep connections as long as something waits for them: who closes them would wait, too."""
-    with suppress(RuntimeError):
-        work.wait()
 
 
 def tensor_of(data: bytes) -> torch.Tensor:

@@ -48,7 +48,8 @@ class Watch:
     Attributes:
         find_lost: why some rank will not come, or not go on; empty where nothing is known.
         find_silent: the same, of ranks that have nothing on its way to this one either.
-        is_cut_off: whether the store is among what cannot be reached.
+        is_cut_off: whether the store seems to be among what cannot be reached: who fails then does
+            not tell why, since the system would try to send it for a silence more.
         connect_s: the most seconds until all that are here are connected.
         opening: entered while connections are opened.
     """
@@ -115,7 +116,7 @@ class RankMeeting:
                 raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
             raise
         found._set_default_timeout(self.timeout)
-        return Connections(found)
+        return Connections(found, self.watch.find_silent) if self.watch else Connections(found)
 
     def _connect_watched(self, store: Any, options: Any) -> Any:
         """Gloo's connections. Raises RuntimeError where they fail, or a rank is lost meanwhile."""

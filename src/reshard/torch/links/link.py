@@ -355,7 +355,7 @@ class WeightLink:
             watch=Watch(
                 lambda: self._find_lost(sides),
                 lambda: self._find_silent(sides),
-                lambda: self._presence.is_cut_off,
+                lambda: self._presence.seems_cut_off,
                 min(limit_s, _CONNECT_S),
                 lambda: ending_when_silent(self._silence_s),
             ),

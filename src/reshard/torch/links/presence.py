@@ -32,6 +32,7 @@ from reshard.torch.links.silence import (
     SILENT_ERRORS,
     end_when_silent,
     go_on_with_silence,
+    seems_silent,
 )
 
 _KEY = "presence"
@@ -70,6 +71,11 @@ class Presence:
         """Whether the host of the trainer's first rank gave no sign of life."""
         return False
 
+    @property
+    def seems_cut_off(self) -> bool:
+        """Whether that host is cut off, or does not answer and may be found so within a second."""
+        return False
+
     def check(self) -> None:
         """Raise LinkError where the trainer's first rank is gone, and with it the link."""
 
@@ -83,7 +89,7 @@ class PresenceLine(Presence):
     def __init__(self, store: SealedStore, timeout_s: float, silence_s: float) -> None:
         super().__init__()
         host, _, port = store.get(_KEY).decode().rpartition(" ")
-        self._lock = threading.Lock()
+        self._lock, self._silence_s = threading.Lock(), silence_s
         self._is_over = self._is_silent = False
         self._told = b""
         limit_s = min(timeout_s, _GREETING_S)
@@ -110,6 +116,13 @@ class PresenceLine(Presence):
         """See `Presence.is_cut_off`."""
         self._read()
         return self._is_silent
+
+    @property
+    def seems_cut_off(self) -> bool:
+        """See `Presence.seems_cut_off`."""
+        return self.is_cut_off or (
+            not self._is_over and seems_silent(self._socket, self._silence_s)
+        )
 
     def check(self) -> None:
         """See `Presence.check`."""

@@ -24,6 +24,8 @@ _ASKED_S = 1
 # Where Linux's tcp_info has the milliseconds since the last sign of life (tcpi_last_ack_recv).
 _ACKNOWLEDGED_AT = 56
 _LEAST_LEFT_MS = 500
+# A host that answers when it is asked is not silent for longer.
+_SEEN_S = 1.5 * _ASKED_S
 # What the system says of a connection that it ended since the other end's host was silent.
 SILENT_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -52,10 +54,29 @@ def go_on_with_silence(connected: socket.socket, silence_s: float) -> None:
     """
     if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_USER_TIMEOUT")):
         return
-    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
-    (acknowledged_ms,) = struct.unpack_from("I", told, _ACKNOWLEDGED_AT)
-    left_ms = max(_LEAST_LEFT_MS, round(1000 * silence_s) - acknowledged_ms)
+    left_ms = max(_LEAST_LEFT_MS, round(1000 * silence_s) - _find_silence_ms(connected))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, left_ms)
+
+
+def seems_silent(connected: socket.socket, silence_s: float) -> bool:
+    """Whether the other end's host has not answered when it was asked last; False if unknown.
+
+    Of several connections to one host the system does not end all at once: where one has ended,
+    this tells of the others, up to a second before they do.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    least_s = max(_SEEN_S, silence_s - _SEEN_S)
+    try:
+        return _find_silence_ms(connected) >= 1000 * least_s
+    except OSError:
+        return False
+
+
+def _find_silence_ms(connected: socket.socket) -> int:
+    """Since when a TCP connection's other end has given no sign of life. Raises OSError."""
+    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
+    return int(struct.unpack_from("I", told, _ACKNOWLEDGED_AT)[0])
 
 
 @contextlib.contextmanager

@@ -39,9 +39,10 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
-from reshard.torch.exchange.agreement import confirm, device_of, run_errors
+from reshard.torch.exchange.agreement import confirm, run_errors
 from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.gradients import apply_with_gradient
 from reshard.torch.sides import local_of
@@ -237,26 +238,26 @@ def exchange_splits(
     Raises:
         RunError: a rank that does not answer.
     """
-    # Collectives number ranks as the process group does, which is not the mesh's order.
-    order = axis.in_group_order
-    owned = [len(owners.owned(rank)) for rank in range(len(axis))]
-    own = owned[axis.position]
+    own = len(owners.owned(axis.position))
     if is_aligning:
-        begins = [owners.owned(rank).start for rank in range(len(axis))]
-        outgoing = [sizes[begins[rank] : begins[rank] + owned[rank]] for rank in order]
+        outgoing = [
+            sizes[owned.start : owned.stop] for owned in map(owners.owned, range(len(axis)))
+        ]
         expected = [own] * len(axis)
     else:
         # Aligned pieces lie partition by partition, in each the pieces of all ranks in order.
         columns = sizes.reshape(own, len(axis))
-        outgoing = [columns[:, rank] for rank in order]
-        expected = [owned[rank] for rank in order]
-    where = device_of(axis.group)
-    sent = torch.from_numpy(np.concatenate(outgoing)).to(where)
-    received = torch.empty(sum(expected), dtype=torch.int64, device=where)
-    with run_errors("nothing was moved"):
-        dist.all_to_all_single(received, sent, expected, [len(one) for one in outgoing], axis.group)
-        by_rank = dict(zip(order, received.cpu().split(expected), strict=True))
-    parts = [by_rank[rank].numpy() for rank in range(len(axis))]
+        outgoing = list(columns.T)
+        expected = [len(owners.owned(rank)) for rank in range(len(axis))]
+    others = [place for place in range(len(axis)) if place != axis.position]
+    # Not by the process group's own collectives: ranks that raise leave others waiting in these.
+    with run_errors("nothing was moved", axis.group):
+        received = rank_group(axis.group).swap_bytes(
+            {axis.members[n]: outgoing[n].tobytes() for n in others if len(outgoing[n])},
+            {axis.members[n]: 8 * expected[n] for n in others if expected[n]},
+        )
+    parts = [np.frombuffer(received.get(member, b""), dtype=np.int64) for member in axis.members]
+    parts[axis.position] = outgoing[axis.position]
     if is_aligning:
         return Splits(owners, axis.position, sizes, np.stack(parts, axis=1))
     return Splits(owners, axis.position, np.concatenate(parts), columns)
@@ -268,17 +269,13 @@ def gather_splits(axis: AxisRanks, sizes: Sequence[int], most: int) -> IntArray:
     Raises:
         RunError: a rank that does not answer.
     """
-    where = device_of(axis.group)
     own = torch.zeros(most, dtype=torch.int64)
     own[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
-    own = own.to(where)
-    rows = [torch.empty_like(own) for _ in axis.members]
-    with run_errors("nothing was moved"):
-        dist.all_gather(rows, own, axis.group)
-        found = [row.cpu().numpy() for row in rows]
+    with run_errors("nothing was moved", axis.group):
+        found = rank_group(axis.group).all_gather(own)
     gathered = np.empty((len(axis), most), dtype=np.int64)
     for place, row in zip(axis.in_group_order, found, strict=True):
-        gathered[place] = row
+        gathered[place] = row.numpy()
     return gathered
 
 

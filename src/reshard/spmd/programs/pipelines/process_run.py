@@ -22,6 +22,7 @@ from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
 from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
+from reshard.torch.exchange.agreement import share
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.redistribution import redistribute
 
@@ -130,9 +131,8 @@ class _ProcessRun(PipelineRun):
                 f"stage {stage} returned {made.type}, which is not over its mesh {mesh!r}; shard "
                 "it there"
             )
-        told: list[Any] = [None if own is None else (tuple(made.type.shape), str(own))]
-        dist.broadcast_object_list(told, src=mesh.devices[0], group=group)
-        shape, text = told[0]
+        told = None if own is None else (tuple(made.type.shape), str(own))
+        shape, text = share(told, mesh.devices[0], group)
         return shape, spec(mesh, text)
 
     def _move(
