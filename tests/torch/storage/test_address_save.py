@@ -21,7 +21,7 @@ from bucket_server import BUCKET, BucketServer, Request, bucket_server  # noqa: 
 from reshard import checkpoint  # noqa: E402
 from reshard.checkpoint.files.places import part_grid  # noqa: E402
 from reshard.checkpoint.files.places.stores import s3_target  # noqa: E402
-from reshard.errors import UsageError  # noqa: E402
+from reshard.errors import CheckpointError, UsageError  # noqa: E402
 from reshard.torch import StorageReader, StorageWriter  # noqa: E402
 
 pytestmark = [
@@ -122,6 +122,53 @@ def test_what_fails_leaves_the_old_one(server: BucketServer, tmp_path: Path) -> 
     expect_loaded(make_state(2))
     assert not server.pending
     assert not any("/.reshard/" in key for key in server.objects)
+    assert not staged(tmp_path / "cache")
+
+
+def test_what_fails_while_it_is_put_in_place_is_not_read(
+    server: BucketServer, tmp_path: Path
+) -> None:
+    save(make_state())
+
+    def refuse(number: int, request: Request) -> int | None:
+        is_end = request.method == "POST" and "uploadId" in request.query
+        return 403 if is_end and request.key.endswith(".distcp") else None
+
+    server.fault = refuse
+    with pytest.raises(CheckpointException, match="403"):
+        save(make_state(1))
+    server.fault = lambda number, request: None
+    # What is there now is half of one and half of another.
+    with pytest.raises(CheckpointError, match="half of one and half of another"):
+        checkpoint.open(ADDRESS)
+    # Nor while another is sent, which may not end either.
+    server.fault = lambda number, request: 403 if request.part is not None else None
+    with pytest.raises(CheckpointException, match="403"):
+        save(make_state(1))
+    server.fault = lambda number, request: None
+    with pytest.raises(CheckpointError, match="half of one and half of another"):
+        checkpoint.open(ADDRESS)
+    save(make_state(2), overwrite=False)
+    expect_loaded(make_state(2))
+    assert not server.pending
+    assert not staged(tmp_path / "cache")
+
+
+def test_clean_removes_what_a_save_left(server: BucketServer, tmp_path: Path) -> None:
+    from cli.command_runs import run_here
+
+    server.fault = lambda number, request: 403 if request.part is not None else None
+    writer = StorageWriter(ADDRESS, format="safetensors")
+    with pytest.raises(CheckpointException, match="403"):
+        dcp.save(make_state(), storage_writer=writer, no_dist=True)
+    server.fault = lambda number, request: None
+    assert server.pending
+    assert staged(tmp_path / "cache")
+    told = run_here("clean", f"s3://{BUCKET}/run", "--yes")
+    assert told.code == 0, told.errors
+    assert "step-1" in told.output
+    assert not server.pending
+    assert not server.objects
     assert not staged(tmp_path / "cache")
 
 

@@ -165,6 +165,9 @@ def test_a_killed_reader_holds_nobody(server: ObjectServer, tmp_path: Path, fold
     url = f"{server.url}/m"
     victim = multiprocessing.get_context("spawn").Process(target=load_and_die, args=(url, folder))
     victim.start()
+    # Others wait for 10 s; a process may take longer to start where many others run.
+    while victim.is_alive() and not list(folder.glob("*/member-0")):
+        time.sleep(0.01)
 
     def load(rank: int) -> dict[str, Any]:
         return checkpoint.load(url, to="tp=4", rules=RULES, rank=rank, readers_on_host=READERS)

@@ -127,11 +127,18 @@ class Upload(Closing):
                     "expected no other upload there: let it end, remove what is abandoned with "
                     "`reshard clean`, or give it up with --restart"
                 )
+            hides = {marker_key(self._folder, str(one), COMMIT_NAME) for one in found}
+            is_half = restart and not hides.isdisjoint(there)
+            if is_half:
+                # What is there is half of one checkpoint and half of another: it stays hidden.
+                self._store.put(self._key_of_marker(COMMIT_NAME), _REPLACES)
             if restart:
                 for one in found:
-                    self._give_up(str(one), there)
+                    self._give_up(str(one), there, keep=self._key_of_marker(COMMIT_NAME))
                 found.clear()
-            self._is_committing = self._key_of_marker(COMMIT_NAME) in there and not restart
+            self._is_committing = is_half or (
+                self._key_of_marker(COMMIT_NAME) in there and not restart
+            )
             # A run that began to replace goes on with it, however it is called.
             self._replaces = overwrite or (
                 self._is_committing
@@ -160,8 +167,8 @@ class Upload(Closing):
     def _list_old(self, there: Iterable[str]) -> list[str]:
         return [key for key in there if conversion_of(self._folder, key) is None]
 
-    def _give_up(self, conversion_id: str, there: Iterable[str]) -> None:
-        """Abort the uploads of a conversion and delete its marker."""
+    def _give_up(self, conversion_id: str, there: Iterable[str], keep: str) -> None:
+        """Abort the uploads of a conversion and delete its marker, but for the key `keep`."""
         key = marker_key(self._folder, conversion_id, UPLOAD_NAME)
         content = self._store.get(key)
         if content is not None:
@@ -170,9 +177,8 @@ class Upload(Closing):
                 lambda name: self._store.abort(self._key(name), marker.uploads[name]),
                 marker.uploads,
             )
-        self._store.delete(
-            [one for one in there if conversion_of(self._folder, one) == conversion_id]
-        )
+        own = [one for one in there if conversion_of(self._folder, one) == conversion_id]
+        self._store.delete([one for one in own if one != keep])
 
     # What was sent.
 
