@@ -14,18 +14,20 @@ from plans.staged_jobs import FEWER, staged_jobs
 from reshard.cost.estimate import Estimate, Part
 from reshard.dtypes import dtype
 from reshard.plans.hosts.pipeline import (
+    LATENCIES_COUNT_BYTES,
     STEPS_BEHIND,
     PipelineSpan,
+    PipelineTimes,
     count_parts,
     cut_parts,
+    divide_pipelines,
     divide_spans,
     list_steps,
-    pipelined_s,
 )
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
-from reshard.topology import Topology
+from reshard.topology import Link, Topology
 
 MIB = 1 << 20
 
@@ -107,8 +109,53 @@ def test_spans_follow_one_another(sizes: list[int], parts: int) -> None:
         assert max(s.first + s.parts for s in spans) == parts
 
 
-def test_a_part_is_worth_its_wait() -> None:
-    assert [count_parts(n * MIB) for n in (0, 0.5, 1, 3.5, 16, 1e6)] == [1, 1, 1, 3, 16, 16]
+@given(st.floats(0, 1e4), st.floats(1e-6, 1e3))
+def test_no_other_number_of_parts_is_quicker(rest_s: float, latency_s: float) -> None:
+    def take_s(parts: int) -> float:
+        return rest_s / parts + parts * latency_s / 16
+
+    parts = count_parts(rest_s, latency_s)
+    best_s = min(map(take_s, range(1, 65)))
+    # The root is rounded, which the sum hardly feels.
+    assert 1 <= parts <= 64 and take_s(parts) <= 1.03 * best_s
+
+
+def test_parts_without_latencies_are_the_most_there_are() -> None:
+    assert [count_parts(n, 0.0) for n in (0.0, 1e-9, 1.0)] == [1, 64, 64]
+
+
+def test_smaller_batches_have_fewer_parts() -> None:
+    spans = divide_pipelines([{"a": 300}, {"b": 50, "c": 50}], 20)
+    assert spans["a"] == PipelineSpan(0, 17)
+    assert (spans["b"].first, spans["c"].first + spans["c"].parts) == (0, 10)
+
+
+@pytest.mark.parametrize("racks", [None, [0, 1]])
+def test_links_say_into_how_many_parts(racks: list[int] | None) -> None:
+    """More where the rest takes longer beside a part's latencies; by bytes where nobody knows."""
+    trainer, engine = reshard.DeviceMesh.of(x=2), reshard.DeviceMesh.of(y=2, devices=[2, 3])
+    shape = (1 << 12, 1 << 12)
+    ends = (reshard.spec(trainer, "x, -"), reshard.spec(engine, "-, -"))
+    item = JobItem.between_ranks("w", dtype("int8"), *(one.layout(shape) for one in ends))
+
+    def parts(*links: Link | None) -> int:
+        return StagedJob(Job([item]), Topology([0, 0, 1, 1], racks, *links)).parts
+
+    # In the fan-out each of both hands 8 MiB on, in one message; the exchange has one, too.
+    far = Link(1e6, 1e-3)
+    expected = np.sqrt(8 * MIB / 1e7 * 16 / (1e-3 + 1e-3))
+    assert parts(Link(1e7, 1e-3), far, far) == min(round(float(expected)), 64)
+    assert parts(Link(1e9, 1e-3), far, far) == round(float(expected) / 10)
+    assert parts(None, far, far) == parts(Link(1e7, 1e-3), None, far) == parts()
+    assert parts() == count_parts(16 * MIB, LATENCIES_COUNT_BYTES) == 16
+
+
+def test_a_rack_link_that_is_not_known() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    ends = [reshard.spec(mesh, text).layout((1 << 10,)) for text in ("x", "-")]
+    item = JobItem.between_ranks("w", dtype("int8"), *ends)
+    near = Link(1e9, 1e-3)
+    assert StagedJob(Job([item]), Topology([0, 1], [0, 1], near, near)).parts == 1
 
 
 def test_only_the_longest_stage_is_there_all_the_time() -> None:
@@ -118,9 +165,12 @@ def test_only_the_longest_stage_is_there_all_the_time() -> None:
     )
     estimate = Estimate(stages, 2.0)
     across = stages[0]
-    assert pipelined_s(estimate, across, 1) == estimate.seconds_s == 50.75
-    assert pipelined_s(estimate, across, 4) == 2 + 40 + 8 / 4 + 4 * 0.75
+    times = PipelineTimes.of(estimate, across)
+    assert times.in_parts(1) == estimate.seconds_s == 50.75
+    # Parts that are under way together have their latencies once.
+    assert times.in_parts(4) == 2 + 40 + 8 / 4 + 0.75
+    assert times.in_parts(17) == 2 + 40 + 8 / 17 + 2 * 0.75
     # Two stages on the same links take their time together.
     both = Estimate((stages[0], Part("between hosts", "direct", 1, 0.0, 0.5, 30.0), stages[1]))
     across = Part("across", "direct", 1, 0.0, 0.5, 60.0)
-    assert pipelined_s(both, across, 4) == 60 + 18 / 4 + 4 * 1.25
+    assert PipelineTimes.of(both, across).in_parts(4) == 60 + 18 / 4 + 1.25

@@ -13,6 +13,7 @@ of the stages before it brought.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,9 +23,12 @@ from reshard.cost.estimate import Estimate, Part
 from reshard.geometry.transfers import Transfers
 from reshard.runs import IntArray
 
-# What a rank receives in a step, at least, so that the wait at its end is worth it; and the most
-# parts, beyond which hardly anything is left to hide.
-_LEAST_STEP_BYTES, _MOST_PARTS = 1 << 20, 16
+# Of how many parts messages are under way at once: so many have their latencies together.
+PARTS_AT_ONCE = 16
+# The most parts, beyond which hardly anything is left to hide.
+_MOST_PARTS = 64
+# For how many bytes the latencies of a part's messages count where no link says so.
+LATENCIES_COUNT_BYTES = 1 << 20
 # How many steps a part is in a stage behind the one before. No rank waits at the end of a step, so
 # these only say what goes first; a part that is late does not hold up the next few.
 STEPS_BEHIND = 2
@@ -42,9 +46,22 @@ class PipelineSpan:
     parts: int = 1
 
 
-def count_parts(busiest_bytes: float) -> int:
-    """Into how many parts to cut what brings so many bytes to the rank that receives most."""
-    return max(1, min(_MOST_PARTS, int(busiest_bytes) // _LEAST_STEP_BYTES))
+def count_parts(rest_s: float, latency_s: float) -> int:
+    """Into how many parts to cut what is moved, so that it takes least.
+
+    Of `n` parts one takes `rest_s / n` beside the stage that takes longest, and all have
+    `n * latency_s / PARTS_AT_ONCE` of latencies; the sum is least where both are equal.
+
+    Args:
+        rest_s: of the stages that may be beside the one that takes longest.
+        latency_s: of the messages of one part, in the same unit.
+
+    >>> count_parts(rest_s=1.0, latency_s=0.01), count_parts(rest_s=0.0, latency_s=0.01)
+    (40, 1)
+    """
+    if latency_s * _MOST_PARTS**2 <= rest_s * PARTS_AT_ONCE:
+        return _MOST_PARTS if rest_s else 1
+    return max(1, round(math.sqrt(rest_s * PARTS_AT_ONCE / latency_s)))
 
 
 def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
@@ -57,19 +74,18 @@ def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
         before += size
 
 
-def divide_pipelines(
-    batches: Iterable[Mapping[str, int]], busiest_bytes: int
-) -> dict[str, PipelineSpan]:
+def divide_pipelines(batches: Iterable[Mapping[str, int]], parts: int) -> dict[str, PipelineSpan]:
     """The spans of tensors whose bytes are given by name, each batch in a pipeline of its own.
 
-    `busiest_bytes` are those of the rank that receives most of all batches.
+    `parts` are those of all batches as one; the parts of a share are the root of it as many.
     """
     given = list(batches)
     total = sum(sum(batch.values()) for batch in given)
     spans: dict[str, PipelineSpan] = {}
     for batch in given:
-        parts = count_parts(busiest_bytes * sum(batch.values()) / max(total, 1))
-        spans |= dict(zip(batch, divide_spans([*batch.values()], parts), strict=True))
+        share = sum(batch.values()) / max(total, 1)
+        of_batch = max(1, round(parts * math.sqrt(share)))
+        spans |= dict(zip(batch, divide_spans([*batch.values()], of_batch), strict=True))
     return spans
 
 
@@ -137,15 +153,35 @@ def _narrow(
     )
 
 
-def pipelined_s(estimate: Estimate, across: Part, parts: int) -> float:
-    """The seconds of stages that run as a pipeline of so many parts.
+@dataclass(frozen=True, slots=True)
+class PipelineTimes:
+    """The seconds of stages of which many parts are under way at once.
 
-    All that crosses between hosts shares the ranks' links, whatever its stage: `across` is that
-    together, and the last stage is within hosts. What takes longer of both is there all the time;
-    of the others only one part is not beside it. Every part has the latencies of its messages.
+    Args:
+        call_s: before and after all of them.
+        longest_s: of what takes longest, which is there all the time.
+        rest_s: of all else, of which only one part is not beside it.
+        latency_s: of the messages of one part, through all stages.
     """
-    moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
-    latency_s = sum(part.latency_s for part in estimate.parts)
-    longest_s = max([across.transfer_s + across.copy_s, *moving_s])
-    rest_s = max(sum(moving_s) - longest_s, 0.0) / parts
-    return estimate.call_s + longest_s + rest_s + latency_s * parts
+
+    call_s: float
+    longest_s: float
+    rest_s: float
+    latency_s: float
+
+    @classmethod
+    def of(cls, estimate: Estimate, across: Part) -> PipelineTimes:
+        """The times of stages that are estimated one after another.
+
+        All that crosses between hosts shares the ranks' links, whatever its stage: `across` is
+        that together, and the last stage is within hosts. What takes longer of both is longest.
+        """
+        moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
+        latency_s = sum(part.latency_s for part in estimate.parts)
+        longest_s = max([across.transfer_s + across.copy_s, *moving_s])
+        return cls(estimate.call_s, longest_s, max(sum(moving_s) - longest_s, 0.0), latency_s)
+
+    def in_parts(self, parts: int) -> float:
+        """The seconds in so many parts: `PARTS_AT_ONCE` of them have their latencies together."""
+        at_once = -(-parts // PARTS_AT_ONCE)
+        return self.call_s + self.longest_s + self.rest_s / parts + self.latency_s * at_once

@@ -47,7 +47,7 @@ from reshard.plans.hosts.fragment_boxes import (
     transfers_of_slot,
 )
 from reshard.plans.hosts.fragments import Fragments, divide_flows
-from reshard.plans.hosts.pipeline import count_parts, pipelined_s
+from reshard.plans.hosts.pipeline import LATENCIES_COUNT_BYTES, PipelineTimes, count_parts
 from reshard.plans.hosts.spreading import STAGES, choose_reach, find_stages, spread
 from reshard.plans.hosts.verification import verify_stages
 from reshard.plans.job import Job
@@ -318,16 +318,29 @@ class StagedJob:
         """
         return stages_estimate(self.job.items, self._all_transfers, self.stage_names, self.topology)
 
-    @property
-    def parts(self) -> int:
-        """Into how many parts the tensors are cut, so that all stages run at once."""
-        return count_parts(self.received_bytes.max())
+    @cached_property
+    def _times(self) -> PipelineTimes:
+        across = across_part(self.job.items, self._all_transfers, self.topology)
+        return PipelineTimes.of(self.estimate(), across)
 
     @cached_property
+    def parts(self) -> int:
+        """Into how many parts the tensors are cut, so that all stages run at once.
+
+        Where the topology knows no links, what the rank that receives most receives stands for
+        their times.
+        """
+        topology = self.topology
+        links = [topology.within_host, topology.between_hosts]
+        links += [topology.between_racks] if topology.racks > 1 else []
+        if None in links:
+            return count_parts(float(self.received_bytes.max()), LATENCIES_COUNT_BYTES)
+        return count_parts(self._times.rest_s, self._times.latency_s)
+
+    @property
     def pipelined_s(self) -> float:
         """The seconds of all stages where they run at once. Raises as `estimate` does."""
-        across = across_part(self.job.items, self._all_transfers, self.topology)
-        return pipelined_s(self.estimate(), across, self.parts)
+        return self._times.in_parts(self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Carry all stages out on arrays in this process: `{name: {rank: array}}` of each.

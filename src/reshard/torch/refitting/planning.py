@@ -147,8 +147,7 @@ class RefitPlan:
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
             if chosen.is_staged:
                 sizes.setdefault(batch, {})[match.name] = _count_bytes(match)
-        busiest_bytes = int(self.staged.received_bytes.max()) if self.staged else 0
-        return divide_pipelines(sizes.values(), busiest_bytes)
+        return divide_pipelines(sizes.values(), self.staged.parts if self.staged else 1)
 
     @cached_property
     def digest(self) -> str:
