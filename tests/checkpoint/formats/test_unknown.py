@@ -198,6 +198,8 @@ def test_checkpoints_within_a_folder_are_named(tmp_path: Path) -> None:
     [
         ("s3:/bucket/model", "no such path; its address would be s3://bucket/model"),
         ("oss://bucket/model", "of addresses s3, gs, az, http, https, hf are read; copy it here"),
+        ("ftp://host/model", "no checkpoint at ftp://host/model: of addresses s3, gs, az, "),
+        ("http://127.0.0.1:1/model", "see that its server runs and lets you in"),
         ("file:///no/data/model", "no checkpoint at /no/data/model"),
     ],
 )

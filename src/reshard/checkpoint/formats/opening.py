@@ -81,9 +81,14 @@ def open_checkpoint(
         place = as_path(path)
         found = _open(place, _source_cut(place, mesh, rules, recipe))
     except OSError as error:
+        where = str(error.filename or path)
+        remedy = (
+            "see that its server runs and lets you in"
+            if "://" in where
+            else "give this user access"
+        )
         raise CheckpointError(
-            f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
-            "another path"
+            f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error
     give_back_memory(len(found.tensors))
     return found

@@ -204,10 +204,11 @@ s3://bucket/model'
             f"no checkpoint at {given}: there is no such path; its address would be "
             f"{scheme}://{address[3]}"
         )
-    if scheme in _OTHER_STORES:
+    if address is not None and scheme in _OTHER_STORES:
+        # A path has one slash where the address that was given has two.
         return (
-            f"no checkpoint at {given}: of addresses {', '.join(PARTS)} are read; copy it here "
-            f"first, such as with `{_OTHER_STORES[scheme]}`"
+            f"no checkpoint at {scheme}://{address[3]}: of addresses {', '.join(PARTS)} are "
+            f"read; copy it here first, such as with `{_OTHER_STORES[scheme]}`"
         )
     path = Path(given)
     text = f"no checkpoint at {given}: there is nothing of that name"
