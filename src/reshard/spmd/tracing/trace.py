@@ -22,6 +22,7 @@ from reshard.errors import ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.cost_model import Machine
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
@@ -323,7 +324,7 @@ def _propagate(
     if strategy == "cost":
         found = propagate_by_cost(graph, known, machine=machine).propagated
     else:
-        found = propagate_graph(graph, known, strategy=strategy)
+        found = keep_pending(propagate_graph(graph, known, strategy=strategy))
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(graph.values, found.values, strict=True)
