@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from bucket_server import BUCKET, BucketServer, Request, bucket_server  # noqa: E402
 from reshard import checkpoint  # noqa: E402
 from reshard.checkpoint.files.places import part_grid  # noqa: E402
+from reshard.checkpoint.files.places.place_path import PlacePath  # noqa: E402
+from reshard.checkpoint.files.places.spool import saving_folder, spool_target  # noqa: E402
 from reshard.checkpoint.files.places.stores import s3_target  # noqa: E402
 from reshard.errors import CheckpointError, UsageError  # noqa: E402
 from reshard.torch import StorageReader, StorageWriter  # noqa: E402
@@ -163,7 +165,10 @@ def test_clean_removes_what_a_save_left(server: BucketServer, tmp_path: Path) ->
         dcp.save(make_state(), storage_writer=writer, no_dist=True)
     server.fault = lambda number, request: None
     assert server.pending
-    assert staged(tmp_path / "cache")
+    # What a rank that is killed leaves.
+    left = saving_folder(spool_target(PlacePath(ADDRESS), None)) / "rank-3"
+    left.mkdir(parents=True)
+    (left / "__3_0.distcp").touch()
     told = run_here("clean", f"s3://{BUCKET}/run", "--yes")
     assert told.code == 0, told.errors
     assert "step-1" in told.output
