@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -104,6 +106,13 @@ def main() -> None:
             most = files()
     # What one run used, the next one uses again.
     assert files() <= most, (files(), most)
+    # With a group goes all that was kept for it, and nothing waits to be collected.
+    gc.collect()
+    gc.disable()
+    found, before = weakref.ref(rank_group(group)), files()
+    dist.destroy_process_group(group)
+    del group
+    assert found() is None and files() < before, (files(), before)
     dist.barrier()
 
 

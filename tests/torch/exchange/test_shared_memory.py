@@ -102,6 +102,39 @@ def test_memory_comes_back_and_files_are_closed() -> None:
     assert files() == others
 
 
+def test_memory_that_nobody_has_goes_with_the_connection() -> None:
+    zero, one = make_pair()
+
+    def files() -> int:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return sum("memfd:reshard" in link for link in links)
+
+    gc.collect()
+    gc.disable()
+    try:
+        others = files()
+        free, used = zero.staging(3 << 20), filled(zero, [1, 2, 3])
+        sent, message = zero.send(used, 1, 0), one.receive(3, 0, 0)
+        message.wait()
+        read = message.bytes_there
+        message.give_back()
+        sent.wait()
+        del free, sent
+        # Of each segment its own descriptor and that of its map; and the map of the other rank.
+        assert files() == others + 5
+        for end in (zero, one):
+            end.close()
+        # What somebody still has stays readable.
+        assert files() == others + 3 and read.tolist() == used.tolist() == [1, 2, 3]
+        assert len(message.bytes_there) == 0
+        del read
+        assert files() == others + 2
+        del used
+        assert files() == others
+    finally:
+        gc.enable()
+
+
 def test_who_waits_learns_that_the_other_is_gone() -> None:
     zero, one = make_pair()
     sent = zero.send(filled(zero, [1]), 1, 0)

@@ -277,7 +277,7 @@ class MessageExchange:
         for step in self._steps:
             step.works.clear()
             for one in step.messages:
-                one.near = None
+                one.leave()
 
     def _post_what_can_be(self) -> list[ExchangeStep]:
         """The first step of each direction that still has to wait for a slot."""
@@ -345,6 +345,9 @@ class MessageExchange:
                     step.works.pop(0)
         except RuntimeError as error:
             raise LostMessageError(str(error)) from error
+        if self.has_failed:
+            # By another thread, which found that a rank is lost.
+            raise LostMessageError("a rank of this group failed")
         step.end_tracing()
         with span("unpack", step.describe):
             for one in step.messages:

@@ -74,7 +74,8 @@ class RankGroup:
     ) -> None:
         self._compares_threads = compares_threads
         self._meeting = meeting
-        self._given = given
+        # A group that torch destroys goes, with all that is kept for it.
+        self._found_by = None if given is None else weakref.ref(given)
         cards = meeting.cards
         self.position = meeting.position
         self.hosts = tuple(card.host for card in cards)
@@ -112,6 +113,13 @@ class RankGroup:
         if found:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete)
+
+    @property
+    def _given(self) -> dist.ProcessGroup | None:
+        found = None if self._found_by is None else self._found_by()
+        if found is None and self._found_by is not None:
+            raise RunError("the process group was destroyed; make another, and prepare anew")
+        return found
 
     @property
     def has_failed(self) -> bool:

@@ -235,8 +235,7 @@ def meet_at(
             raise _describe_loss(error) from error
         raise
     found = tuple(cards[number] for number in range(ranks))
-    given = probe and probe.group
-    return RankMeeting(found, position, generation, timeout, store, given, address, watch)
+    return RankMeeting(found, position, generation, timeout, store, None, address, watch)
 
 
 def card_key(generation: int, position: int) -> str:

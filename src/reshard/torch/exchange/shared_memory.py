@@ -49,6 +49,7 @@ _GRANULE_BYTES = 1 << 20
 # A kind of note, and five numbers: `tag, number, segment, offset, bytes`.
 _NOTE = struct.Struct("<6q")
 _LENT, _TAKEN, _SEGMENT, _GONE = range(4)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
@@ -98,7 +99,8 @@ class NearMessage:
     def bytes_there(self) -> torch.Tensor:
         """Its bytes, in the sender's memory."""
         segment, begin = self.place
-        return self.peer.mapped[segment][begin : begin + self.size_bytes]
+        # Of a rank that is closed there is nothing.
+        return self.peer.mapped.get(segment, _NOTHING)[begin : begin + self.size_bytes]
 
     def give_back(self) -> None:
         """Let the sender use its memory again."""
@@ -120,7 +122,7 @@ class SharedMemory:
         self.is_complete = is_complete
         self._segments: dict[int, _Segment] = {}
         self._free: list[_Segment] = []
-        self._count = 0
+        self._count, self._is_closed = 0, False
         self._lock = threading.Lock()
         self.ranks = {rank: NearRank(rank, one, timeout_s) for rank, one in sockets.items()}
 
@@ -152,9 +154,12 @@ class SharedMemory:
         return self.ranks[sender].expect(size_bytes, tag)
 
     def close(self) -> None:
-        """Tell all others that nothing comes any more. Threads that wait raise."""
+        """Let others know, who wait or will, and let go of memory that nobody has."""
+        self._is_closed = True
         for peer in self.ranks.values():
             peer.close()
+        while self._free:
+            self._segments.pop(self._free.pop().number, None)
 
     def _find(self, memory: torch.Tensor) -> _Segment | None:
         address = memory.data_ptr()
@@ -165,10 +170,9 @@ class SharedMemory:
 
     def _take_free(self, size_bytes: int) -> _Segment | None:
         fits = [one for one in self._free if one.size_bytes >= size_bytes]
-        if not fits:
-            return None
-        found = min(fits, key=lambda one: one.size_bytes)
-        self._free.remove(found)
+        found = min(fits, key=lambda one: one.size_bytes, default=None)
+        if found is not None:
+            self._free.remove(found)
         return found
 
     def _add_segment(self, size_bytes: int) -> _Segment:
@@ -182,7 +186,7 @@ class SharedMemory:
 
     def _give_back(self, segment: _Segment) -> None:
         # Called wherever the last tensor goes, so without the lock: these are single steps.
-        if segment.lent:
+        if segment.lent or self._is_closed:
             # A run that broke off: others may still read it.
             self._drop(segment)
         else:
@@ -199,16 +203,14 @@ class NearRank:
     """A rank that this one shares memory with: messages to and from it, in order, by tag."""
 
     def __init__(self, rank: int, connected: socket.socket, timeout_s: float) -> None:
-        self._rank = rank
-        self._socket = connected
+        self._rank, self._socket = rank, connected
         weakref.finalize(self, connected.close)
         self._timeout_s = timeout_s
         _limit_waits(connected, timeout_s)
         self._changed = threading.Condition()
         self._is_read = False
-        self._error = ""
+        self._error, self._count = "", 0
         self._lent: dict[int, LentMessage] = {}
-        self._count = 0
         # What is waited for, and what came before anybody did.
         self._expected: dict[int, deque[NearMessage]] = {}
         self._early: dict[int, deque[tuple[int, ...]]] = {}
@@ -290,6 +292,7 @@ class NearRank:
         self._error = self._error or "the connection is closed"
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self.mapped.clear()
 
     def _read(self) -> None:
         """Wait for one note, and see to it."""
@@ -427,8 +430,7 @@ def _open_door(count: int) -> _Door | None:
     listener = None
     try:
         # What takes part must be able to map what it sends.
-        tried = _make_segment(0, 1)
-        _map_segment(os.dup(tried.descriptor), tried.size_bytes)
+        _map_segment(os.dup((tried := _make_segment(0, 1)).descriptor), tried.size_bytes)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))

@@ -51,6 +51,12 @@ class StagedMessage:
         for copy in self.copies:
             copy()
 
+    def leave(self) -> None:
+        """Let go of what arrived in memory of its sender."""
+        self.near = None
+        if self.place is not None:
+            self.buffer, self.copies, self.place = self.buffer.new_empty(0), [], None
+
 
 @dataclass(slots=True, eq=False)
 class ExchangeStep:
