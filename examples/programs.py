@@ -112,6 +112,11 @@ def training() -> None:
     assert losses[-1] < losses[0]
     print(losses[0], losses[-1], step.traced_count)
 
+    giving_up = sp.jit(step, donate=(0, 1))
+    peaks = [max(one.trace(w, state, x, y).peak_bytes.values()) for one in (step, giving_up)]
+    value, w, state = giving_up(w, state, x, y)
+    assert float(value) < losses[0] and peaks[1] <= peaks[0]
+
 
 def second_stage() -> None:
     first = DeviceMesh.of(tp=2)

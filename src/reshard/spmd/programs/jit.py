@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -23,9 +24,11 @@ from reshard.spmd.programs.memory_limit import check_limit, trace_within
 from reshard.spmd.programs.overlapped_trace import check_overlap, with_overlap
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
-from reshard.spmd.shards.operation_call import unrecorded
+from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import runner_for
+from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import Recording, type_of
+from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
     Trace,
     check_trace_options,
@@ -52,6 +55,7 @@ def jit(
     library: str = "nccl",
     live_bytes: int | None = None,
     overlap: int = 0,
+    donate: int | Sequence[int] = (),
 ) -> JittedFunction:
     """A function that is traced once for arguments of a kind, and then runs as a program.
 
@@ -76,6 +80,11 @@ def jit(
             others, may be under way beside what is computed. They begin as early as that allows,
             and are waited for where they are read, in one order on all ranks; 0 lets each end
             before the next operation. In one process movements are copies, beside nothing.
+        donate: positions of arguments whose arrays are given up: their memory is free for other
+            values after the last operation that reads them, which `trace` counts. From the call on
+            such an array cannot be used, also where the program fails. An array that is returned
+            as it is stays. What the caller keeps of their memory, by `x.shards` or in what
+            `sp.array` was given, is not freed.
 
     Raises:
         UsageError: what is no function, an unknown strategy or library, what is no limit or no
@@ -96,7 +105,19 @@ def jit(
     check_trace_options(strategy, topology, library)
     check_limit(live_bytes)
     check_overlap(overlap)
-    return JittedFunction(function, strategy, topology, library, live_bytes, overlap)
+    places = _read_places(donate)
+    return JittedFunction(function, strategy, topology, library, live_bytes, overlap, places)
+
+
+def _read_places(donate: Any) -> frozenset[int]:
+    """The positions of arguments that are given up. Raises UsageError for what are none."""
+    places = [donate] if isinstance(donate, int) else donate
+    is_list = isinstance(places, list | tuple)
+    if not is_list or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in places):
+        raise UsageError(
+            f"donate={donate!r}; give the position of an argument, from 0 on, or several: (0, 1)"
+        )
+    return frozenset(places)
 
 
 class JittedFunction:
@@ -110,6 +131,7 @@ class JittedFunction:
         library: str,
         live_bytes: int | None,
         overlap: int,
+        donate: frozenset[int] = frozenset(),
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -118,6 +140,7 @@ class JittedFunction:
         self._library = library
         self._live_bytes = live_bytes
         self._overlap = overlap
+        self._donate = donate
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -144,7 +167,32 @@ class JittedFunction:
         found = self._programs.get(whole)
         if found is None:
             found = self._trace(whole, arguments, options)
-        return found.run(arrays, runner)
+        if not self._donate or recorders:
+            # Whoever listens, a gradient's tape for one, keeps the arguments.
+            return found.run(arrays, runner)
+        given_up = [n for n in self._find_donated(arguments) if isinstance(arrays[n], ShardedArray)]
+        # One that is given twice is given up once.
+        once = {id(arrays[n]): arrays[n] for n in given_up}
+        own = {known: x.given_up() for known, x in once.items()}
+        arrays = [own.get(id(x), x) for x in arrays]
+        del own
+        return found.run(arrays, runner, given_up)
+
+    def _find_donated(self, arguments: Sequence[Any]) -> list[int]:
+        """Which arrays among the arguments are given up, by their place among all arrays."""
+        found: list[int] = []
+        arrays: list[Any] = []
+        for place, argument in enumerate(arguments):
+            before = len(arrays)
+            arrays += [leaf for _, leaf in leaves([argument]) if type_of(leaf) is not None]
+            if place in self._donate:
+                found += range(before, len(arrays))
+        if self._donate and max(self._donate) >= len(arguments):
+            raise UsageError(
+                f"donate={sorted(self._donate)} of a call with {len(arguments)} arguments; give "
+                "positions of those, which are not given by name"
+            )
+        return found
 
     def trace(self, *arguments: Any, **options: Any) -> Trace:
         """The trace of the program: its operations, bytes, time and memory; see `sp.trace`.
@@ -162,8 +210,19 @@ class JittedFunction:
             recorded = self._record(strategy, arguments, options)
             return trace_recorded(recorded, strategy, self._topology, self._library)
 
+        donated = self._find_donated(arguments)
+
         def finish(traced: Trace) -> Trace:
-            return with_overlap(traced, self._overlap, self._library) if self._overlap else traced
+            graph, constants = traced.graph, traced.recording.constants
+            inputs = [n for n in graph.inputs if n not in constants]
+            given_up = [inputs[place] for place in donated]
+            if self._overlap:
+                return with_overlap(traced, self._overlap, self._library, given_up)
+            if not given_up:
+                return traced
+            ranks, operations = traced.ranks, traced.operations
+            counted = with_memory(graph, traced.inputs, operations, ranks, given_up)
+            return replace(traced, operations=counted)
 
         if self._live_bytes is None:
             return finish(trace_by(self._strategy))

@@ -35,13 +35,14 @@ def check_overlap(overlap: Any) -> None:
         )
 
 
-def with_overlap(traced: Trace, overlap: int, library: str) -> Trace:
+def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[int] = ()) -> Trace:
     """A trace with the memory and the time of its program, with movements beside computing.
 
     Args:
         traced: of the function.
         overlap: how many movements are under way at most.
         library: whose collectives take the time.
+        given_up: inputs that the caller does not keep, by number.
     """
     recorded = traced.recording
     numbers = recorded.graph.inputs
@@ -53,7 +54,7 @@ def with_overlap(traced: Trace, overlap: int, library: str) -> Trace:
     }
     carry_out(recorded, traced.shardings, arrays, preparation)
     order = preparation.order(recorded.graph.outputs, overlap)
-    inputs = preparation.registers(kinds)
+    inputs = preparation.registers([n for n in kinds if n not in given_up])
     operations = _with_memory(traced, preparation, order, inputs)
     if traced.topology is None:
         return replace(traced, operations=operations)

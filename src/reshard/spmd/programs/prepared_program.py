@@ -73,6 +73,7 @@ class Preparation:
         # Of what ranks do together, in order: each has to do the same.
         self._meant = hashlib.blake2b(digest_size=16)
         self._moves_any = False
+        self._may_stop = False
         # Registers that may have the memory of what a program has given.
         self._viewing: set[int] = set()
         for number, kind in inputs.items():
@@ -228,6 +229,7 @@ class Preparation:
         self, called: CompiledCall, registers: Sequence[Any], kinds: Sequence[Any]
     ) -> None:
         """Contributions wait only where what they are multiplied by is finite."""
+        self._may_stop = True
         runner = self._runner
         pairs = [(registers[n], kinds[n]) for n in called.factors]
 
@@ -273,6 +275,7 @@ class Preparation:
             frozenset(self._viewing),
             self._runner.agreed if self._moves_any else None,
             self._meant.digest(),
+            self._may_stop,
         )
 
 
@@ -289,6 +292,7 @@ class PreparedProgram:
         viewing: registers that may have the memory of inputs.
         agreed: within which movements run, by their digest; None where there are none.
         digest: of the movements.
+        may_stop: whether elements may be unforeseen, so that the inputs are needed anew.
     """
 
     def __init__(
@@ -302,10 +306,12 @@ class PreparedProgram:
         viewing: frozenset[int],
         agreed: Agreed | None,
         digest: bytes,
+        may_stop: bool = False,
     ) -> None:
         self._agreed = agreed
         self._digest = digest
         self.step_count = len(steps)
+        self.may_stop = may_stop
         self.outputs_view = [register in viewing for register in outputs]
         self._inputs = inputs
         self._outputs = outputs
@@ -314,11 +320,14 @@ class PreparedProgram:
             self._first[register] = value
         self._runs = [(_make_run(one, steps[one.step]), one.frees) for one in order]
 
-    def run(self, inputs: Sequence[Shards]) -> list[Shards]:
-        """The outputs' shards, from those of the inputs."""
+    def run(self, inputs: list[Shards]) -> list[Shards]:
+        """The outputs' shards, from those of the inputs; the list of these is empty afterwards."""
         values = self._first.copy()
         for register, shards in zip(self._inputs, inputs, strict=True):
             values[register] = shards
+        # Registers alone hold them, until the last step that reads them.
+        inputs.clear()
+        del shards
         if self._agreed is None:
             self._run_on(values)
         else:

@@ -53,8 +53,11 @@ class RecordedProgram:
         }
         return self._carry_out(arrays, runner, None)
 
-    def run(self, given: Sequence[Any], runner: Runner) -> Any:
-        """The results for arrays among the arguments, in their order."""
+    def run(self, given: Sequence[Any], runner: Runner, given_up: Sequence[int] = ()) -> Any:
+        """The results for arrays among the arguments, in their order.
+
+        `given_up` are places of arrays that nobody else has: each is freed after its last use.
+        """
         arrays = {
             number: self._enter(x, number, runner)
             for number, x in zip(self._arguments, given, strict=True)
@@ -69,8 +72,17 @@ class RecordedProgram:
                     return self._prepare(arrays, runner)
                 program = self._program
         every = arrays | self._fixed if self._fixed else arrays
+        inputs = [every[number]._shards for number in self._inputs]
+        if not program.may_stop:
+            for place in given_up:
+                # Nothing but the program holds them from here on.
+                given[place]._shards = ()
+                every[self._arguments[place]]._shards = ()
+                arrays.pop(self._arguments[place], None)
+                if every is not arrays:
+                    every.pop(self._arguments[place], None)
         try:
-            made = program.run([every[number]._shards for number in self._inputs])
+            made = program.run(inputs)
         except UnforeseenElementsError:
             return self._carry_out(arrays, runner, None)
         values = {}

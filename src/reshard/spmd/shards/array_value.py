@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
+
+
+class GivenUp:
+    """Stands for the shards of an array that was given up to a program."""
+
+    def __init__(self, kind: ArrayType) -> None:
+        self._kind = kind
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UsageError(
+            f"{self._kind} was given up to a program, by donate= of sp.jit: its memory is used "
+            "for other values; use what the program returned, or leave the argument out of donate="
+        )
+
+    __iter__ = __len__ = __getitem__ = __reduce__ = _refuse
 
 
 class ArrayValue:
@@ -49,6 +65,16 @@ class ArrayValue:
         """From here on it has these shards, equal ones that no program knows of."""
         self._shards = shards
         self._kept = {}
+
+    def given_up(self) -> Any:
+        """An array of its shards, which only that one has from here on. Raises UsageError."""
+        # Refused here where it was given up before.
+        shards = tuple(self._shards)
+        make = type(self).given if self.is_given else type(self).of_shards
+        found = make(self.type, shards, self.runner)
+        self._shards = GivenUp(self.type)  # type: ignore[assignment]
+        self._kept = None
+        return found
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # What is kept of it in other shardings is found again where it is asked for.

@@ -1,7 +1,8 @@
 """Memory: what each rank holds at every operation of a traced function.
 
 A value has memory of its own from the operation that makes it to the last one that reads it. The
-arguments are the caller's, who keeps them; results are kept to the end. Around an operation:
+arguments are the caller's, who keeps them but for those that are given up; results are kept to the
+end. Around an operation:
 
     operand reshards   the value, the reshards so far, the new shards, what the program needs
     the operator       all operands as it runs with them, and its results
@@ -36,6 +37,7 @@ def with_memory(
     inputs: Iterable[ArrayType | None],
     operations: Sequence[TracedOperation],
     ranks: Ranks,
+    given_up: Iterable[int] = (),
 ) -> tuple[TracedOperation, ...]:
     """The operations with the memory that is live at each.
 
@@ -44,7 +46,9 @@ def with_memory(
         inputs: types of its arguments and constants; None for numbers.
         operations: one for each of the graph's.
         ranks: of the mesh, in its order.
+        given_up: inputs that the caller does not keep, by number.
     """
+    inputs = list(inputs)
     # A row of bytes, one a rank: what is live between two operations.
     live = np.array(held_bytes(inputs, ranks))
     frees = graph.last_uses()
@@ -54,7 +58,13 @@ def with_memory(
         for moved in one.reused
     }
     copies: dict[int, list[IntArray]] = {}
-    held: dict[int, IntArray] = {}
+    held: dict[int, IntArray] = {
+        number: _count_held(kind, ranks)
+        for number, kind in zip(graph.inputs, inputs, strict=True)
+        if kind is not None
+    }
+    for place, number in _find_last_reads(graph, given_up):
+        frees[place].append(number)
     found = []
     for place, one in enumerate(operations):
         meanwhile, after = _count_around(one, ranks)
@@ -79,6 +89,18 @@ def with_memory(
         for value in frees[place]:
             live = live - held.pop(value)
     return tuple(found)
+
+
+def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int]]:
+    """Where some inputs are read last: operations and inputs. Those that are returned are kept."""
+    wanted = {*inputs} - {*graph.outputs}
+    last = {
+        number: place
+        for place, one in enumerate(graph.operations)
+        for number in one.operands
+        if number in wanted
+    }
+    return [(place, number) for number, place in last.items()]
 
 
 def _find_kept(one: TracedOperation) -> list[tuple[int, InsertedReshard]]:
