@@ -116,7 +116,7 @@ build/array-api/.installed: | venv
 
 # Rewrite the golden files; look at the difference before you commit it.
 golden: venv
-	RESHARD_UPDATE_GOLDEN=1 $(VENV)/bin/python -m pytest -q tests/show tests/cli
+	RESHARD_UPDATE_GOLDEN=1 $(VENV)/bin/python -m pytest -q tests/show tests/cli tests/spmd/tracing
 
 # The pages of docs/ as a site, in build/site: warnings are errors, and so are links that lead nowhere.
 site: build/site-venv/.installed
