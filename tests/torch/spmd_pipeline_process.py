@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from typing import Any
 
@@ -88,6 +89,15 @@ def who_fails_is_told_of(group: Any) -> None:
         expect((loss is not None) == (rank == 3), "no step after the failed one")
 
 
+def begin_anew() -> None:
+    """Another job of the same processes, of other ranks, whose groups are others."""
+    rank, told = (dist.get_rank() + 1) % RANKS, [tempfile.mkdtemp()]
+    dist.broadcast_object_list(told, src=0)
+    dist.destroy_process_group()
+    address = f"file://{told[0]}/store"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -96,6 +106,11 @@ def main() -> None:
     for count, inner in MESHES:
         equals_the_whole(count, inner, halves[rank // 2] if count == 2 else alone[rank])
     who_fails_is_told_of(alone[rank])
+    dist.barrier()
+    begin_anew()
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    equals_the_whole(2, (2, 1), halves[rank // 2])
     dist.barrier()
     dist.destroy_process_group()
 

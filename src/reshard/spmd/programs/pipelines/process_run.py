@@ -7,8 +7,8 @@ so no two wait for each other; who sends waits until who receives has come to th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -156,7 +156,15 @@ class _ProcessRun(PipelineRun):
         return from_shards({self.rank: found}, shape, target, runner=self.keeper)
 
 
-@lru_cache(maxsize=64)
+# By the group of all processes: one that is made anew has other groups.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of some ranks, made once: all processes of the job come here, in one order."""
-    return dist.new_group(list(ranks))
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks))
+    return made[ranks]
