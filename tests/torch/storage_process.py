@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from reshard.torch import StorageReader, StorageWriter
+from reshard.torch.storage import writer
 
 
 def make_model() -> torch.nn.Module:
@@ -40,6 +41,10 @@ def main(original: str, format: str, target: str, *folders: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     whole = load_file(Path(original) / "model.safetensors")
+    if os.environ.get("HOSTS_OF_THEIR_OWN"):
+        # Ranks that see nothing of each other's folders.
+        os.environ["XDG_CACHE_HOME"] += f"/{dist.get_rank()}"
+        writer.name_host = lambda: ("host", dist.get_rank())
     # 1. Loaded from every format.
     for folder in folders:
         model = make_model()

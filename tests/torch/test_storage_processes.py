@@ -47,15 +47,25 @@ def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
     assert found["model.0.weight"].shape == (13, 7)
 
 
-@pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
+@pytest.mark.parametrize(
+    ("format", "hosts"),
+    [
+        ("torch-dcp", 1),
+        ("torch-dcp", 2),
+        ("sharded-safetensors", 1),
+        ("sharded-safetensors", 2),
+        ("safetensors", 1),
+    ],
+)
 def test_fsdp2_on_two_ranks_saves_to_a_store(
-    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, format: str, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("obstore", "boto3", "moto"):
         pytest.importorskip(package)
     from bucket_server import BUCKET, bucket_server
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOSTS_OF_THEIR_OWN", "" if hosts == 1 else "1")
     original = model(tmp_path / "model")
     with bucket_server(monkeypatch.setenv) as server:
         target = f"s3://{BUCKET}/saved"

@@ -13,7 +13,7 @@ and sent by the coordinator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -40,14 +40,15 @@ _REQUESTS = 16
 class OwnFiles:
     """What a rank is told of the files that it alone writes.
 
-    `state` is that of the upload of `files`, which are all files of the save.
+    `uploads` are what the store calls their uploads, by name; `part_bytes` is how long the parts of
+    each file are.
     """
 
     target: PlacePath
     save_id: str
-    files: tuple[SentFile, ...]
-    state: tuple[dict[str, str], list[int], bytes]
     own: tuple[NewFile, ...]
+    uploads: Mapping[str, str]
+    part_bytes: tuple[int, ...]
     staging: str | None
 
     @property
@@ -69,13 +70,14 @@ class OwnFiles:
             with TargetFile(folder / name, file.stored.size_bytes) as target:
                 for start, content in file.closing_bytes(partial(checksum, name)):
                     target.write(memoryview(bytearray(content)), start)
-        numbers = [at for at, file in enumerate(self.files) if file.name in self.names]
-        upload = Upload(self.target, self.save_id, self.files, MANIFEST_NAME)
+        upload = Upload(self.target, self.save_id, _as_sent(self.own), MANIFEST_NAME)
         try:
-            upload.join(self.state)
-            parts = [part for number in numbers for part in upload.grid.parts_of(number)]
+            upload.join((dict(self.uploads), list(self.part_bytes), b""))
             with ThreadPoolExecutor(_REQUESTS) as threads:
-                futures = [threads.submit(upload.send, part, folder, None) for part in parts]
+                futures = [
+                    threads.submit(upload.send, part, folder, None)
+                    for part in range(upload.grid.count)
+                ]
                 try:
                     for future in futures:
                         future.result()
@@ -112,9 +114,7 @@ class AddressSave:
         self._target, self._save_id = target, save_id
         self._staging = None if staging is None else str(Path(staging).absolute())
         self._all = arrangement.files
-        self._sent = tuple(
-            SentFile(file.stored.name, file.stored.size_bytes) for file in arrangement.files
-        )
+        self._sent = _as_sent(arrangement.files)
         self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
         self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME)
@@ -160,10 +160,19 @@ class AddressSave:
         self._upload.begin()
         self.files = tuple(common)
         make_files(self.folder, self.files)
-        state = self._upload.state()
+        uploads, part_bytes, _ = self._upload.state()
+        bytes_of = dict(zip((file.name for file in self._sent), part_bytes, strict=True))
         return [
-            OwnFiles(self._target, self._save_id, self._sent, state, tuple(files), self._staging)
+            OwnFiles(
+                self._target,
+                self._save_id,
+                tuple(files),
+                {name: uploads[name] for name in names if name in uploads},
+                tuple(bytes_of[name] for name in names),
+                self._staging,
+            )
             for files in own
+            for names in [[file.stored.name for file in files]]
         ]
 
     def commit(self) -> None:
@@ -191,3 +200,7 @@ class AddressSave:
     def close(self) -> None:
         """Close connections; what was sent stays, until another save gives it up."""
         self._upload.close()
+
+
+def _as_sent(files: Sequence[NewFile]) -> tuple[SentFile, ...]:
+    return tuple(SentFile(file.stored.name, file.stored.size_bytes) for file in files)

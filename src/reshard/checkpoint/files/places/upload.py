@@ -265,9 +265,10 @@ class Upload(Closing):
         self.merge(sent)
 
     def merge(self, sent: bytes) -> None:
-        """Add the parts that another process sent."""
-        packed = np.frombuffer(sent, np.uint8)
-        self.sent |= np.unpackbits(packed, count=len(self.sent)).astype(bool)
+        """Add the parts that another process sent; none where `sent` is empty."""
+        if sent:
+            packed = np.frombuffer(sent, np.uint8)
+            self.sent |= np.unpackbits(packed, count=len(self.sent)).astype(bool)
 
     def lost_parts(self, content: Path) -> NDArray[np.bool_]:
         """The parts that neither the store nor the spool has any more. Raises RunError."""
