@@ -57,15 +57,24 @@ def in_a_new_process(program: str) -> str:
     return done.stdout
 
 
-def test_importing_loads_numpy_and_nothing_else_that_is_installed() -> None:
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import reshard", ["reshard"]),
+        ("from reshard import Layout, spec", ["numpy", "reshard"]),
+        # What `reshard --help` begins with.
+        ("import reshard.cli.program", ["click", "reshard"]),
+    ],
+)
+def test_importing_loads_nothing_else_that_is_installed(program: str, expected: list[str]) -> None:
     found = in_a_new_process(
         "import sys\n"
         "before = set(sys.modules)\n"
-        "import reshard\n"
+        f"{program}\n"
         "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(loaded - set(sys.stdlib_module_names)))\n"
     ).split()
-    assert found == ["numpy", "reshard"]
+    assert found == expected
 
 
 def test_planning_and_running_load_no_more() -> None:
@@ -100,6 +109,7 @@ def test_importing_is_quick(record_property: Callable[[str, object], None]) -> N
 def test_what_schedules_and_draws_is_not_loaded_with_the_rest() -> None:
     found = in_a_new_process(
         "import sys, reshard\n"
+        "from reshard import Layout, spec\n"
         "print(*(name for name in sys.modules if name.startswith('reshard.')))\n"
     ).split()
     heavy = (
@@ -124,7 +134,10 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_nothing_else_looks_public() -> None:
-    program = "import reshard; print(*[n for n in vars(reshard) if not n.startswith('_')])"
+    program = (
+        "import reshard; from reshard import Layout, spec; "
+        "print(*[n for n in vars(reshard) if not n.startswith('_')])"
+    )
     names = set(in_a_new_process(program).split())
     modules = {name for name in names if isinstance(getattr(reshard, name, None), types.ModuleType)}
     known = {"annotations", "load_later", "TYPE_CHECKING"}

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.dtypes import dtype
-from reshard.errors import ReshardError
 from reshard.later_names import load_later
-from reshard.layout import Box, Layout
-from reshard.mesh import Axis, DeviceMesh
-from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.sharding_text import spec
 
 if TYPE_CHECKING:
     from reshard import checkpoint
     from reshard.binding import Binding, FileRange, RankMemory, TensorName, View
     from reshard.collectives.search.find_program import find_program
+    from reshard.dtypes import dtype
+    from reshard.errors import ReshardError
+    from reshard.layout import Box, Layout
+    from reshard.mesh import Axis, DeviceMesh
     from reshard.notation.objects import sharding_of
     from reshard.notation.registry import read_sharding, write_sharding
     from reshard.plans.documents.serialization import from_json, to_json
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     from reshard.plans.job_item import JobItem
     from reshard.plans.plan import Plan, plan
     from reshard.plans.relabelling import relabel
+    from reshard.sharding import DimSpec, Level, ShardingSpec
+    from reshard.sharding_text import spec
     from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
 
@@ -72,31 +72,41 @@ __all__ = [
     "write_sharding",
 ]
 
-# So that importing reshard stays quick.
+# So that importing reshard stays quick, and a command's help needs no NumPy.
 __getattr__, __dir__ = load_later(
     __name__,
     {
+        "Axis": "reshard.mesh",
         "Binding": "reshard.binding",
-        "FileRange": "reshard.binding",
-        "Job": "reshard.plans.job",
-        "JobItem": "reshard.plans.job_item",
-        "Link": "reshard.topology",
-        "Plan": "reshard.plans.plan",
-        "RankMemory": "reshard.binding",
-        "StagedJob": "reshard.plans.hosts.staged_job",
-        "TensorName": "reshard.binding",
-        "Topology": "reshard.topology",
-        "View": "reshard.binding",
-        "checkpoint": "reshard.checkpoint",
+        "Box": "reshard.layout",
         "change_picture": "reshard.show.pictures.text_picture",
+        "checkpoint": "reshard.checkpoint",
+        "DeviceMesh": "reshard.mesh",
+        "DimSpec": "reshard.sharding",
+        "dtype": "reshard.dtypes",
+        "FileRange": "reshard.binding",
         "find_program": "reshard.collectives.search.find_program",
         "from_json": "reshard.plans.documents.serialization",
+        "Job": "reshard.plans.job",
+        "JobItem": "reshard.plans.job_item",
+        "Layout": "reshard.layout",
+        "Level": "reshard.sharding",
+        "Link": "reshard.topology",
         "picture": "reshard.show.pictures.text_picture",
+        "Plan": "reshard.plans.plan",
         "plan": "reshard.plans.plan",
+        "RankMemory": "reshard.binding",
         "read_sharding": "reshard.notation.registry",
         "relabel": "reshard.plans.relabelling",
+        "ReshardError": "reshard.errors",
         "sharding_of": "reshard.notation.objects",
+        "ShardingSpec": "reshard.sharding",
+        "spec": "reshard.sharding_text",
+        "StagedJob": "reshard.plans.hosts.staged_job",
+        "TensorName": "reshard.binding",
         "to_json": "reshard.plans.documents.serialization",
+        "Topology": "reshard.topology",
+        "View": "reshard.binding",
         "write_sharding": "reshard.notation.registry",
     },
 )
