@@ -16,7 +16,7 @@ fsspec finds buckets by s3fs, which needs another botocore than boto3: `pip inst
 s3fs`, and `--s3fs FOLDER`. Without it only the ways without fsspec are measured.
 
     python benchmarks/place_states.py [--size-mib 256] [--repeat 5] [--rate-mib 50]
-                                      [--latency-ms 10] [--s3fs FOLDER]
+                                      [--latency-ms 10] [--s3fs FOLDER] [--ways save load]
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ def main() -> None:
     parser.add_argument("--rate-mib", type=float, default=50)
     parser.add_argument("--latency-ms", type=float, default=10)
     parser.add_argument("--s3fs", default="")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     arguments = parser.parse_args()
-    ways = [way for way in WAYS if arguments.s3fs or way not in FSSPEC]
+    ways = [way for way in arguments.ways if arguments.s3fs or way not in FSSPEC]
     os.environ |= places.ENVIRONMENT
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)

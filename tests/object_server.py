@@ -24,6 +24,7 @@ class ObjectServer:
         latency_s: before every answer.
         requests: how many there were, by method and path.
         sent_bytes: of bodies.
+        most_at_once: how many requests for bytes were waiting together.
     """
 
     def __init__(self) -> None:
@@ -35,9 +36,20 @@ class ObjectServer:
         self.requests: Counter[str] = Counter()
         self.headers: list[tuple[str, dict[str, str]]] = []
         self.sent_bytes = 0
+        self.most_at_once = self._waiting = 0
         self.modified_s = 1_700_000_000
         self.lock = threading.Lock()
         self.url = ""
+
+    @contextmanager
+    def waits(self, counts: bool) -> Iterator[None]:
+        """A request waits, and counts where it is for bytes."""
+        with self.lock:
+            self._waiting += counts
+            self.most_at_once = max(self.most_at_once, self._waiting)
+        yield
+        with self.lock:
+            self._waiting -= counts
 
 
 def _handler(server: ObjectServer) -> type[BaseHTTPRequestHandler]:
@@ -63,7 +75,8 @@ def _handler(server: ObjectServer) -> type[BaseHTTPRequestHandler]:
                 server.headers.append((path, sent))
                 is_object = path in server.objects
                 fault = server.faults.pop(0) if server.faults and is_object and has_body else None
-            time.sleep(server.latency_s)
+            with server.waits(has_body):
+                time.sleep(server.latency_s)
             if path in server.redirects:
                 self.send_response(302)
                 self.send_header("Location", server.redirects[path])

@@ -29,7 +29,9 @@ def model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
+@pytest.mark.parametrize(
+    "format", ["torch-dcp", "sharded-safetensors", "safetensors", "torch-pickle"]
+)
 def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
     original = model(tmp_path / "model")
     folders = [original]
@@ -55,6 +57,7 @@ def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
         ("sharded-safetensors", 1),
         ("sharded-safetensors", 2),
         ("safetensors", 1),
+        ("torch-pickle", 1),
     ],
 )
 def test_fsdp2_on_two_ranks_saves_to_a_store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,27 @@ def test_every_format(server: BucketServer, tmp_path: Path, format: str) -> None
             assert server.objects[f"run/step-1/{name}"] == content, name
     assert not staged(tmp_path / "cache")
     assert not server.pending
+
+
+def test_parts_are_sent_while_others_are_written(server: BucketServer) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    state = {"a": make_state()["big"], "b": make_state(1)["big"]}
+    seen = []
+
+    class Waits(DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            # 700 rows of 2,400 bytes are six parts of 256 KiB, and some of the next.
+            end_s = time.monotonic() + 60
+            while item.index.fqn == "b" and len(server.stored_parts) < 6:
+                assert time.monotonic() < end_s, "no part of `a` is sent before `b` is written"
+                time.sleep(0.01)
+            seen.append(item.index.fqn)
+            return super().resolve_data(item)
+
+    dcp.save(state, storage_writer=StorageWriter(ADDRESS), planner=Waits(), no_dist=True)
+    assert seen == ["a", "b"]
+    expect_loaded(state)
 
 
 def test_what_fails_leaves_the_old_one(server: BucketServer, tmp_path: Path) -> None:

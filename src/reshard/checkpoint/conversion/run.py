@@ -425,7 +425,7 @@ def run_conversion(
         usual = -(-usual_threads(None, *conversion.folders) // machines.count(machine))
         workers = conversion.threads(extra_bytes, threads or usual)
         if address is not None:
-            upload = ConversionUpload(conversion, address, conversion_id, processes, hosts)
+            upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
         # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
             here, target, conversion_id, description, overwrite=overwrite, restart=restart
@@ -448,6 +448,9 @@ def run_conversion(
                 run.meet()
                 run.finish()
             finally:
+                # Parts that are under way give space of the targets back.
+                if upload is not None:
+                    upload.stop()
                 run.targets.close()
             LOGGER.info("%s: all of it is done", conversion.target)
             return _report(conversion, began_s, run)

@@ -1,8 +1,8 @@
 """Conversions to addresses: what a run does for one, beside moving blocks.
 
 The blocks are written to files in a staging folder on this machine, as for any target. A part of a
-file is sent as soon as all blocks that touch it are done, by the thread that did the last of them,
-and its space here is given back::
+file is sent as soon as all blocks that touch it are done, and its space here is given back, by
+threads of their own (`PartSender`)::
 
     blocks   |--0--|--1--|--2--|--3--|--4--|--5--|
     parts    |------A-------|------B-------|--C--|      A: when blocks 0, 1 and 2 are done
@@ -37,6 +37,7 @@ from reshard.checkpoint.conversion.processes import HostProcesses, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
+from reshard.checkpoint.files.places.part_sender import PartSender
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import saving_folder, spool_target, spool_targets
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
@@ -56,6 +57,7 @@ class ConversionUpload(Closing):
         conversion_id: the fingerprint of everything that decides the bytes of the files.
         processes: those of the run.
         here: those of this host, which share a staging folder.
+        threads: how many parts are sent at a time.
 
     Raises as `Upload`.
     """
@@ -67,6 +69,7 @@ class ConversionUpload(Closing):
         conversion_id: str,
         processes: Processes,
         here: HostProcesses,
+        threads: int,
     ) -> None:
         self._processes, self.here = processes, here
         self.hosts = here.hosts
@@ -74,6 +77,7 @@ class ConversionUpload(Closing):
         self._lock = threading.Lock()
         self._left: IntArray = np.zeros(0, dtype=np.int64)
         self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._sender = PartSender(self._send, threads)
 
     def is_complete(self, staging: SharedStaging, *, overwrite: bool, restart: bool) -> bool:
         """Whether an earlier run put all of it in its place; the same on all processes.
@@ -196,7 +200,10 @@ class ConversionUpload(Closing):
             yield found.block[ranges], parts
 
     def wrote(self, numbers: IntArray) -> None:
-        """These blocks are written: send the parts that are whole by that. Raises RunError."""
+        """These blocks are written: send the parts that are whole by that.
+
+        Raises RunError, where an earlier part could not be sent.
+        """
         for _, parts in self._find_touched(numbers):
             with self._lock:
                 np.subtract.at(self._left, parts[self._left[parts] > 0], 1)
@@ -204,13 +211,17 @@ class ConversionUpload(Closing):
                 whole = np.unique(parts[self._left[parts] == 0])
                 self._left[whole] = -1
             for part in whole.tolist():
-                self._upload.send(part, self._content, self._give_back)
+                self._sender.put(part)
+
+    def _send(self, part: int) -> None:
+        self._upload.send(part, self._content, self._give_back)
 
     def _give_back(self, name: str, start_bytes: int, stop_bytes: int) -> None:
         self._targets[name].give_back(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
-        """Which parts were sent, for `meet`."""
+        """Which parts were sent, for `meet`. Waits for those under way; raises RunError."""
+        self._sender.finish()
         return self._upload.state()[2]
 
     def meet(
@@ -263,8 +274,13 @@ class ConversionUpload(Closing):
         if staging.owner is not None:
             staging.owner.discard()
 
+    def stop(self) -> None:
+        """Wait for the parts that are under way; no other is sent while blocks are done."""
+        self._sender.close()
+
     def close(self) -> None:
         """Close connections; what was sent stays."""
+        self._sender.close()
         self._upload.close()
 
 

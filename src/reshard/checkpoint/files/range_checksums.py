@@ -99,9 +99,18 @@ class RangeChecksums:
                 f"{found.stop_bytes}"
             )
         checksum = moved(crc32(memory), found.stop_bytes - start_bytes - size)
-        with self._lock:
-            found.checksum ^= checksum
-            found.seen_bytes += size
+        self.contribute(name, found.start_bytes, checksum, size)
+
+    def contribute(self, name: str, start_bytes: int, checksum: int, seen_bytes: int) -> None:
+        """Add what bytes of the range that begins there contribute to its checksum (`moved`).
+
+        What begins in no range is ignored.
+        """
+        found = self._at(name, start_bytes)
+        if found is not None:
+            with self._lock:
+                found.checksum ^= checksum
+                found.seen_bytes += seen_bytes
 
     def state(self) -> dict[str, list[tuple[int, int]]]:
         """The checksums and byte counts so far, for `merge` in another process."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
@@ -81,7 +82,8 @@ class TorchPickleFormat(CheckpointFormat):
         weight_map = read_weight_map(path)
         expect_files(path, weight_map)
         names = sorted(set(weight_map.values()))
-        states = {name: read_flat_state(path.parent / name) for name in names}
+        found = read_each(read_flat_state, (path.parent / name for name in names))
+        states = dict(zip(names, found, strict=True))
         check_weight_map(path, weight_map, {name: states[name].tensors for name in names})
         return _checkpoint(path.parent, states)
 

@@ -6,5 +6,7 @@ writer    a new checkpoint, for its `save`, by all ranks
 places    where in new files each part of a save lies
 folder_save, address_save
           how a save becomes a checkpoint, in a folder or in an object store
+rank_upload
+          what one rank sends to an object store while it writes
 chunks    parts of tensors in the words of PyTorch
 """

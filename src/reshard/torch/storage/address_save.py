@@ -1,4 +1,4 @@
-"""A save to an object store: each rank sends the files that it alone writes, in parts.
+"""A save to an object store: each rank sends the files that it alone writes (`rank_upload`).
 
 ::
 
@@ -13,10 +13,8 @@ and sent by the coordinator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +23,13 @@ from reshard.checkpoint.files.folders import refusals_explained, remove_folder
 from reshard.checkpoint.files.places.host_reads import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import saving_folder, spool_target
-from reshard.checkpoint.files.places.upload import SentFile, Upload
-from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.files.places.upload import Upload
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import RunError, UsageError
 from reshard.torch.storage.folder_save import make_files
 from reshard.torch.storage.places import RankPlaces
-
-_REQUESTS = 16
+from reshard.torch.storage.rank_upload import RankUpload, as_sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +56,18 @@ class OwnFiles:
         """Where the rank stages them. Raises RunError."""
         return saving_folder(spool_target(self.target, self.staging)) / f"rank-{rank}"
 
-    def send(self, folder: Path, checksum: Callable[[str, int, int], int]) -> None:
-        """Finish the files, and send them. `checksum(file, start, size)` as of `closing_bytes`.
+    def begin(self, folder: Path) -> RankUpload:
+        """Make the files in a folder, and begin to send them as they are written.
 
         Raises RunError.
         """
-        for file in self.own:
-            name = file.stored.name
-            with TargetFile(folder / name, file.stored.size_bytes) as target:
-                for start, content in file.closing_bytes(partial(checksum, name)):
-                    target.write(memoryview(bytearray(content)), start)
-        upload = Upload(self.target, self.save_id, _as_sent(self.own), MANIFEST_NAME)
+        upload = Upload(self.target, self.save_id, as_sent(self.own), MANIFEST_NAME)
         try:
             upload.join((dict(self.uploads), list(self.part_bytes), b""))
-            with ThreadPoolExecutor(_REQUESTS) as threads:
-                futures = [
-                    threads.submit(upload.send, part, folder, None)
-                    for part in range(upload.grid.count)
-                ]
-                try:
-                    for future in futures:
-                        future.result()
-                except BaseException:
-                    threads.shutdown(cancel_futures=True)
-                    raise
-        finally:
+            return RankUpload(upload, self.own, folder)
+        except BaseException:
             upload.close()
+            raise
 
 
 class AddressSave:
@@ -114,7 +96,7 @@ class AddressSave:
         self._target, self._save_id = target, save_id
         self._staging = None if staging is None else str(Path(staging).absolute())
         self._all = arrangement.files
-        self._sent = _as_sent(arrangement.files)
+        self._sent = as_sent(arrangement.files)
         self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
         self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME)
@@ -200,7 +182,3 @@ class AddressSave:
     def close(self) -> None:
         """Close connections; what was sent stays, until another save gives it up."""
         self._upload.close()
-
-
-def _as_sent(files: Sequence[NewFile]) -> tuple[SentFile, ...]:
-    return tuple(SentFile(file.stored.name, file.stored.size_bytes) for file in files)

@@ -83,8 +83,10 @@ def expect_free(path: Path) -> None:
         raise UsageError(f"there is a checkpoint at {path}; give overwrite=True")
 
 
-def make_files(folder: Path, files: Iterable[NewFile]) -> None:
+def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = False) -> None:
     """Make a folder anew, with files at their full size and what is known of them.
+
+    Those that are sparse take space as they are written.
 
     Raises RunError, such as on a full disk.
     """
@@ -94,7 +96,7 @@ def make_files(folder: Path, files: Iterable[NewFile]) -> None:
         for file in files:
             path = folder / file.stored.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with TargetFile(path, file.stored.size_bytes) as target:
+            with TargetFile(path, file.stored.size_bytes, is_sparse=is_sparse) as target:
                 for offset, content in file.known_bytes():
                     target.write(memoryview(bytearray(content)), offset)
 

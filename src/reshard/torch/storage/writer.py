@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.host_reads import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
-from reshard.checkpoint.files.range_checksums import crc32
+from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32, moved
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.registry import written_format
@@ -55,7 +56,7 @@ from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
 from reshard.torch.storage.address_save import AddressSave, OwnFiles
 from reshard.torch.storage.arguments import count_threads
-from reshard.torch.storage.folder_save import FolderSave, expect_free, make_files
+from reshard.torch.storage.folder_save import FolderSave, expect_free
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,
@@ -64,14 +65,16 @@ from reshard.torch.storage.places import (
     check_values,
     find_places,
 )
+from reshard.torch.storage.rank_upload import RankUpload
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """What a rank tells of an item that it wrote: `size_bytes` of a file at `start_bytes`.
+    """What a rank tells of an item that it wrote: `size_bytes` of the range at `start_bytes`.
 
-    `crc32` is that of these bytes where the file has one; `digest` that of a tensor which the
-    rank wrote all of. `content` is that of a value which the coordinator writes.
+    `crc32` is what they contribute to the checksum of that range, where the file has one (`moved`
+    in `range_checksums`); `digest` that of a tensor which the rank wrote all of. `content` is that
+    of a value which the coordinator writes.
     """
 
     file: str
@@ -94,9 +97,9 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
     All ranks write into one folder that all of them see. The checkpoint appears whole or not at
     all; what else was in the folder stays there.
 
-    To an address of an object store each rank sends the files that it alone writes, which need
-    room on its host meanwhile. Files that several ranks write (`safetensors`) need these on one
-    host. Everything below the address belongs to the checkpoint.
+    To an address of an object store each rank sends the files that it alone writes, a part as soon
+    as it is written; what waits needs room on its host. Files that several ranks write
+    (`safetensors`) need these on one host. Everything below the address belongs to the checkpoint.
 
     Args:
         path: the folder or address; the `checkpoint_id` of a save replaces it.
@@ -258,14 +261,11 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         """Write this rank's items beside an address, and send the files that it alone writes."""
         told: RankPlaces = plan.storage_data
         folder = own.folder_of(told.rank)
-        make_files(folder, own.own)
         try:
-            folders = {
-                name: folder if name in own.names else Path(told.folder) for name in _names(told)
-            }
-            written = self._write_tensors(plan, planner, folders)
-            checksums = _list_checksums(written)
-            own.send(folder, partial(_find_checksum, checksums))
+            with own.begin(folder) as upload:
+                folders = dict.fromkeys(_names(told) - own.names, Path(told.folder))
+                written = self._write_tensors(plan, planner, folders, upload)
+                upload.finish()
         finally:
             with refusals_explained("delete staged files", folder):
                 remove_folder(folder)
@@ -304,9 +304,13 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         return written
 
     def _write_tensors(
-        self, plan: SavePlan, planner: SavePlanner, folders: Mapping[str, Path]
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        folders: Mapping[str, Path],
+        upload: RankUpload | None = None,
     ) -> list[Any]:
-        """Write the boxes of tensors into files, by the folder that each is in."""
+        """Write the boxes of tensors into files, by the folder that each is in, or of `upload`."""
         told: RankPlaces = plan.storage_data
         sizes = {one.file: one.file_bytes for one in told.places if one is not None}
         targets: OpenFiles[TargetFile] = OpenFiles(
@@ -317,7 +321,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             # A planner may make a tensor when it is asked for: it is asked late, by one thread.
             for item, place in zip(plan.items, told.places, strict=True):
                 if item.type != WriteItemType.BYTE_IO:
-                    yield _TensorWrite(item, place, planner.resolve_data(item).detach())
+                    own = None if place is None or place.file in folders else upload
+                    yield _TensorWrite(item, place, planner.resolve_data(item).detach(), own)
 
         work = partial(_write_box, targets=targets)
         buffer = partial(AlignedBuffer, 0)
@@ -341,7 +346,10 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             raise UsageError("finish() before prepare_global_plan(); a save calls both")
         folder = save.folder
         written = {result.index: result.storage_data for rank in results for result in rank}
-        checksums = _list_checksums(result for rank in results for result in rank)
+        checksums = RangeChecksums({one.stored.name: one.checked_ranges for one in save.files})
+        for told in written.values():
+            if told.crc32 is not None:
+                checksums.contribute(told.file, told.start_bytes, told.crc32, told.size_bytes)
         # 1. Values that are no tensors are where the ranks put them, or come with their words.
         items, extra = {}, {}
         contents: dict[str, bytes] = {}
@@ -406,11 +414,12 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _TensorWrite:
-    """A box of a tensor to write; nowhere where it has no elements."""
+    """A box of a tensor to write, nowhere where it has no elements; to send at once by `upload`."""
 
     item: WriteItem
     place: WritePlace | None
     tensor: torch.Tensor
+    upload: RankUpload | None
 
 
 def _as_target(path: str | os.PathLike[str]) -> Path:
@@ -426,20 +435,12 @@ def _names(told: RankPlaces) -> set[str]:
     return {one.file for one in told.places if one is not None}
 
 
-def _list_checksums(results: Iterable[Any]) -> dict[tuple[str, int], int | None]:
-    """What was found of ranges of files, by where they begin."""
-    items: list[WrittenItem] = [result.storage_data for result in results]
-    return {(one.file, one.start_bytes): one.crc32 for one in items}
-
-
-def _find_checksum(
-    checksums: Mapping[tuple[str, int], int | None], file: str, start_bytes: int, size_bytes: int
-) -> int:
-    found = checksums.get((file, start_bytes))
+def _find_checksum(checksums: RangeChecksums, file: str, start_bytes: int, size_bytes: int) -> int:
+    found = checksums.of(file, start_bytes)
     if found is None:
-        if not size_bytes:
-            return 0
-        raise RunError(f"no rank wrote {size_bytes} bytes of {file} at {start_bytes}; save again")
+        raise RunError(
+            f"no rank wrote all of the {size_bytes} bytes of {file} at {start_bytes}; save again"
+        )
     return found
 
 
@@ -452,23 +453,30 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
         return storage.WriteResult(item.index, 0, WrittenItem("", 0, 0, digest=digest))
     itemsize = tensor.element_size()
     grid = BlockGrid.of(tuple(tensor.shape), itemsize)
+    range_bytes = math.prod(place.shape) * itemsize
     checksum, digests = 0, []
-    target = targets[place.file]
+    target = targets[place.file] if task.upload is None else task.upload.targets[place.file]
     for number in range(grid.count):
         box = grid.box(number)
         index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         piece = tensor[(*index, ...)].cpu().contiguous()
         array = TorchTensors(piece).storage(piece, item.index.fqn)
-        block = array.reshape(-1).view(np.uint8).data
         for offset, part in _list_ranges(place, box, array):
-            target.write(part, place.start_bytes + offset)
-        if place.is_checked:
-            checksum = crc32(block, checksum)
+            start, stop = place.start_bytes + offset, place.start_bytes + offset + len(part)
+            target.write(part, start)
+            if place.is_checked:
+                checksum ^= moved(crc32(part), range_bytes - offset - len(part))
+            if task.upload is not None:
+                task.upload.wrote(place.file, start, stop)
         if is_whole:
-            digests.append(block_digest(block))
+            digests.append(block_digest(array.reshape(-1).view(np.uint8).data))
     size = tensor.numel() * itemsize
     digest = tensor_digest(digests) if is_whole else None
-    told = WrittenItem(place.file, place.start_bytes, size, checksum, digest)
+    told = WrittenItem(
+        place.file, place.start_bytes, size, checksum if place.is_checked else None, digest
+    )
+    if task.upload is not None and place.is_checked:
+        task.upload.contribute(place.file, place.start_bytes, checksum, size)
     return storage.WriteResult(item.index, size, told)
 
 

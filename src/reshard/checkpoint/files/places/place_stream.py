@@ -1,4 +1,8 @@
-"""An object as an open file, for headers: what is read at first brings what lies behind it."""
+"""An object as an open file, for headers: what is read brings what lies behind it.
+
+A read at the beginning, and one that goes on behind what is there, bring a long window; one
+elsewhere, as of the record of one tensor among others, a short one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from reshard.checkpoint.files.places.object_source import ObjectSource, ObjectSt
 
 # A header of a few thousand tensors, in one answer.
 _WINDOW_BYTES = 256 << 10
+_SHORT_WINDOW_BYTES = 16 << 10
 
 
 class PlaceStream(io.RawIOBase):
@@ -51,15 +56,22 @@ class PlaceStream(io.RawIOBase):
         size = min(len(target), max(self._state.size_bytes - self._at, 0))
         begin = self._at - self._window_start
         if size and not (begin >= 0 and begin + size <= len(self._window)):
-            wanted = min(max(size, _WINDOW_BYTES), self._state.size_bytes - self._at)
-            content = memoryview(bytearray(wanted))
-            try:
-                found = self._source.read_into(self._key, self._at, content)
-            except OSError as error:
-                raise type(error)(error.errno, error.strerror, self.name) from error
-            if found != self._state:
-                raise OSError(errno.ESTALE, "it was replaced while it was read", self.name)
+            goes_on = not self._at or 0 <= begin <= len(self._window) + _WINDOW_BYTES
+            window_bytes = _WINDOW_BYTES if goes_on else _SHORT_WINDOW_BYTES
+            wanted = min(max(size, window_bytes), self._state.size_bytes - self._at)
+            content = self.fetch(self._at, wanted)
             self._window, self._window_start, begin = content, self._at, 0
         target[:size] = self._window[begin : begin + size]
         self._at += size
         return size
+
+    def fetch(self, start: int, size: int) -> memoryview:
+        """Bytes of the object and no more, by a request of their own. Raises OSError."""
+        content = memoryview(bytearray(size))
+        try:
+            found = self._source.read_into(self._key, start, content)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, self.name) from error
+        if found != self._state:
+            raise OSError(errno.ESTALE, "it was replaced while it was read", self.name)
+        return content

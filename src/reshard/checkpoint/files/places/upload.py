@@ -90,6 +90,8 @@ class Upload(Closing):
         self._is_committing = self._replaces = False
         self._lock = threading.Lock()
         self._given_back: GivenBack | None = None
+        # What was below the target when it was looked at, until files are begun.
+        self._listed: frozenset[str] | None = None
         self.sent_bytes = 0
         self._set_up({}, [part_bytes_of(one.size_bytes) for one in files])
 
@@ -119,6 +121,7 @@ class Upload(Closing):
                     "expected a folder, or a name that is free"
                 )
             there = self._store.list_objects(f"{self._folder}/")
+            self._listed = frozenset(there)
             found = {conversion_of(self._folder, key) for key in there} - {None}
             others = found - {self._conversion_id}
             if others and not restart:
@@ -186,7 +189,7 @@ class Upload(Closing):
         """Begin every file, or find the parts that are there. Raises RunError."""
         with store_refusals("begin the upload"):
             address = self._key_of_marker(UPLOAD_NAME)
-            content = self._store.get(address)
+            content = None if self._is_free(address) else self._store.get(address)
             if content is None:
                 marker = self._new_marker({})
                 # First, so that whatever is begun can be found.
@@ -207,6 +210,12 @@ class Upload(Closing):
             self._at_once(self._begin_file, range(len(self.files)))
             if self._uploads != before:
                 self._store.put(address, self._new_marker(self._uploads).to_bytes())
+        # Who begins again, to see what others sent, asks the store.
+        self._listed = None
+
+    def _is_free(self, key: str) -> bool:
+        """Whether it is known, without asking, that there is no such object."""
+        return self._listed is not None and key not in self._listed
 
     def _new_marker(self, uploads: dict[str, str]) -> UploadMarker:
         sizes = self.grid.part_bytes.tolist()
@@ -232,7 +241,7 @@ class Upload(Closing):
         upload = self._uploads.get(file.name, "")
         there = self._store.list_parts(key, upload)
         if there is None:
-            found = self._store.look_at(key)
+            found = None if self._is_free(key) else self._store.look_at(key)
             if self._is_this(found, file):
                 self.sent[parts.start : parts.stop] = True
                 return

@@ -13,7 +13,7 @@ The chunks of a tensor are then bound to its layout, and proven to cover it once
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,7 @@ from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.files.descriptors import Closing, read_range
+from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
 from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
 from reshard.checkpoint.formats.torch_dcp.metadata import DcpChunk, DcpTensor, StoredBytes
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
@@ -33,6 +34,11 @@ from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTens
 from reshard.errors import CheckpointError, CoverageError, FormatError
 from reshard.layout import Box, Layout
 
+# What is read of an archive beside its elements: its first records, and its directory.
+_HEAD_BYTES = 1 << 10
+_TAIL_BYTES = 4 << 10
+_CHUNKS_AT_ONCE = 2048
+
 
 class _OpenFiles:
     """The files of a folder, each opened once; a few at a time."""
@@ -40,9 +46,20 @@ class _OpenFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, BinaryIO] = {}
+        self._ahead = AheadReads(folder)
+
+    def read_ahead(self, ranges: Iterable[NamedRange]) -> None:
+        """Ask a store for ranges together. Raises CheckpointError."""
+        try:
+            self._ahead.ask(ranges)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Bytes of a file. Raises FormatError where it has fewer."""
+        known = self._ahead.find(name, offset, size)
+        if known is not None:
+            return known
         path = self._folder / name
         try:
             file = self._files.get(name)
@@ -103,8 +120,22 @@ class ChunkReader(Closing):
         """The bytes of an item as they lie in the file."""
         return self._files.read(place.file, place.start_bytes, place.size_bytes)
 
-    def stored(self, name: str, described: DcpTensor) -> StoredTensor:
-        """A tensor bound to its chunks, proven to be covered by them once."""
+    def bind(self, tensors: Mapping[str, DcpTensor]) -> Iterator[StoredTensor]:
+        """Tensors bound to their chunks, each proven to be covered by them once."""
+        for names in _group_by_chunks(tensors):
+            self._read_ahead(chunk for name in names for chunk in _select_chunks(tensors[name]))
+            yield from (self._bind(name, tensors[name]) for name in names)
+
+    def _read_ahead(self, chunks: Iterable[DcpChunk]) -> None:
+        ranges: list[NamedRange] = []
+        for place in (chunk.place for chunk in chunks if not chunk.place.transforms):
+            start, stop = place.start_bytes, place.start_bytes + place.size_bytes
+            if stop <= self._sizes[place.file]:
+                ranges.append(NamedRange(place.file, start, min(start + _HEAD_BYTES, stop)))
+                ranges.append(NamedRange(place.file, max(stop - _TAIL_BYTES, start), stop))
+        self._files.read_ahead(ranges)
+
+    def _bind(self, name: str, described: DcpTensor) -> StoredTensor:
         chunks = _select_chunks(described)
         if not chunks:
             raise CoverageError(
@@ -197,6 +228,18 @@ class ChunkReader(Closing):
         start_bytes = others[-1].next_start_bytes if others else 0
         others.append(dataclasses.replace(packed, start_bytes=start_bytes))
         return file, dataclasses.replace(archived, start_bytes=start_bytes)
+
+
+def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
+    """The names of tensors, of so many at a time that they have a few thousand chunks."""
+    names, count = [], 0
+    for name, tensor in tensors.items():
+        names.append(name)
+        count += len(tensor.chunks)
+        if count >= _CHUNKS_AT_ONCE:
+            yield names
+            names, count = [], 0
+    yield names
 
 
 def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:

@@ -70,13 +70,11 @@ def read(folder: Path) -> Checkpoint:
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     # 2. The archives: every chunk is found in its file and bound.
-    tensors = {}
     items = {}
     others: list[tuple[str, str]] = []
     metadata_name = "the metadata of its ranks" if merged else METADATA_NAME
     with ChunkReader(folder, ranks, sizes, metadata_name) as chunks:
-        for name, described in metadata.tensors.items():
-            tensors[name] = chunks.stored(name, described)
+        tensors = {tensor.name: tensor for tensor in chunks.bind(metadata.tensors)}
         for name, place in metadata.items.items():
             chunks.check_inside(name, place)
             address = FileRange(place.file, place.start_bytes)

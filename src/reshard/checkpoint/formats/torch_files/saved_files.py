@@ -15,10 +15,12 @@ What is read at once is the pickle and the directory, never an element.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from reshard.checkpoint.files.descriptors import read_range
+from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
 from reshard.checkpoint.formats.torch_files.archived_tensors import TYPED_STORAGES, Records
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global, Reference, shortened
 from reshard.checkpoint.formats.torch_files.restricted_pickle import (
@@ -30,6 +32,7 @@ from reshard.checkpoint.formats.torch_files.zip_records import ReadRange, ZipRec
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError
 
+ReadAhead = Callable[[Iterable[tuple[int, int]]], None]
 ZIP_MAGIC = b"PK\x03\x04"
 # The pickle of PyTorch's number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -61,7 +64,8 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
     try:
         with path.open("rb", buffering=0) as file:
             size_bytes = file.seek(0, os.SEEK_END)
-            return read_torch_value(_WindowReader(file, path).read, size_bytes, str(path))
+            reader = _WindowReader(file, path)
+            return read_torch_value(reader.read, size_bytes, str(path), reader.read_ahead)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
@@ -81,15 +85,19 @@ def _is_legacy(front: bytes) -> bool:
     return front[:1] == b"\x80" and LEGACY_MAGIC in front[:24]
 
 
-def read_torch_value(read: ReadRange, size_bytes: int, label: str) -> Any:
+def read_torch_value(
+    read: ReadRange, size_bytes: int, label: str, read_ahead: ReadAhead | None = None
+) -> Any:
     """The nested value in the `size_bytes` that `read(offset, size)` gives.
+
+    `read_ahead` is told the ranges `(start, stop)` that will be read one after the other.
 
     Raises:
         FormatError: what is damaged, compressed, or not of `torch.save`.
     """
     front = read(0, min(size_bytes, 512))
     if front.startswith(ZIP_MAGIC):
-        return _read_zip(read, size_bytes, label)
+        return _read_zip(read, size_bytes, label, read_ahead)
     if _is_legacy(front):
         return _LegacyFile(read, size_bytes, label).value()
     if front[257:262] == b"ustar":
@@ -115,9 +123,17 @@ class _WindowReader:
         self._path = path
         self._window = b""
         self._start = 0
+        self._ahead = AheadReads(path.parent)
+
+    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Ask a store for ranges together. Raises OSError."""
+        self._ahead.ask(NamedRange(self._path.name, start, stop) for start, stop in ranges)
 
     def read(self, offset: int, size: int) -> bytes:
         """Bytes of the file. Raises FormatError where it has fewer."""
+        known = self._ahead.find(self._path.name, offset, size)
+        if known is not None:
+            return known
         begin = offset - self._start
         if begin >= 0 and begin + size <= len(self._window):
             return self._window[begin : begin + size]
@@ -134,13 +150,15 @@ class _WindowReader:
         return content[:size]
 
 
-def _read_zip(read: ReadRange, size_bytes: int, label: str) -> Any:
+def _read_zip(read: ReadRange, size_bytes: int, label: str, read_ahead: ReadAhead | None) -> Any:
     records = ZipRecords(read, 0, size_bytes, f"{label} is no file", size_bytes)
     if records.has("constants.pkl"):
         raise FormatError(
             f"{label} is a program of TorchScript; load it with torch.jit.load and save its "
             "state_dict()"
         )
+    if read_ahead is not None:
+        read_ahead(records.list_headers())
     order = records.content("byteorder", 16) if records.has("byteorder") else b"little"
     if order != b"little":
         raise records.wrong(f"its byte order is {order!r}, expected b'little'; save it again")

@@ -134,6 +134,11 @@ class ZipRecords:
             at += size
         return fields[7], values[1], values[0], values[2]
 
+    def list_headers(self) -> list[tuple[int, int]]:
+        """Where in the file the records' own headers begin and end; `place` reads one of them."""
+        starts = [self._start + header_bytes for header_bytes, _, _ in self._records.values()]
+        return [(start, start + LOCAL_HEADER.size) for start in starts]
+
     def has(self, name: str) -> bool:
         """Whether there is a record of that name."""
         return name in self._records

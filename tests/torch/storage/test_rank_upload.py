@@ -1,0 +1,183 @@
+"""What a rank sends while it writes: every part once, whole, and no sooner."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from reshard.checkpoint.contents import StoredFile
+from reshard.checkpoint.files.places.part_grid import PartGrid
+from reshard.checkpoint.files.range_checksums import crc32, moved
+from reshard.checkpoint.formats.arrangement import NewFile
+from reshard.checkpoint.formats.torch_dcp.arrangement import ArchiveFile
+from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
+from reshard.dtypes import dtype
+from reshard.errors import RunError
+from reshard.torch.storage.rank_upload import RankUpload
+
+PART_BYTES = 1 << 12
+ROWS = 5000
+
+
+class RecordedUpload:
+    """What an `Upload` is for a rank; a part's bytes are kept when it is sent."""
+
+    def __init__(self, files: list[NewFile]) -> None:
+        self.grid = PartGrid([one.stored.size_bytes for one in files], [PART_BYTES] * len(files))
+        self.files = files
+        self.parts: dict[int, bytes] = {}
+        self.changed = threading.Condition()
+        self.is_refusing = self.is_closed = False
+
+    def send(self, part: int, folder: Path, give_back: None) -> None:
+        if self.is_refusing:
+            raise RunError("the store refuses")
+        number, start, stop = self.grid.range_of(part)
+        content = (folder / self.files[number].stored.name).read_bytes()[start:stop]
+        with self.changed:
+            assert part not in self.parts
+            self.parts[part] = content
+            self.changed.notify_all()
+
+    def wait_for(self, *parts: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: {*parts} <= {*self.parts}, timeout=60)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def archives() -> ArchiveFile:
+    """A file of two tensors of 20,000 bytes."""
+    first = NewArchive.at(dtype("float32"), (ROWS,), 0)
+    second = NewArchive.at(dtype("float32"), (ROWS,), first.stop_bytes)
+    return ArchiveFile(StoredFile("__0_0.distcp", second.stop_bytes, 0), archives=(first, second))
+
+
+def expected(file: NewFile, elements: dict[int, bytes]) -> bytes:
+    content = bytearray(file.stored.size_bytes)
+    closing = file.closing_bytes(lambda start, size: crc32(elements[start]))
+    for start, found in (*file.known_bytes(), *elements.items(), *closing):
+        content[start : start + len(found)] = found
+    return bytes(content)
+
+
+def begin(folder: Path, files: list[NewFile]) -> tuple[RecordedUpload, RankUpload]:
+    sent = RecordedUpload(files)
+    upload: Any = sent
+    return sent, RankUpload(upload, files, folder / "rank-0")
+
+
+def write(upload: RankUpload, file: NewFile, start: int, content: bytes, size: int) -> None:
+    """Elements of a range from `start` on, in pieces of `size` bytes."""
+    name = file.stored.name
+    for at in range(0, len(content), size):
+        piece = content[at : at + size]
+        upload.targets[name].write(memoryview(bytearray(piece)), start + at)
+        upload.wrote(name, start + at, start + at + len(piece))
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 1 << 12, 1 << 20])
+def test_parts_go_when_they_are_whole(tmp_path: Path, piece_bytes: int) -> None:
+    file = archives()
+    elements = {start: os.urandom(size) for start, size in file.checked_ranges}
+    (first, one), (second, two) = elements.items()
+    sent, upload = begin(tmp_path, [file])
+    with upload:
+        write(upload, file, first, one, piece_bytes)
+        # The part in which the first tail lies waits for its checksum.
+        whole = (first + len(one)) // PART_BYTES
+        sent.wait_for(*range(whole))
+        assert whole not in sent.parts
+        upload.contribute(file.stored.name, first, crc32(one), len(one))
+        write(upload, file, second, two, piece_bytes)
+        upload.contribute(file.stored.name, second, crc32(two), len(two))
+        upload.finish()
+    assert sorted(sent.parts) == list(range(sent.grid.count))
+    assert b"".join(sent.parts[part] for part in sorted(sent.parts)) == expected(file, elements)
+    assert sent.is_closed
+
+
+def test_a_range_of_several_boxes(tmp_path: Path) -> None:
+    file = archives()
+    elements = {start: os.urandom(size) for start, size in file.checked_ranges}
+    sent, upload = begin(tmp_path, [file])
+    with upload:
+        for start, content in elements.items():
+            write(upload, file, start, content, 1000)
+            front, back = content[:8000], content[8000:]
+            upload.contribute(file.stored.name, start, crc32(back), len(back))
+            upload.contribute(file.stored.name, start, moved(crc32(front), len(back)), len(front))
+            # As by a second thread, which finds the range whole too.
+            upload.contribute(file.stored.name, start, 0, 0)
+        upload.finish()
+    assert b"".join(sent.parts[part] for part in sorted(sent.parts)) == expected(file, elements)
+
+
+def test_space_is_given_back(tmp_path: Path) -> None:
+    file = NewFile(StoredFile("a", 64 * PART_BYTES, 0))
+    path = tmp_path / "rank-0" / "a"
+    sent, upload = begin(tmp_path, [file])
+    with upload:
+        write(upload, file, 0, os.urandom(64 * PART_BYTES), PART_BYTES)
+        upload.finish()
+        if not path.stat().st_blocks * 512 < 64 * PART_BYTES:
+            pytest.skip("the file system has no holes")
+        assert path.stat().st_blocks * 512 <= PART_BYTES
+    assert len(sent.parts) == 64
+
+
+def test_what_nobody_writes_is_sent_at_the_end(tmp_path: Path) -> None:
+    file = NewFile(StoredFile("a", 3 * PART_BYTES, 0), b"head")
+    empty = NewFile(StoredFile("b", 0, 0))
+    sent, upload = begin(tmp_path, [file, empty])
+    with upload:
+        write(upload, file, PART_BYTES, b"x" * PART_BYTES, PART_BYTES)
+        sent.wait_for(1)
+        assert set(sent.parts) == {1}
+        upload.finish()
+    assert sent.parts[0] == b"head".ljust(PART_BYTES, b"\0")
+    assert sent.parts[2] == bytes(PART_BYTES)
+
+
+def test_a_store_that_refuses_ends_the_writing(tmp_path: Path) -> None:
+    file = NewFile(StoredFile("a", 3 * PART_BYTES, 0))
+    sent, upload = begin(tmp_path, [file])
+    sent.is_refusing = True
+    with upload:
+        write(upload, file, 0, bytes(PART_BYTES), PART_BYTES)
+        with pytest.raises(RunError, match="the store refuses"):
+            upload.finish()
+        with pytest.raises(RunError, match="the store refuses"):
+            upload.wrote("a", PART_BYTES, 2 * PART_BYTES)
+    assert sent.is_closed
+
+
+def test_a_range_that_is_written_twice(tmp_path: Path) -> None:
+    file = NewFile(StoredFile("a", 3 * PART_BYTES, 0))
+    _, upload = begin(tmp_path, [file])
+    with upload:
+        write(upload, file, 0, bytes(PART_BYTES), PART_BYTES)
+        with pytest.raises(RunError, match=r"bytes 0:4096 of a were written twice"):
+            write(upload, file, 0, bytes(PART_BYTES), PART_BYTES)
+
+
+def test_a_range_that_is_not_written(tmp_path: Path) -> None:
+    file = archives()
+    sent, upload = begin(tmp_path, [file])
+    with upload:
+        first, size = file.checked_ranges[0]
+        upload.contribute(file.stored.name, first, 0, size - 4)
+        with pytest.raises(RunError, match=f"did not write __0_0.distcp from byte {first}"):
+            upload.finish()
+    # One that ends for another reason leaves no thread that waits.
+    sent, upload = begin(tmp_path, [archives()])
+    upload.close()
+    assert sent.is_closed
+    assert not [one for one in threading.enumerate() if one.name.startswith("reshard-close")]
