@@ -269,6 +269,25 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(folder.iterdir())
 
 
+def test_who_sleeps_while_another_reads_all_shares_it_still(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_reads, "_WAIT_S", 0.5)
+    sizes = {"a": host_reads.PIECE_BYTES}
+    tasks = [[ReadSpan("a", 0, sizes["a"], sizes["a"])]]
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(HostReads, "m", 2, sizes, tasks)
+        while not list(folder.glob("*/member-0")):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with HostReads("m", 2, sizes, tasks) as last:
+            last.finish(0)
+        assert not first.done()
+        with first.result() as reads:
+            assert list(reads.split("a", 0, sizes["a"])) == [(0, sizes["a"], 0)]
+    assert not list(folder.iterdir())
+
+
 def test_what_is_refused(server: ObjectServer, tmp_path: Path, folder: Path) -> None:
     make_model(server, tmp_path)
     url = f"{server.url}/m"

@@ -4,12 +4,14 @@ Processes that load a checkpoint at the same time meet in a folder in memory::
 
     /dev/shm/reshard-reads-.../   lock                    how many meetings are complete
                                   member-0 ... member-3   locked while the process lives
+                                  shared-0                what a complete meeting shares
                                   piece-0-17-...          4 MiB of an object, of a meeting
 
 1. `HostReads` takes a member's place, writes down what this process is going to read, and waits
    until the others have done so. Who comes again while others still read waits for the next
    meeting.
-2. A piece of 4 MiB is shared where to read it once is less than what all of them read in it.
+2. A piece of 4 MiB is shared where to read it once is less than what all of them read in it. Who
+   comes last writes that down, since others may be asleep until some have read all and left.
 3. Who needs a shared piece and finds none locks it, asks the store, and leaves it in the folder;
    whoever needs it meanwhile waits for the lock.
 4. Everybody reads in the order of the objects and says how far it is. The pieces behind the last of
@@ -114,7 +116,7 @@ class HostReads(Closing):
         self._own = -1
         try:
             self._take_place(self._rows([span for spans in tasks for span in spans]))
-            self._shared = _choose_shared(self._wait_for_others())
+            self._shared = self._wait_for_others()
         except OSError as error:
             self.close()
             raise RunError(
@@ -134,7 +136,8 @@ class HostReads(Closing):
                     os.ftruncate(lock, 0)
                 complete = int.from_bytes(os.pread(lock, 8, 0), "little")
                 for member in range(self._count):
-                    descriptor = os.open(self._path(member), os.O_RDWR | os.O_CREAT, 0o600)
+                    path = self._path("member", member)
+                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
                     if _try_lock(descriptor):
                         self._own, self._member, self._meeting = descriptor, member, complete
                         os.ftruncate(descriptor, 0)
@@ -144,7 +147,9 @@ class HostReads(Closing):
                         write_all(descriptor, rows.tobytes(), _HEADER_BYTES)
                         # Last, since it says that the rows are there.
                         write_all(descriptor, np.int64(len(rows)).tobytes(), 8)
-                        if len(self._list_met()) == self._count:
+                        if len(met := self._list_met()) == self._count:
+                            shared = _choose_shared(met).tobytes()
+                            self._path("shared", complete).write_bytes(shared)
                             write_all(lock, (complete + 1).to_bytes(8, "little"), 0)
                         return
                     os.close(descriptor)
@@ -159,30 +164,25 @@ class HostReads(Closing):
         found = map(self._rows_of, range(self._count))
         return [rows for meeting, rows in found if meeting == self._meeting]
 
-    def _wait_for_others(self) -> list[IntArray]:
-        """The rows of all members, as soon as all are there."""
-        began_s = time.monotonic()
-        while True:
-            found = self._list_met()
-            if len(found) == self._count or self._is_complete():
-                return found
-            if time.monotonic() - began_s > _PATIENCE_S:
-                LOGGER.warning(
-                    "%s: %d of %d processes of this host came to share what they read",
-                    self.folder,
-                    len(found),
-                    self._count,
-                )
-                return found
-            time.sleep(_WAIT_S)
-
-    def _is_complete(self) -> bool:
-        """Whether all came to this process's meeting; some may have left it since."""
-        lock = os.open(self.folder / "lock", os.O_RDONLY)
+    def _wait_for_others(self) -> IntArray:
+        """The shared pieces, as soon as all members are there."""
+        began_s, lock = time.monotonic(), os.open(self.folder / "lock", os.O_RDONLY)
         try:
-            return int.from_bytes(os.pread(lock, 8, 0), "little") > self._meeting
+            while int.from_bytes(os.pread(lock, 8, 0), "little") <= self._meeting:
+                if time.monotonic() - began_s > _PATIENCE_S:
+                    found = self._list_met()
+                    LOGGER.warning(
+                        "%s: %d of %d processes of this host came to share what they read",
+                        self.folder,
+                        len(found),
+                        self._count,
+                    )
+                    return _choose_shared(found)
+                time.sleep(_WAIT_S)
         finally:
             os.close(lock)
+        content = self._path("shared", self._meeting).read_bytes()
+        return np.frombuffer(content, dtype=np.int64).reshape(-1, _COLUMNS)
 
     def _rows_of(self, member: int) -> tuple[int, IntArray]:
         """The meeting that a member is in, and what it reads there; -1 where nobody is."""
@@ -206,7 +206,7 @@ class HostReads(Closing):
     def _open_member(self, member: int) -> int | None:
         """The file of another member that lives; None where nobody is."""
         try:
-            descriptor = os.open(self._path(member), os.O_RDONLY)
+            descriptor = os.open(self._path("member", member), os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -402,8 +402,8 @@ class HostReads(Closing):
                 shutil.rmtree(self.folder)
         self._own = close_descriptor(self._own)
 
-    def _path(self, member: int) -> Path:
-        return self.folder / f"member-{member}"
+    def _path(self, kind: str, number: int) -> Path:
+        return self.folder / f"{kind}-{number}"
 
 
 class SharingFile(PlaceFile):
