@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checkpoint.files.folders import refusals_explained, remove_folder
-from reshard.checkpoint.files.places.host_reads import name_host
+from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import saving_folder, spool_target
 from reshard.checkpoint.files.places.upload import Upload

@@ -41,8 +41,8 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_diges
 from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.folders import refusals_explained, remove_folder
+from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.host_reads import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32, moved

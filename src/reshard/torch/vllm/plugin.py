@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.places.host_reads import name_host
+from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.dtypes import dtype as as_dtype

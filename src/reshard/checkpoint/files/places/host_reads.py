@@ -15,7 +15,8 @@ Processes that load a checkpoint at the same time meet in a folder in memory::
 3. Who needs a shared piece and finds none locks it, asks the store, and leaves it in the folder;
    whoever needs it meanwhile waits for the lock.
 4. Everybody reads in the order of the objects and says how far it is. The pieces behind the last of
-   them make room for new ones, so that the folder holds at most `WINDOW_BYTES`.
+   them make room for new ones, so that the folder holds at most `WINDOW_BYTES`, and what somebody's
+   first unfinished work needs, for which nobody waits for room.
 
 Nobody depends on another: a process that ends, or that hangs for `_PATIENCE_S`, costs the others
 requests of their own, no more. What ends last removes the folder; what processes left that were
@@ -30,9 +31,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-import socket
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ import numpy as np
 
 from reshard.checkpoint.files.descriptors import Closing, close_descriptor, reason
 from reshard.checkpoint.files.folders import write_all
+from reshard.checkpoint.files.host_memory import find_host_memory
 from reshard.checkpoint.files.places.place_file import PlaceFile
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.source_file import FileIdentity
@@ -58,9 +58,9 @@ MOST_THREADS = WINDOW_BYTES // (4 * PIECE_BYTES)
 _PATIENCE_S = 10.0
 _WAIT_S = 0.005
 _ATTEMPTS = 100
-# A member's file: how far it is, how many rows it has, its meeting; then rows of piece, bytes,
-# first and end.
-_HEADER_BYTES = 24
+# A member's file: the piece where its first unfinished work begins, how many rows it has, its
+# meeting, the piece where that work ends; then rows of piece, bytes, first and end.
+_HEADER_BYTES = 32
 _COLUMNS = 4
 
 
@@ -104,6 +104,11 @@ class HostReads(Closing):
         ]
         self._order = np.argsort(np.array(starts, dtype=np.int64), kind="stable")
         self._starts = np.array(starts, dtype=np.int64)[self._order]
+        stops = [
+            max((self._first[one.name] + -(-one.stop // PIECE_BYTES) for one in spans), default=0)
+            for spans in tasks
+        ]
+        self._stops = np.array(stops, dtype=np.int64)[self._order]
         self._number = np.empty(len(starts), dtype=np.int64)
         self._number[self._order] = np.arange(len(starts))
         self._finished = np.zeros(len(starts) + 1, dtype=bool)
@@ -111,7 +116,7 @@ class HostReads(Closing):
         digest = hashlib.blake2b(
             repr((place, count, sorted(sizes.items()))).encode(), digest_size=8
         ).hexdigest()
-        self.folder = _find_memory() / f"reshard-reads-{os.getuid()}-{digest}"
+        self.folder = find_host_memory(2 * WINDOW_BYTES) / f"reshard-reads-{os.getuid()}-{digest}"
         self._member = self._meeting = -1
         self._own = -1
         try:
@@ -141,12 +146,10 @@ class HostReads(Closing):
                     if _try_lock(descriptor):
                         self._own, self._member, self._meeting = descriptor, member, complete
                         os.ftruncate(descriptor, 0)
-                        start = self._starts[0] if len(self._starts) else self._end
-                        header = np.array([start, 0, complete], dtype=np.int64)
-                        write_all(descriptor, header.tobytes(), 0)
                         write_all(descriptor, rows.tobytes(), _HEADER_BYTES)
                         # Last, since it says that the rows are there.
-                        write_all(descriptor, np.int64(len(rows)).tobytes(), 8)
+                        self._row_count = len(rows)
+                        self._write_header()
                         if len(met := self._list_met()) == self._count:
                             shared = _choose_shared(met).tobytes()
                             self._path("shared", complete).write_bytes(shared)
@@ -194,8 +197,8 @@ class HostReads(Closing):
         else:
             descriptor = opened
         try:
-            header = np.frombuffer(os.pread(descriptor, _HEADER_BYTES, 0), dtype=np.int64)
-            if len(header) < 3 or not header[1]:
+            header = _read_header(descriptor)
+            if not header.any():
                 return nobody
             size_bytes = int(header[1]) * _COLUMNS * 8
             rows = np.frombuffer(os.pread(descriptor, size_bytes, _HEADER_BYTES), dtype=np.int64)
@@ -224,32 +227,39 @@ class HostReads(Closing):
                 os.close(descriptor)
         return all(descriptor is None for descriptor in others)
 
-    def _last_positions(self) -> dict[int, int]:
-        """The piece behind which nobody of a meeting reads any more, by meeting."""
-        found = {self._meeting: self._position()}
+    def _list_work(self) -> list[tuple[int, int, int]]:
+        """Meeting, first piece and end of the first unfinished work of each member that lives."""
+        found = [(self._meeting, *self._first_work())]
         for member in range(self._count):
             if member != self._member and (descriptor := self._open_member(member)) is not None:
-                header = np.frombuffer(os.pread(descriptor, _HEADER_BYTES, 0), dtype=np.int64)
+                start, count, meeting, stop = _read_header(descriptor).tolist()
                 os.close(descriptor)
-                if len(header) == 3:
-                    position, _, meeting = header.tolist()
-                    found[meeting] = min(position, found.get(meeting, position))
+                if count:
+                    found.append((meeting, start, stop))
         return found
 
     # How far this process is.
 
-    def _position(self) -> int:
-        return int(self._starts[self._low]) if self._low < len(self._starts) else self._end
+    def _first_work(self) -> tuple[int, int]:
+        """The pieces of the first unfinished work."""
+        if self._low == len(self._starts):
+            return self._end, self._end
+        return int(self._starts[self._low]), int(self._stops[self._low])
+
+    def _write_header(self) -> None:
+        start, stop = self._first_work()
+        header = np.array([start, self._row_count, self._meeting, stop], dtype=np.int64)
+        write_all(self._own, header.tobytes(), 0)
 
     def finish(self, task: int) -> None:
         """Say that a piece of work is done."""
         with self._lock:
             self._finished[self._number[task]] = True
-            before = self._position()
+            before = self._low
             # The entry behind the last is never finished.
             self._low += int(np.argmin(self._finished[self._low :]))
-            if self._position() != before:
-                write_all(self._own, np.int64(self._position()).tobytes(), 0)
+            if self._low != before:
+                self._write_header()
 
     def _rows(self, spans: Sequence[ReadSpan]) -> IntArray:
         """What is read, by pieces: shape `(pieces, 4)`; one empty row where nothing is."""
@@ -303,7 +313,7 @@ class HostReads(Closing):
             content = memoryview(bytearray(high - low))
             file.fetch(content, low)
             view[:] = content[start - low : start - low + len(view)]
-            self._make_room(len(content))
+            self._make_room(int(piece), len(content))
             try:
                 write_all(descriptor, content, 0)
                 # The byte behind says that all of it is there.
@@ -330,27 +340,31 @@ class HostReads(Closing):
             # Removed since it was opened.
             os.close(descriptor)
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Remove pieces that nobody needs any more, and wait until there is room."""
-        waited_s, seen = time.monotonic(), {-1: -1}
+    def _make_room(self, piece: int, size_bytes: int) -> None:
+        """Remove pieces that nobody needs any more, and wait until there is room for another."""
+        waited_s, seen = time.monotonic(), [(-1, -1, -1)]
         while True:
             held = self._list_pieces()
             excess = sum(size for _, size, _ in held) + size_bytes - WINDOW_BYTES
             if excess <= 0:
                 return
-            positions = self._last_positions()
+            work = self._list_work()
             late = time.monotonic() - waited_s > _PATIENCE_S
-            for (meeting, piece), size, path in held:
+            for (meeting, number), size, path in held:
                 # Where nobody is any more, all of a meeting's pieces may go.
-                is_needed = piece >= positions.get(meeting, self._end)
+                is_needed = any(at == meeting and number >= start for at, start, _ in work)
                 if excess > 0 and (late or not is_needed):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                     excess -= size
-            if excess <= 0:
+            # Who waits for this piece gives up none of those that take the room.
+            is_first = any(
+                at == self._meeting and start <= piece < stop for at, start, stop in work
+            )
+            if excess <= 0 or is_first:
                 return
-            if positions != seen:
-                waited_s, seen = time.monotonic(), positions
+            if work != seen:
+                waited_s, seen = time.monotonic(), work
             time.sleep(_WAIT_S)
 
     def _list_pieces(self) -> list[tuple[tuple[int, int], int, str]]:
@@ -445,29 +459,18 @@ def check_readers(count: object) -> int:
     return count
 
 
-def name_host() -> tuple[str, int]:
-    """What processes have in common that can share reads: a running system, and its memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return name, _find_memory().stat().st_dev
-
-
-def _find_memory() -> Path:
-    """Memory where there is enough of it; containers often have 64 MiB."""
-    folder = Path("/dev/shm")
-    if os.access(folder, os.W_OK):
-        found = os.statvfs(folder)
-        if found.f_bavail * found.f_frsize >= 2 * WINDOW_BYTES:
-            return folder
-    return Path(tempfile.gettempdir())
-
-
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def _read_header(descriptor: int) -> IntArray:
+    """A member's header; zeros where none is written."""
+    content = os.pread(descriptor, _HEADER_BYTES, 0)
+    return np.frombuffer(content.ljust(_HEADER_BYTES, b"\0"), dtype=np.int64)
 
 
 def _sum_rows(rows: IntArray) -> IntArray:
