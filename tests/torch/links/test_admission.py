@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+import reshard  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.exchange.groups import RankGroup  # noqa: E402
 from reshard.torch.exchange.meeting import meet_at  # noqa: E402
@@ -55,7 +56,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
     found = together(*[lambda rank=rank: announce(store, "a", rank, 3, 20) for rank in (2, 1, 0)])
-    assert found == [Announcement(0, "a", 3, tokens=found[0].tokens)] * 3
+    told = Announcement(0, "a", 3, tokens=found[0].tokens, release=reshard.__version__)
+    assert found == [told] * 3
     assert len(set(found[0].tokens)) == 3
     assert find_engines(store, set()) == found[:1]
     assert find_engines(store, {0}) == []
@@ -86,16 +88,27 @@ def test_ranks_that_do_not_come(store: SealedStore) -> None:
         find_trainer(store, 0.2)
 
 
-def test_releases_that_do_not_understand_each_other(store: SealedStore) -> None:
+def test_releases_that_do_not_understand_each_other(
+    store: SealedStore, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = announce(store, TRAINER, 0, 1, 1)
     assert find_trainer(store, 1) == trainer
-    other = replace(trainer, protocol=PROTOCOL + 1)
+    other = replace(trainer, protocol=PROTOCOL + 1, release="9.1")
     store.set(f"announcement/{trainer.number}", json.dumps(asdict(other)))
-    with pytest.raises(LinkError, match=f"protocol {PROTOCOL + 1}"):
+    both = rf"9\.1, whose .* protocol {PROTOCOL + 1}, .* {reshard.__version__}, .* {PROTOCOL};"
+    with pytest.raises(LinkError, match=both):
         find_trainer(store, 1)
     engine = announce(store, "a", 0, 1, 1)
     store.set(f"announcement/{engine.number}", json.dumps(asdict(replace(engine, protocol=0))))
-    assert find_engines(store, set()) == []
+    seen: set[int] = set()
+    assert find_engines(store, seen) == []
+    assert find_engines(store, seen) == []
+    # Once, and who it is.
+    assert [one.getMessage() for one in caplog.records] == [
+        f"an engine is not admitted: a has reshard {reshard.__version__}, whose links speak "
+        f"protocol 0, and this process has reshard {reshard.__version__}, whose links speak "
+        f"protocol {PROTOCOL}; give both sides one release"
+    ]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"number": "0", "name": "a", "ranks": 1}'])

@@ -44,6 +44,15 @@ def test_a_store_of_somebody_elses() -> None:
         seal(server, "s", None)
 
 
+def test_a_second_trainer_does_not_take_the_first_ones_place() -> None:
+    server, mine, _ = open_both()
+    mine.set("a", "text")
+    with pytest.raises(LinkError, match="another trainer serves the address"):
+        seal(server, "s", b"fedcba9876543210")
+    # Who comes now meets the first.
+    assert seal(server, "s", None).get("a") == b"text"
+
+
 def test_values_of_others_are_refused() -> None:
     server, mine, theirs = open_both()
     mine.set("a", "1")

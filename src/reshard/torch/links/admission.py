@@ -26,7 +26,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
+from reshard import __version__
 from reshard.errors import LinkError
+from reshard.log import LOGGER
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.meeting import card_key
 from reshard.torch.links.presence import Presence
@@ -48,6 +50,7 @@ class Announcement:
     ranks: int
     protocol: int = PROTOCOL
     tokens: tuple[str, ...] = ()
+    release: str = ""
 
     @classmethod
     def read(cls, text: bytes) -> Announcement:
@@ -60,7 +63,7 @@ class Announcement:
         except (TypeError, ValueError) as error:
             raise LinkError(f"{text[:80]!r} announces no side of a link") from error
         numbers = (found.number, found.ranks, found.protocol)
-        is_told = all(isinstance(one, str) for one in (found.name, *found.tokens))
+        is_told = all(isinstance(one, str) for one in (found.name, found.release, *found.tokens))
         if not is_told or not all(type(one) is int and one >= 0 for one in numbers):
             raise LinkError(f"{text[:80]!r} announces no side of a link")
         return found
@@ -69,8 +72,9 @@ class Announcement:
         """Raises LinkError where that side speaks another protocol."""
         if self.protocol != PROTOCOL:
             raise LinkError(
-                f"{self.name} has a release of reshard whose links speak protocol {self.protocol}, "
-                f"and this one's speak protocol {PROTOCOL}; give both sides one release"
+                f"{self.name} has reshard {self.release or 'of an unnamed release'}, whose links "
+                f"speak protocol {self.protocol}, and this process has reshard {__version__}, "
+                f"whose links speak protocol {PROTOCOL}; give both sides one release"
             )
 
 
@@ -104,7 +108,7 @@ def announce(
             raise LinkError(f"{problem}; give all ranks of a side the same")
         store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
         tokens.append(token)
-    found = Announcement(number, name, ranks, tokens=tuple(tokens))
+    found = Announcement(number, name, ranks, tokens=tuple(tokens), release=__version__)
     store.set(f"announcement/{number}", json.dumps(asdict(found)))
     return found
 
@@ -155,12 +159,23 @@ def read_announcement(store: SealedStore, number: int) -> Announcement:
 
 
 def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
-    """Engines that have announced themselves and are not among `seen`, in order."""
+    """Engines that have announced themselves and are not among `seen`, in order.
+
+    One that speaks another protocol finds that out itself, and leaves; it is among `seen` from then
+    on, and a warning names it.
+    """
     found = []
     for number in range(store.add("sides", 0)):
         if number not in seen and store.check([key := f"announcement/{number}"]):
             one = Announcement.read(store.get(key))
-            if one.name != TRAINER and one.protocol == PROTOCOL:
+            if one.name == TRAINER:
+                continue
+            try:
+                one.check_protocol()
+            except LinkError as error:
+                seen.add(number)
+                LOGGER.warning("an engine is not admitted: %s", error)
+            else:
                 found.append(one)
     return found
 

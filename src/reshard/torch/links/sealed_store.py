@@ -28,6 +28,7 @@ from reshard.errors import LinkError
 
 # What anybody may read: by it, a secret is found to be another before anything waits for it.
 _SALT_KEY = "reshard/link/salt"
+_SERVERS_KEY = "reshard/link/servers"
 _SALT_BYTES, _CODE_BYTES = 16, 32
 _SCRYPT_COST, _SCRYPT_BLOCK = 1 << 14, 8
 _LOOK_S = 0.02
@@ -55,9 +56,15 @@ def code_of(key: bytes, *parts: bytes) -> bytes:
 def seal(store: dist.Store, secret: str, salt: bytes | None) -> SealedStore:
     """The sealed store on a server; the process that has the server gives it a salt.
 
-    Raises LinkError where the server's salt was made with another secret, or is none.
+    Raises LinkError where the server's salt was made with another secret, or is none, or where
+    another process has given it one.
     """
     if salt is not None:
+        if store.add(_SERVERS_KEY, 1) > 1:
+            raise LinkError(
+                "another trainer serves the address; give each trainer an address of its own, of "
+                "the host where its first rank is"
+            )
         key = derive_key(secret, salt)
         store.set(_SALT_KEY, (salt + code_of(key, salt)).hex())
         return SealedStore(store, key)

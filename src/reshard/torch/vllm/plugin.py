@@ -19,6 +19,7 @@ vLLM finds it by the entry point `vllm.general_plugins`; weights are processed a
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.recipes.engine_layouts import ParameterLayout
+from reshard.torch.exchange.agreement import gather
 
 LOAD_FORMAT = "reshard"
 # Memory beside the model, for parameters that are not read in place: on a GPU, or cast.
@@ -241,10 +243,10 @@ def _agree_with_host(
 
     Ranks that share reads read the same names at the same time.
     """
-    own = (name_host(), dict(sizes_bytes))
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    here = [sizes for host, sizes in told if host == own[0]]
+    host = list(name_host())
+    own = json.dumps([host, sizes_bytes])
+    told = map(json.loads, gather(own.encode(), group).values.values())
+    here = [sizes for its_host, sizes in told if its_host == host]
     names = dict.fromkeys(name for sizes in here for name in sizes)
     return len(here), {name: max(sizes.get(name, 0) for sizes in here) for name in names}
 
