@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from moto.server import ThreadedMotoServer
 from checkpoint.any_conversion import plan_any
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SOURCES, SmallConversion, Source
 from reshard.checkpoint import compare, open_checkpoint, run_conversion
+from reshard.checkpoint.formats.torch_files import saved_files
 from reshard.errors import CheckpointError
 
 pytestmark = [
@@ -78,6 +82,41 @@ def test_every_kind_of_checkpoint(source: Source, upload: Upload, tmp_path: Path
     assert [*there.tensors] == [*here.tensors] and there.values == here.values
     assert (there.carried, there.left_out) == (here.carried, here.left_out)
     assert compare(here, there).is_same
+
+
+OF_MANY_FILES = {"FSDP2", "ZeRO 2", "ZeRO experts", "DeepSpeed universal", "Megatron ranks"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [one for one in SOURCES if one.name in OF_MANY_FILES],
+    ids=lambda source: source.name,
+)
+def test_files_of_ranks_are_opened_together(
+    source: Source, upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, lock, reading = saved_files._WindowReader.read, threading.Lock(), Counter[str]()
+    most = 0
+
+    def read_slowly(self: saved_files._WindowReader, offset: int, size: int) -> bytes:
+        nonlocal most
+        with lock:
+            reading[str(self._path)] += 1
+            most = max(most, len(+reading))
+        time.sleep(0.01)
+        try:
+            return read(self, offset, size)
+        finally:
+            with lock:
+                reading[str(self._path)] -= 1
+
+    path = source.make(tmp_path)
+    monkeypatch.setattr(saved_files._WindowReader, "read", read_slowly)
+    open_checkpoint(path, **source.opening)
+    # Files of this machine one after the other.
+    assert most == 1
+    open_checkpoint(upload(path), **source.opening)
+    assert most > 1
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS, ids=lambda one: one.name)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
 from reshard.checkpoint.formats.deepspeed.parallel import experts, pipelines
 from reshard.checkpoint.formats.deepspeed.parallel.part_collector import PartCollector
@@ -50,6 +51,8 @@ from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
 from reshard.text.quantities import count_text
 
+Key = TypeVar("Key", bound=tuple[int, ...])
+Found = TypeVar("Found")
 # What a file of weights says of experts that DeepSpeed made itself of a model's layers.
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
@@ -102,10 +105,8 @@ class SaveReader:
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder
         names = saved.model_partitions or {(mp, 0): name for mp, name in saved.models.items()}
-        self.models = {key: read_model_state(folder, name) for key, name in sorted(names.items())}
-        self.partitions = {
-            key: read_partition(folder, name) for key, name in sorted(saved.partitions.items())
-        }
+        self.models = self._read_each(read_model_state, names)
+        self.partitions = self._read_each(read_partition, saved.partitions)
         counts = [count for one in self.partitions.values() for count in one.counts]
         first = next(iter(self.models.values()), None)
         self.ranks = max(counts) if counts else first.ranks if first else 1
@@ -139,6 +140,14 @@ class SaveReader:
                 f"{folder} is of AutoEP, whose experts are one tensor that its own program puts "
                 "together; convert it with DeepSpeed's ds_to_universal, whose result is read"
             )
+
+    def _read_each(
+        self, read: Callable[[Path, str], Found], names: Mapping[Key, str]
+    ) -> dict[Key, Found]:
+        """What is read of files, in the order of their keys."""
+        keys, folder = sorted(names), self.saved.folder
+        found = read_each(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
+        return dict(zip(keys, found, strict=True))
 
     def _collect_parts(self) -> PartCollector | None:
         """What joins the parts of tensor-parallel ranks; None where there is one such rank."""
@@ -192,11 +201,14 @@ class SaveReader:
             if self.is_stage3:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
-        for (_, _, mp), file in self.saved.experts.items():
-            for name, archived in read_tensors(self.saved.folder, file).items():
-                self.collector.add_first(name, file, archived, self.slot(mp, 0))
-        for (layer, rank), file in self.saved.layers.items():
-            found = read_tensors(self.saved.folder, file)
+        experts, layers = self.saved.experts, self.saved.layers
+        of_experts = self._read_each(read_tensors, experts)
+        for key, file in experts.items():
+            for name, archived in of_experts[key].items():
+                self.collector.add_first(name, file, archived, self.slot(key[2], 0))
+        of_layers = self._read_each(read_tensors, layers)
+        for (layer, rank), file in layers.items():
+            found = of_layers[layer, rank]
             shapes = {
                 name: shape
                 for (mp, _), model in self.models.items()

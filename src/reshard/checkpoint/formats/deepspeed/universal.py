@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.files.places.place_path import walk_folder
+from reshard.checkpoint.files.places.place_path import read_each, walk_folder
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST_UNIVERSAL,
@@ -144,11 +144,7 @@ class _UniversalReader:
                 "again"
             )
         self._expect_all_states(sorted(trained))
-        for name in listed:
-            # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
-            # weights that says what it is.
-            is_copy = bool(shapes) and name not in shapes and name in self.collector.tensors
-            self._add_parameter(name, shapes.get(name), is_copy=is_copy)
+        self._add_parameters(listed, shapes)
         add_model_values(self.values, models[0], self.collector.add_first)
         self._add_optimizer(models[0])
         size = {name: (saved.folder / name).stat().st_size for name in self.files}
@@ -186,34 +182,42 @@ class _UniversalReader:
                         "it, or run ds_to_universal again"
                     )
 
-    def _add_parameter(self, name: str, shape: Shape | None, *, is_copy: bool) -> None:
+    def _add_parameters(self, names: list[str], shapes: Mapping[str, Shape]) -> None:
+        top = self.saved.folder / UNIVERSAL_FOLDER
+        found: list[tuple[str, str]] = []
+        for name in names:
+            entries = sorted(path.name for path in (top / name).iterdir() if path.is_file())
+            entries = [one for one in entries if one.endswith(_SUFFIX)]
+            self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
+            # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
+            # weights that says what it is.
+            if not shapes or name in shapes or name not in self.collector.tensors:
+                found += [(name, one) for one in entries]
+        values = read_each(read_torch_file, [top / name / entry for name, entry in found])
+        for (name, entry), value in zip(found, values, strict=True):
+            self._add_value(name, entry, value, shapes.get(name))
+
+    def _add_value(self, name: str, entry: str, value: Any, shape: Shape | None) -> None:
+        """What a file of a parameter's folder has."""
         from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
             MASTER_FILE,
             PARAMETER,
         )
 
-        folder = self.saved.folder / UNIVERSAL_FOLDER / name
-        for entry in sorted(path.name for path in folder.iterdir() if path.is_file()):
-            if not entry.endswith(_SUFFIX):
-                continue
-            key = entry.removesuffix(_SUFFIX)
-            file = f"{UNIVERSAL_FOLDER}/{name}/{entry}"
-            self.files.append(file)
-            if is_copy:
-                continue
-            own = state_name(name, MASTER if key == MASTER_FILE else key)
-            value = read_torch_file(self.saved.folder / file)
-            if isinstance(value, dict):
-                value = value.get(PARAMETER)
-            if isinstance(value, ArchivedTensor):
-                self._add_state(own, file, value, shape)
-            elif type(value) in (int, float):
-                self.values.add(own, value, ("optimizer", "state", name, key), file)
-            else:
-                raise FormatError(
-                    f"{self.saved.folder / file} has {shortened(explain(value))}, expected a "
-                    f"tensor, or a dict with one as {PARAMETER!r}"
-                )
+        key = entry.removesuffix(_SUFFIX)
+        own = state_name(name, MASTER if key == MASTER_FILE else key)
+        file = f"{UNIVERSAL_FOLDER}/{name}/{entry}"
+        if isinstance(value, dict):
+            value = value.get(PARAMETER)
+        if isinstance(value, ArchivedTensor):
+            self._add_state(own, file, value, shape)
+        elif type(value) in (int, float):
+            self.values.add(own, value, ("optimizer", "state", name, key), file)
+        else:
+            raise FormatError(
+                f"{self.saved.folder / file} has {shortened(explain(value))}, expected a "
+                f"tensor, or a dict with one as {PARAMETER!r}"
+            )
 
     def _add_state(
         self, name: str, file: str, archived: ArchivedTensor, shape: Shape | None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.binding import View
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
@@ -51,10 +52,13 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         FormatError: one that is damaged, or no state.
     """
     states = RankStates()
+    every = [folder / file.name for files in groups.values() for file in files]
+    contents = read_each(_read_content, every)
     for kind, files in groups.items():
         values: dict[str, dict[int, Any]] = {}
         for file in files:
-            parts = _read_file(folder / file.name, file, len(files), values, states)
+            path, content = folder / file.name, next(contents)
+            parts = _find_parts(path, content, file, len(files), values, states)
             for name, part in parts.items():
                 own = f"rank_{file.rank}.{name}" if kind == EXTRA else name
                 if kind == OPTIMIZER:
@@ -95,13 +99,23 @@ def list_parameters(parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]]) ->
     return names
 
 
-def _read_file(
-    path: Path, file: RankFile, ranks: int, values: dict[str, dict[int, Any]], states: RankStates
+def _read_content(path: Path) -> Any:
+    """The parts in a file of safetensors; the state in another."""
+    return _read_safetensors(path) if path.name.endswith(SUFFIX) else read_torch_file(path)
+
+
+def _find_parts(
+    path: Path,
+    state: Any,
+    file: RankFile,
+    ranks: int,
+    values: dict[str, dict[int, Any]],
+    states: RankStates,
 ) -> dict[str, LocalPart]:
     """The parts in one file; its values are added to `values`, the rest to what is unread."""
     if path.name.endswith(SUFFIX):
-        return _read_safetensors(path)
-    state = read_torch_file(path)
+        own: dict[str, LocalPart] = state
+        return own
     # A state dict in a dict with more in it has the names of the model.
     if isinstance(state, dict) and file.kind != OPTIMIZER:
         inner = [key for key in _MODEL_KEYS if isinstance(state.get(key), dict)]

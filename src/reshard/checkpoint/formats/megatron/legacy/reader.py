@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
+from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     FORMAT_NAME,
@@ -66,8 +67,12 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     sizes = _read_sizes(first, state, there)
     check_complete(folder, sizes)
     ahead = f"{inside}/" if inside else ""
+    slots = {sizes.folder_name(place): (place, slot) for slot, place in enumerate(sizes.places())}
     ranks = [
-        _read_rank(folder, sizes, place, slot, ahead) for slot, place in enumerate(sizes.places())
+        *read_each(
+            lambda own: _read_rank(own, sizes, *slots[own.name], ahead),
+            (folder / name for name in slots),
+        )
     ]
     chunks = [chunk for rank in ranks for chunk in rank.chunks]
     number_chunks(chunks)
@@ -125,10 +130,7 @@ def _read_sizes(first: Path, state: Mapping[str, Any], there: Mapping[str, Any])
     return Parallelism(counts[0], counts[1], counts[2], counts[0], max(chunks, 1))
 
 
-def _read_rank(
-    folder: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead: str
-) -> RankFiles:
-    own = folder / sizes.folder_name(place)
+def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead: str) -> RankFiles:
     path = find_model_file(own)
     state = _read_state(path)
     arguments = _arguments(state)
