@@ -6,7 +6,7 @@
    server cannot answer, whether the run that goes on is killed too, and whether it is on a machine
    that has nothing of the first.
 3. A reader sees the old target, the new one, or is told to wait; the same command makes the objects
-   that a folder's files would be. Where one thread works, no part is put twice.
+   that a folder's files would be. Where the server answers all, no part is put twice.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Uploads:
             if again.error is not None:
                 _expect("the target exists" in again.error, again.error)
             self._check(files)
-            if threads == 1 and not is_faulty and not has_old:
+            if not is_faulty:
                 put = server.stored_parts
                 twice = [one for one in put if put.count(one) > 1]
                 _expect(not twice, f"put twice: {twice}")
