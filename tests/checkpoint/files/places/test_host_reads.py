@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,17 +275,18 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_who_sleeps_while_another_reads_all_shares_it_still(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_reads, "_WAIT_S", 0.5)
+    has_left = threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_left.wait(30))
+    monkeypatch.setattr(host_reads, "time", clock)
     sizes = {"a": host_reads.PIECE_BYTES}
     tasks = [[ReadSpan("a", 0, sizes["a"], sizes["a"])]]
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(HostReads, "m", 2, sizes, tasks)
         while not list(folder.glob("*/member-0")):
             time.sleep(0.01)
-        time.sleep(0.1)
         with HostReads("m", 2, sizes, tasks) as last:
             last.finish(0)
-        assert not first.done()
+        has_left.set()
         with first.result() as reads:
             assert list(reads.split("a", 0, sizes["a"])) == [(0, sizes["a"], 0)]
     assert not list(folder.iterdir())
