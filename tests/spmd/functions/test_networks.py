@@ -132,6 +132,29 @@ def test_attention_s_second_derivative_is_that_with_a_mask() -> None:
     np.testing.assert_allclose(sp.grad(slope)(q).to_dense(), masked.to_dense(), 1e-10, 1e-12)
 
 
+@pytest.mark.parametrize("cut", ["-, -, -, -", "-, -, tp, -"])
+@pytest.mark.parametrize("way", ["window", "truth", "numbers"])
+def test_queries_that_see_no_key_have_zeros(way: str, cut: str) -> None:
+    draw = np.random.default_rng(0)
+    q = sp.array(draw.normal(size=(1, 2, 6, 4)))
+    k = sp.array(draw.normal(size=(1, 2, 3, 4)), spec(MESH, cut))
+    seen = np.abs(np.subtract.outer(np.arange(6), np.arange(3))) < 2
+    masks = {"truth": seen, "numbers": np.where(seen, 0.0, -np.inf)}
+    seeing = [sp.array(masks[way])] if way in masks else []
+    options = {} if seeing else {"window": 2}
+
+    def weigh(q: Any, k: Any) -> Any:
+        return sp.attention(q, k, k, *seeing, **options)
+
+    weighed = weigh(q, k).to_dense()
+    plain = sp.attention(q[:, :, :4], k, k, sp.array(seen[:4]))
+    np.testing.assert_allclose(weighed[:, :, :4], plain.to_dense(), 1e-12)
+    assert not weighed[:, :, 4:].any()
+    slopes = sp.grad(lambda q, k: sp.sum(sp.square(weigh(q, k))), (0, 1))(q, k)
+    assert all(np.isfinite(one.to_dense()).all() for one in slopes)
+    assert not slopes[0].to_dense()[:, :, 4:].any() and slopes[0].to_dense().any()
+
+
 def test_a_window_of_nothing_is_refused() -> None:
     q = sp.ones((2, 3, 4))
     with pytest.raises(UsageError, match="attention in a window of 0"):

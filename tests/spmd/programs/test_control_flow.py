@@ -78,6 +78,18 @@ def test_scan_backwards_of_trees_and_by_length(way: Any) -> None:
         assert float(counted(sp.array(1.5))[0]) == 12.0
 
 
+def test_scans_of_no_places_collect_no_rows(way: Any) -> None:
+    def run(c: Any, xs: Any) -> Any:
+        return sp.scan(lambda c, x: (c + sp.sum(x), {"twice": x * 2, "sum": sp.sum(x)}), c, xs)
+
+    program = way(run)
+    for _ in range(2):
+        last, ys = program(sp.array(3.0), sp.array(np.zeros((0, 4)), spec(MESH, "-, x")))
+        assert float(last) == 3.0
+        assert ys["twice"].shape == (0, 4) and str(ys["twice"].spec) == "-, x"
+        assert ys["sum"].shape == (0,) and ys["sum"].dtype is sp.float64
+
+
 def test_a_scan_is_one_operation_of_a_program() -> None:
     jitted = sp.jit(recurrence)
     given = (sharded(W, "-, y"), sharded(np.zeros((4, 6)), "x, -"), sharded(XS, "-, x, y"))

@@ -83,6 +83,40 @@ def test_a_limit_counts_what_is_given_up() -> None:
     assert np.array_equal(limited(x).to_dense(), chain(rows()).to_dense())
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_what_a_program_may_need_again_is_kept_and_counted(overlap: int) -> None:
+    """A sum that waits, times an array: whether that is infinite is known when it runs."""
+
+    def scaled(a: Any, b: Any, factor: Any) -> Any:
+        return sp.sin((sp.sin(a) @ b) * factor)
+
+    side = 256
+    programs = {n: sp.jit(scaled, donate=n, overlap=overlap) for n in ((), (0,))}
+    measured, traced = {}, {}
+    for is_array in (True, False):
+        for places, program in programs.items():
+            factor = sp.array(np.full((side, side), 2.0)) if is_array else 2.0
+            for _ in range(2):
+                a = sp.ones((side, side), spec=spec(MESH, "-, x"))
+                b = sp.ones((side, side), spec=spec(MESH, "x, -"))
+                held = sum(program.trace(a, b, factor).peak_bytes.values())
+                tracemalloc.start()
+                # What was made before has memory, too.
+                a, b = a + 0.0, b + 0.0
+                tracemalloc.reset_peak()
+                program(a, b, factor)
+                measured[is_array, places] = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+            traced[is_array, places] = held
+    # With an array as factor nothing is freed, and the trace says so.
+    assert traced[True, (0,)] == traced[True, ()]
+    # A number is as finite as it was before.
+    assert traced[False, (0,)] < traced[False, ()]
+    size_bytes = side * side * 8
+    assert measured[False, (0,)] < measured[False, ()] - size_bytes // 2
+    assert abs(measured[True, (0,)] - measured[True, ()]) < size_bytes // 2
+
+
 def test_steps_give_up_their_state() -> None:
     def step(state: dict[str, Any], x: Any) -> tuple[dict[str, Any], Any]:
         return {"sum": state["sum"] + x, "count": state["count"] + 1, "same": state["same"]}, x

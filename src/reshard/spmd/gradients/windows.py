@@ -130,12 +130,9 @@ def pull_by_scores(
 ) -> tuple[Any, ...] | None:
     """The cotangents of attention's operands, of operations that have derivatives themselves.
 
-    None where no tape asks for those, and scores need not be there; and where a query sees no key,
-    of which scores alone have no softmax.
+    None where no tape asks for those, and scores need not be there.
     """
-    q, k, _ = arrays
-    is_blind = window is not None and q.shape[-2] - k.shape[-2] >= window
-    if is_blind or not is_watched((*arrays, g)):
+    if not is_watched((*arrays, g)):
         return None
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "factor": scale}
 
@@ -191,7 +188,7 @@ REFUSED: dict[str, str] = {
     },
     **dict.fromkeys(
         _SECOND.split(),
-        "sp.attention whose window leaves queries without keys has a gradient of the first order",
+        "it is part of the gradient of sp.attention, which has derivatives of other operations",
     ),
 }
 """Operators without a derivative, with the reason."""

@@ -15,6 +15,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.functions.manipulation import stack
+from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.local.library import library_of
@@ -68,10 +69,8 @@ def scan(
     recorder = listening_recorder()
     # A gradient sees each step by itself.
     if recorder is not None and not _tapes() and count and arrays_of([carried, parts]):
-        carried, ys = _record_scan(body, carried, parts, count, reverse, recorder)
-        return carried, ys
-    carried, ys = _run_scan(body, carried, parts, count, reverse)
-    return carried, ys
+        return _record_scan(body, carried, parts, count, reverse, recorder)
+    return _run_scan(body, carried, parts, count, reverse)
 
 
 def _read_length(given: Any, length: int | None) -> int:
@@ -105,7 +104,9 @@ def _whole_first(x: Any) -> Any:
     )
 
 
-def _run_scan(body: Function, carried: Any, parts: Any, count: int, reverse: bool) -> Any:
+def _run_scan(
+    body: Function, carried: Any, parts: Any, count: int, reverse: bool
+) -> tuple[Any, Any]:
     first = carried
     collected: list[Any] = []
     places = range(count - 1, -1, -1) if reverse else range(count)
@@ -115,7 +116,7 @@ def _run_scan(body: Function, carried: Any, parts: Any, count: int, reverse: boo
         carried = _keep_lying(_check_carried("scan", first, carried), first)
         collected.append(_as_arrays("scan", y))
     if not collected:
-        return carried, None
+        return carried, _collect_nothing(body, carried, parts)
     if reverse:
         collected.reverse()
     rows = [[leaf for _, leaf in leaves(one)] for one in collected]
@@ -130,6 +131,15 @@ def _run_scan(body: Function, carried: Any, parts: Any, count: int, reverse: boo
     return carried, replaced(collected[0], stacked)
 
 
+def _collect_nothing(body: Function, carried: Any, parts: Any) -> Any:
+    """What a loop of no places collects: no rows of what the body makes of zeros."""
+    first = replaced(
+        parts, lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0]
+    )
+    _, y = _split("scan", body(carried, first))
+    return replaced(_as_arrays("scan", y), lambda x: x if x is None else stack([x])[:0])
+
+
 def _record_scan(
     body: Function,
     carried: Any,
@@ -137,7 +147,7 @@ def _record_scan(
     count: int,
     reverse: bool,
     recorder: GraphRecorder,
-) -> Any:
+) -> tuple[Any, Any]:
     first = _types_of(carried)
     at = replaced(parts, lambda x: None if x is None else _without_first(x.type))
 
@@ -256,14 +266,8 @@ def _record_cond(
 
     def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
         both = [branches[n].result_types(choose(n, types)) for n in (0, 1)]
-        _check_same(
-            "cond",
-            "its functions return",
-            branches[0].results,
-            both[0],
-            branches[1].results,
-            both[1],
-        )
+        one, other = ([of.results, kinds] for of, kinds in zip(branches, both, strict=True))
+        _check_same("cond", "its functions return", *one, *other)
         return [one if one.spec is not None else other for one, other in zip(*both, strict=True)]
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:

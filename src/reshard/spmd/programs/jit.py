@@ -218,7 +218,7 @@ class JittedFunction:
             given_up = [inputs[place] for place in donated]
             if self._overlap:
                 return with_overlap(traced, self._overlap, self._library, given_up)
-            if not given_up:
+            if not given_up or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
             counted = with_memory(graph, traced.inputs, operations, ranks, given_up)

@@ -54,7 +54,8 @@ def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[i
     }
     carry_out(recorded, traced.shardings, arrays, preparation)
     order = preparation.order(recorded.graph.outputs, overlap)
-    inputs = preparation.registers([n for n in kinds if n not in given_up])
+    gone = () if preparation.may_stop else given_up
+    inputs = preparation.registers([n for n in kinds if n not in gone])
     operations = _with_memory(traced, preparation, order, inputs)
     if traced.topology is None:
         return replace(traced, operations=operations)

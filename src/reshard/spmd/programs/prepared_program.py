@@ -55,7 +55,7 @@ class Preparation:
         inputs: types of arrays by their numbers, and numbers as they are.
 
     `steps` are those so far, and `kinds` the types of what is in registers, by register; a number
-    has none.
+    has none. `may_stop` is whether elements may be unforeseen, so that the inputs are needed anew.
     """
 
     def __init__(self, runner: Runner, inputs: dict[int, Any]) -> None:
@@ -73,7 +73,7 @@ class Preparation:
         # Of what ranks do together, in order: each has to do the same.
         self._meant = hashlib.blake2b(digest_size=16)
         self._moves_any = False
-        self._may_stop = False
+        self.may_stop = False
         # Registers that may have the memory of what a program has given.
         self._viewing: set[int] = set()
         for number, kind in inputs.items():
@@ -180,7 +180,7 @@ class Preparation:
     ) -> list[int]:
         count = len(called.functions)
         kinds = [x.type if isinstance(x, ArrayValue) else x for x in placed]
-        if called.factors:
+        if called.looks_at_elements:
             self._check_step(called, registers, kinds)
         reads = [
             self._move(register, kind, spec)
@@ -229,22 +229,20 @@ class Preparation:
         self, called: CompiledCall, registers: Sequence[Any], kinds: Sequence[Any]
     ) -> None:
         """Contributions wait only where what they are multiplied by is finite."""
-        self._may_stop = True
+        self.may_stop = True
         runner = self._runner
-        pairs = [(registers[n], kinds[n]) for n in called.factors]
+        # A number is as finite as it was when the function was traced.
+        arrays = [n for n in called.factors if isinstance(kinds[n], ArrayType)]
+        pairs = [(registers[n], kinds[n]) for n in arrays]
 
         def check(values: Registers) -> None:
             factors = [
-                ArrayValue.of_shards(kind, values[register], runner)
-                if isinstance(kind, ArrayType)
-                else kind
-                for register, kind in pairs
+                ArrayValue.of_shards(kind, values[register], runner) for register, kind in pairs
             ]
             if not are_finite(range(len(factors)), factors, runner):
                 raise runner.known(UnforeseenElementsError(f"an infinite factor of {called.name}"))
 
-        reads = [register for register, kind in pairs if isinstance(kind, ArrayType)]
-        self._add_step(check, reads, [], "together")
+        self._add_step(check, [register for register, _ in pairs], [], "together")
 
     def registers(self, numbers: Iterable[int]) -> list[int]:
         """In which registers values are, by their numbers."""
@@ -275,7 +273,7 @@ class Preparation:
             frozenset(self._viewing),
             self._runner.agreed if self._moves_any else None,
             self._meant.digest(),
-            self._may_stop,
+            self.may_stop,
         )
 
 

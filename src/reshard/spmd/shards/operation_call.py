@@ -80,6 +80,11 @@ class CompiledCall:
     is_single: bool = True
     shares_failure: bool = False
 
+    @property
+    def looks_at_elements(self) -> bool:
+        """Whether some factor is an array, whose elements change where its type does not."""
+        return any(self.operands[number] is not None for number in self.factors)
+
 
 class Recorder(Protocol):
     """Sees operations, in the order in which they are carried out."""

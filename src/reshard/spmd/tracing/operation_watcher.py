@@ -111,6 +111,7 @@ class OperationWatcher:
                 tuple(before),
                 tuple(after),
                 tuple(reused),
+                may_stop=called is not None and called.looks_at_elements,
             )
         )
 

@@ -89,6 +89,8 @@ class TracedOperation:
             devices: arguments, values still to be used, and what reshards need beside them.
         held_bytes: what each rank holds when the operation begins.
         compute_s: seconds that each rank computes; empty where no device is known.
+        may_stop: whether a program looks at elements before it, and may have to be carried out
+            from its arguments again, operation by operation.
     """
 
     operation: Operation
@@ -102,6 +104,7 @@ class TracedOperation:
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
     compute_s: tuple[float, ...] = field(default=())
+    may_stop: bool = False
 
     @property
     def reshards(self) -> Iterator[InsertedReshard]:
