@@ -29,10 +29,12 @@ $(DEMO)/model/.fetched: | $(DEMO)/venv/.installed
 	@rm -rf $(DEMO)/wheel
 	@touch $@
 
-# A small GPT over four processes; saves to .train as it goes, and goes on from there.
+# A small GPT over four processes; saves to .train as it goes, and goes on from there, whatever MESH
+# wrote it. MESH=pp=2,dp=2 has stages.
+MESH ?= dp=2,tp=2
 train: venv
 	$(VENV)/bin/python -m torch.distributed.run --nproc-per-node=4 examples/train.py \
-		--mesh dp=2,tp=2 --steps 200 --every 20 --folder .train
+		--mesh $(MESH) --steps 200 --every 20 --folder .train
 
 # Everything the tests need, torch for the CPU included.
 venv: $(VENV)/.installed

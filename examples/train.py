@@ -1,6 +1,6 @@
 """A small GPT trained in arrays in shards, stopped, and resumed on another mesh.
 
-In one process, over simulated devices:  python examples/train.py --tiny --mesh dp=2,tp=2
+In one process, over simulated devices:  python examples/train.py --tiny --mesh pp=2,dp=2,tp=2
 Over processes:  torchrun --nproc-per-node=4 examples/train.py --mesh dp=2,tp=2 --folder run
 The text is the pages of this repository's docs. With --folder, a run saves as it goes, and goes on
 from the last save that is there, whatever mesh wrote it.
@@ -64,10 +64,12 @@ def cuts(sizes: Sizes, mesh: DeviceMesh) -> dict[str, ShardingSpec]:
 
 
 def make_parameters(sizes: Sizes, specs: dict[str, ShardingSpec], dtype: str) -> dict[str, Any]:
-    """The first parameters: the same numbers on every mesh."""
+    """The first parameters, those that have a sharding: the same numbers on every mesh."""
     key = sp.random.key(0)
     found = {}
     for number, (name, shape) in enumerate(sizes.shapes().items()):
+        if name not in specs:
+            continue
         if len(shape) == 1:
             found[name] = sp.ones(shape, dtype=dtype, spec=specs[name])
             continue
@@ -203,8 +205,10 @@ class Training:
         found = {f"parameters.{name}": one for name, one in self.parameters.items()}
         for slot in ("exp_avg", "exp_avg_sq"):
             found |= {f"{slot}.{name}": one for name, one in self.state[slot].items()}
-        losses = np.array(self.losses, np.float64)
-        return found | {"losses": sp.array(losses, spec(self.mesh, "-"))}
+        if "norm" in self.parameters:
+            whole = spec(self.parameters["norm"].mesh, "-")
+            found["losses"] = sp.array(np.array(self.losses, np.float64), whole)
+        return found
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, which appears whole or not at all."""
@@ -217,20 +221,19 @@ class Training:
     def load(self, source: Path) -> None:
         """Go on from a checkpoint, whatever mesh and ZeRO wrote it."""
         checkpoint = reshard.checkpoint.open(source)
-        steps = checkpoint["losses"].shape[0]
-        self.losses = [0.0] * steps
+        self.losses = reshard.checkpoint.read_tensor(checkpoint, "losses").tolist()
         found = load_arrays(checkpoint, self.arrays())
-        self.losses = [float(one) for one in found["losses"].to_dense()]
         self.parameters = {name: found[f"parameters.{name}"] for name in self.parameters}
         for slot in ("exp_avg", "exp_avg_sq"):
             self.state[slot] = {name: found[f"{slot}.{name}"] for name in self.parameters}
-        self.state["step"] = sp.array(steps)
+        self.state["step"] = sp.array(len(self.losses))
 
 
 class PipelinedTraining(Training):
-    """A run whose layers are in stages, each on a mesh of its own, in one process.
+    """A run whose layers are in stages, each on a mesh of its own.
 
-    A step is a pipeline of microbatches, then AdamW of each stage. `zero` is 0, 1 or 3.
+    A step is a pipeline of microbatches, then AdamW of each stage. A process has the parameters and
+    states of its own stage; in one process, of all. `zero` is 0, 1 or 3.
     """
 
     def __init__(
@@ -245,33 +248,28 @@ class PipelinedTraining(Training):
         self.sizes, self.mesh, self.text = sizes, mesh, read_text()
         self.losses: list[float] = []
         self.microbatches = microbatches
-        lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-        self.count, inner = lengths["pp"], lengths["dp"] * lengths["tp"]
-        meshes = [
-            DeviceMesh.of(
-                dp=lengths["dp"],
-                tp=lengths["tp"],
-                devices=range(stage * inner, (stage + 1) * inner),
-            )
-            for stage in range(self.count)
-        ]
-        self.stage = {name: stage_of(name, sizes, self.count) for name in sizes.shapes()}
-        specs = {name: cuts(sizes, meshes[stage])[name] for name, stage in self.stage.items()}
+        self.meshes = meshes = stage_meshes(mesh)
+        self.count = len(meshes)
+        rank = own_rank()
+        self.here = [n for n, own in enumerate(meshes) if rank is None or rank in own.devices]
+        stage = {name: stage_of(name, sizes, self.count) for name in sizes.shapes()}
+        self.stage = {name: number for name, number in stage.items() if number in self.here}
+        specs = {name: cuts(sizes, meshes[number])[name] for name, number in self.stage.items()}
         self.parameters = make_parameters(sizes, specs, dtype)
         over: dict[str, Any] = {}
-        for stage, own in enumerate(meshes):
-            over |= sp.specs_over(self.of_stage(self.parameters, stage), own, "dp")
+        for number in self.here:
+            over |= sp.specs_over(self.of_stage(self.parameters, number), meshes[number], "dp")
         if zero == 3:
             self.parameters = {name: one.shard(over[name]) for name, one in self.parameters.items()}
         adam = sp.AdamW(1e-3)
         self.state = adam.init(self.parameters, over if zero else None) | {"step": sp.array(0)}
         network = Network(sizes, specs)
         self.pipeline = sp.Pipeline(
-            [network.stage(stage, self.count) for stage in range(self.count)],
+            [network.stage(number, self.count) for number in range(self.count)],
             sp.pipeline_schedule(order, self.count, microbatches),
             [spec(own, "dp, -, -") for own in meshes],
         )
-        self.meshes, self.update = meshes, sp.jit(adam.update)
+        self.update = sp.jit(adam.update)
 
     def of_stage(self, found: dict[str, Any], stage: int) -> dict[str, Any]:
         """The entries of one stage's parameters."""
@@ -279,42 +277,77 @@ class PipelinedTraining(Training):
 
     def run(self, steps: int) -> None:
         """Take steps until so many were taken."""
-        first, last = (spec(self.meshes[stage], "dp, -") for stage in (0, -1))
+        begin = len(self.losses)
         slots = ("exp_avg", "exp_avg_sq")
         while len(self.losses) < steps:
-            batch = make_batch(self.text, self.sizes, len(self.losses))
-            tokens, targets = (np.split(one, self.microbatches) for one in batch)
             value, slopes = self.pipeline(
                 [self.of_stage(self.parameters, stage) for stage in range(self.count)],
-                [
-                    (sp.array(x, first), sp.array(y, last))
-                    for x, y in zip(tokens, targets, strict=True)
-                ],
+                self.make_microbatches(len(self.losses)),
             )
             state: dict[str, Any] = {slot: {} for slot in slots}
-            for stage, own in enumerate(slopes):
+            for stage in self.here:
                 before = {slot: self.of_stage(self.state[slot], stage) for slot in slots}
                 before["step"] = self.state["step"]
                 parameters = self.of_stage(self.parameters, stage)
-                made, after = self.update(parameters, own, before)
+                made, after = self.update(parameters, slopes[stage], before)
                 self.parameters |= made
                 state["step"] = after.pop("step")
                 for slot in slots:
                     state[slot] |= after[slot]
             self.state = state
-            self.losses.append(float(value))
+            self.losses.append(0.0 if value is None else float(value))
+        self.losses[begin:] = told_by_last(self.losses[begin:])
+
+    def make_microbatches(self, number: int) -> list[tuple[Any, Any]]:
+        """Those of a step: letters for the first stage, what follows them for the last."""
+        ends = []
+        for stage, whole in zip(
+            (0, self.count - 1), make_batch(self.text, self.sizes, number), strict=True
+        ):
+            rows, is_here = spec(self.meshes[stage], "dp, -"), stage in self.here
+            parts = np.split(whole, self.microbatches)
+            ends.append([sp.array(one, rows) if is_here else None for one in parts])
+        return list(zip(*ends, strict=True))
+
+
+def own_rank() -> int | None:
+    """Of this process; None where it has the shards of all ranks."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
+def stage_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The mesh of each stage along `pp`."""
+    stages, dp, tp = mesh.shape
+    return [
+        DeviceMesh.of(dp=dp, tp=tp, devices=mesh.devices[stage * dp * tp : (stage + 1) * dp * tp])
+        for stage in range(stages)
+    ]
+
+
+def told_by_last(losses: list[float]) -> list[float]:
+    """The losses, which over processes the ranks of the last stage have."""
+    if own_rank() is None:
+        return losses
+    import torch
+    import torch.distributed as dist
+
+    told = torch.tensor(losses, dtype=torch.float64)
+    dist.broadcast(told, dist.get_world_size() - 1)
+    return list(told.tolist())
 
 
 def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
     """Write arrays in shards as a checkpoint: in one process, or by all of them, each its part."""
-    first = next(iter(arrays.values()))
-    if len(first.shards) < first.mesh.size:
+    if own_rank() is not None:
         from torch.distributed import checkpoint as dcp
 
         from reshard.torch import StorageWriter
 
         writer = StorageWriter(target, format="sharded-safetensors")
-        state = {name: as_distributed_tensor(one) for name, one in arrays.items()}
+        among = torch_mesh(mesh)["tp", "dp"]
+        state = {name: as_distributed_tensor(one, among) for name, one in arrays.items()}
         dcp.save(state, storage_writer=writer)
         return
     held: dict[int, dict[str, Any]] = {rank: {} for rank in sorted(mesh.devices)}
@@ -338,10 +371,10 @@ def torch_mesh(mesh: DeviceMesh) -> Any:
 
     # Dimensions are cut over `tp` first: DTensor reads placements from the left.
     ranks = np.asarray(mesh.devices).reshape(mesh.shape).T.tolist()
-    return TorchMesh("cpu", ranks, mesh_dim_names=("tp", "dp"))
+    return TorchMesh("cpu", ranks, mesh_dim_names=mesh.axis_names[::-1])
 
 
-def as_distributed_tensor(array: Any) -> Any:
+def as_distributed_tensor(array: Any, among: Any) -> Any:
     """PyTorch's name for an array in shards, which its checkpoints take."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -353,7 +386,7 @@ def as_distributed_tensor(array: Any) -> Any:
     (shard,) = array.shards.values()
     return DTensor.from_local(
         shard,
-        torch_mesh(array.mesh),
+        among,
         placements,
         shape=torch.Size(array.shape),
         stride=torch.empty(array.shape, device="meta").stride(),
@@ -374,36 +407,44 @@ def load_arrays(checkpoint: Any, like: dict[str, Any]) -> dict[str, Any]:
 def train(arguments: argparse.Namespace) -> Training:
     """A run as the command line says it; goes on from the last checkpoint of its folder."""
     given = DeviceMesh.parse(arguments.mesh)
-    lengths = {"dp": 1, "tp": 1} | dict(zip(given.axis_names, given.shape, strict=True))
-    sizes = TINY if arguments.tiny else Sizes()
-    if lengths.pop("pp", 1) == 1:
-        run = Training(sizes, DeviceMesh.of(**lengths), arguments.dtype, arguments.zero)
-    else:
-        run = pipelined(arguments, sizes)
-    saves = sorted(arguments.folder.glob("step-??????")) if arguments.folder else []
-    if saves:
-        run.load(saves[-1])
-    is_first = 0 in next(iter(run.parameters.values())).shards
-    while len(run.losses) < arguments.steps:
-        begin_s = time.perf_counter()
-        begin = len(run.losses)
-        run.run(min(begin + arguments.every, arguments.steps))
-        step_s = (time.perf_counter() - begin_s) / (len(run.losses) - begin)
-        if arguments.folder:
-            run.save(arguments.folder)
-        if is_first:
-            print(f"step {len(run.losses)}  loss {run.losses[-1]:.4f}  {step_s:.3f} s a step")
+    lengths = {"pp": 1, "dp": 1, "tp": 1} | dict(zip(given.axis_names, given.shape, strict=True))
+    with sp.running(runner_over(DeviceMesh.of(**lengths))):
+        run = begin(arguments, lengths)
+        saves = sorted(arguments.folder.glob("step-??????")) if arguments.folder else []
+        if saves:
+            run.load(saves[-1])
+        while len(run.losses) < arguments.steps:
+            begin_s, before = time.perf_counter(), len(run.losses)
+            run.run(min(before + arguments.every, arguments.steps))
+            step_s = (time.perf_counter() - begin_s) / (len(run.losses) - before)
+            if arguments.folder:
+                run.save(arguments.folder)
+            if not own_rank():
+                print(f"step {len(run.losses)}  loss {run.losses[-1]:.4f}  {step_s:.3f} s a step")
     return run
 
 
-def pipelined(arguments: argparse.Namespace, sizes: Sizes) -> PipelinedTraining:
-    """A run with stages. Raises SystemExit where it cannot be."""
-    given = DeviceMesh.parse(arguments.mesh)
-    lengths = {"pp": 1, "dp": 1, "tp": 1} | dict(zip(given.axis_names, given.shape, strict=True))
-    if "WORLD_SIZE" in os.environ or arguments.zero == 2:
-        raise SystemExit("pp runs in one process, over simulated devices, with --zero 0, 1 or 3")
-    mesh = DeviceMesh.of(**lengths)
-    return PipelinedTraining(sizes, mesh, arguments.dtype, arguments.zero, arguments.order)
+def runner_over(mesh: DeviceMesh) -> Any:
+    """What this process has: shards of its stage's ranks, or those of all ranks."""
+    import torch.distributed as dist
+
+    rank = own_rank()
+    if rank is None:
+        return sp.in_process("torch")
+    stages = [list(one.devices) for one in stage_meshes(mesh)]
+    groups = [dist.new_group(ranks) for ranks in stages] if len(stages) > 1 else [None]
+    return sp.over_processes(groups[next(n for n, ranks in enumerate(stages) if rank in ranks)])
+
+
+def begin(arguments: argparse.Namespace, lengths: dict[str, int]) -> Training:
+    """A run at its first step. Raises SystemExit where it cannot be."""
+    common = (arguments.dtype, arguments.zero)
+    sizes = TINY if arguments.tiny else Sizes()
+    if lengths["pp"] == 1:
+        return Training(sizes, DeviceMesh.of(dp=lengths["dp"], tp=lengths["tp"]), *common)
+    if arguments.zero == 2:
+        raise SystemExit("stages give gradients as parameters lie: with pp, --zero 0, 1 or 3")
+    return PipelinedTraining(sizes, DeviceMesh.of(**lengths), *common, arguments.order)
 
 
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -422,14 +463,12 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = read_arguments()
     if "WORLD_SIZE" not in os.environ:
-        with sp.running(sp.in_process("torch")):
-            train(arguments)
+        train(arguments)
         return
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    with sp.running(sp.over_processes()):
-        train(arguments)
+    train(arguments)
     dist.destroy_process_group()
 
 

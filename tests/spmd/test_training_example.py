@@ -61,24 +61,29 @@ def test_stages_have_the_losses_of_one_device(
     np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-9)
 
 
-def test_losses_in_float32() -> None:
+@pytest.mark.parametrize(("pp", "steps"), [(1, STEPS), (2, 20)])
+def test_losses_in_float32(pp: int, steps: int) -> None:
     with sp.running(sp.in_process("torch")):
-        run = train.Training(train.TINY, DeviceMesh.of(dp=2, tp=2), "float32", zero=1)
-        run.run(STEPS)
-    expected = losses_of_one_device("float32", STEPS)
+        run: train.Training
+        if pp == 1:
+            run = train.Training(train.TINY, DeviceMesh.of(dp=2, tp=2), "float32", zero=1)
+        else:
+            mesh = DeviceMesh.of(pp=pp, dp=2, tp=2)
+            run = train.PipelinedTraining(train.TINY, mesh, "float32", zero=1)
+        run.run(steps)
+    expected = losses_of_one_device("float32", STEPS)[:steps]
     np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-5)
 
 
 def test_resumed_on_another_mesh_in_one_process(tmp_path: Path) -> None:
     words = ["--tiny", "--dtype", "float64", "--every", "5", "--folder", str(tmp_path / "run")]
-    with sp.running(sp.in_process("torch")):
-        for mesh, zero, steps in (
-            ("dp=4", "3", "5"),
-            ("pp=2,dp=2,tp=2", "1", "10"),
-            ("dp=2,tp=2", "1", "15"),
-        ):
-            given = ["--mesh", mesh, "--zero", zero, "--steps", steps]
-            run = train.train(train.read_arguments([*words, *given]))
+    for mesh, zero, steps in (
+        ("dp=4", "3", "5"),
+        ("pp=2,dp=2,tp=2", "1", "10"),
+        ("dp=2,tp=2", "1", "15"),
+    ):
+        given = ["--mesh", mesh, "--zero", zero, "--steps", steps]
+        run = train.train(train.read_arguments([*words, *given]))
     assert [one.name for one in sorted((tmp_path / "run").iterdir())] == [
         "step-000005",
         "step-000010",

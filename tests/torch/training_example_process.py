@@ -1,4 +1,4 @@
-"""One rank of a job that trains as the example does: begun over dp, resumed over dp and tp."""
+"""One rank of a job that trains as the example does, and goes on over other meshes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train
 
-import reshard.spmd as sp
-
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    common = ["--tiny", "--dtype", "float64", "--every", "50", "--folder", sys.argv[1]]
-    with sp.running(sp.over_processes()):
-        for mesh, zero, steps in (("dp=4", "1", "100"), ("dp=2,tp=2", "3", "200")):
-            words = ["--mesh", mesh, "--zero", zero, "--steps", steps]
-            run = train.train(train.read_arguments([*common, *words]))
-            assert len(run.losses) == int(steps)
-        # Groups of processes have threads: as many as two meshes need, whatever number of arrays.
-        assert len(list(Path("/proc/self/task").iterdir())) < 200
+    common = ["--tiny", "--dtype", "float64", "--every", "20", "--folder", sys.argv[1]]
+    for mesh, zero, order, steps in (
+        ("dp=4", "1", "", "80"),
+        ("pp=2,dp=2", "3", "1f1b", "100"),
+        ("dp=2,tp=2", "3", "", "180"),
+        ("pp=2,tp=2", "0", "zb-h1", "200"),
+    ):
+        words = ["--mesh", mesh, "--zero", zero, "--order", order, "--steps", steps]
+        run = train.train(train.read_arguments([*common, *words]))
+        assert len(run.losses) == int(steps)
+        # A process has the parameters of its stage.
+        is_whole = len(run.parameters) == len(train.TINY.shapes())
+        assert is_whole == (not order), (mesh, len(run.parameters))
+    # Groups of processes have threads: as many as four meshes need, whatever number of arrays.
+    assert len(list(Path("/proc/self/task").iterdir())) < 200
     dist.destroy_process_group()
 
 
