@@ -74,16 +74,16 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
 
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text."
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text."
 )
 quiet_option = click.option(
-    "--quiet", "-q", is_flag=True, help="No progress and no report; errors are still shown."
+    "--quiet", "-q", is_flag=True, help="Show no progress and no report; errors are still shown."
 )
 threads_option = click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="At most N threads in a process. [default: 4 on a machine, 16 from an address]",
+    help="At most N threads per process. [default: 4 for local files, 16 for a URL]",
 )
 memory_option = click.option(
     "--memory",
@@ -92,24 +92,30 @@ memory_option = click.option(
     default=f"{DEFAULT_EXTRA_BYTES // 1024**2}MiB",
     show_default=True,
     metavar="SIZE",
-    help="What the work may allocate.",
+    help="Limit on the memory that the run allocates for buffers.",
 )
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,
-    help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
-    "would be.",
+    help="List what would be written, tensor by tensor, and write nothing. Fails for the same "
+    "reasons as the run would.",
 )
 staging_option = click.option(
     "--staging",
     metavar="FOLDER",
-    help="Where files for an address wait on this machine. [default: in the user's cache]",
+    help="The local folder for files that are to be uploaded. [default: in the user's cache]",
 )
 _RUN_OPTIONS = (
     memory_option,
     threads_option,
-    click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end."),
-    click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left."),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace TARGET if it exists, once the new one is complete.",
+    ),
+    click.option(
+        "--restart", is_flag=True, help="Discard what an interrupted run left, and start over."
+    ),
     staging_option,
 )
 
@@ -136,145 +142,150 @@ rule_option = click.option(
     "rules",
     multiple=True,
     metavar="PATTERN=SPEC",
-    help="How tensors whose names match are cut ('*.weight=tp, -'). Repeatable; the first "
-    "that matches wins.",
+    help="How to cut the tensors whose names match ('*.weight=tp, -'). Repeatable; the first "
+    "rule that matches applies.",
 )
 option_option = click.option(
     "--option",
     "options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes of one "
-    "of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
+    help="Set an option of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes "
+    "for one of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
 )
 allow_option = click.option(
     "--allow",
     multiple=True,
     type=click.Choice(ALLOWANCES),
-    help="What is an error otherwise: cuts that ranks cannot compute with, tensors that no rule "
-    "matches (every rank gets them whole). Repeatable.",
+    help="Accept what is otherwise an error: cuts that ranks cannot compute with, or tensors that "
+    "no rule matches (every rank gets them whole). Repeatable.",
 )
 dtype_option = click.option(
     "--dtype",
     type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
-    help="Cast floating-point tensors; not those of quantised weights, nor float32 ones of a "
-    "model of 16 bits.",
+    help="Cast floating-point tensors, except those of quantised weights and the float32 tensors "
+    "of a 16-bit model.",
 )
 source_layout_option = click.option(
     "--source-layout",
     metavar="FILE",
-    help="Make the model's own tensors of what an engine's ranks hold (sharded_state): a file "
-    "that `reshard recipe derive` wrote. [default: the one beside the source]",
+    help="Convert an engine's parameters (sharded_state) back to the model's tensors, by a layout "
+    "file of `reshard recipe derive`. [default: the one beside the source]",
 )
 adapter_option = click.option(
     "--adapter",
     "adapters",
     multiple=True,
     metavar="PATH",
-    help="Merge the changes of an adapter of PEFT into the weights: a folder with "
-    "adapter_config.json. Repeatable, one after another.",
+    help="Merge a PEFT adapter into the weights: a folder with adapter_config.json. Repeatable; "
+    "adapters are merged in order.",
 )
 _SELECTION_OPTIONS = (
     click.option(
         "--include",
         multiple=True,
         metavar="GLOB",
-        help="Take only what has such a name ('model.*'). Repeatable.",
+        help="Take only tensors and values whose names match ('model.*'). Repeatable.",
     ),
     click.option(
         "--exclude",
         multiple=True,
         metavar="GLOB",
-        help="Leave out what has such a name. Repeatable.",
+        help="Leave out tensors and values whose names match. Repeatable.",
     ),
     click.option(
         "--strip-prefix",
         multiple=True,
         metavar="PREFIX",
-        help="Take a prefix off the names that have it (model.). Repeatable, one after another.",
+        help="Remove a prefix from the names that have it (model.). Repeatable; applied in order.",
     ),
     click.option(
         "--rename",
         multiple=True,
         metavar="PATTERN=NAME",
-        help="Other names: each `*` stands for the same text on both sides "
-        "('layers.*.w1=model.layers.*.gate'); {1} {2} where their order changes. Repeatable; the "
-        "first that matches wins.",
+        help="Rename: each `*` stands for the same text on both sides "
+        "('layers.*.w1=model.layers.*.gate'); use {1} {2} to change their order. Repeatable; the "
+        "first pattern that matches applies.",
     ),
 )
 _CONVERSION_OPTIONS = (
     click.option(
         "--to",
         metavar="MESH",
-        help="What to cut for: a mesh (tp=2,dp=2), a number of ranks (3), or `full`.",
+        help="The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors.",
     ),
     click.option(
         "--layout",
         metavar="FILE",
-        help="Cut for the ranks of an engine as its own loader reads, instead of --to: a file that "
-        "`reshard recipe derive` wrote.",
+        help="Instead of --to: cut as an engine's own loader reads weights, by a layout file of "
+        "`reshard recipe derive`.",
     ),
     *_SELECTION_OPTIONS,
     rule_option,
     click.option(
         "--recipe",
         metavar="NAME|FILE|auto",
-        help="Rules for a kind of model: a shipped one, a TOML file, or by config.json.",
+        help="Rules for a model family: a shipped recipe, a TOML file, or `auto` (by config.json).",
     ),
     option_option,
     allow_option,
     click.option(
         "--source-names",
         metavar="NAME",
-        help="Whose names the source has, and what it fuses: a convention of the recipe, such as "
-        "megatron. [default: the recipe's own, Hugging Face's]",
+        help="The naming convention of the source, with its fused tensors: one of the recipe, such "
+        "as megatron. [default: the recipe's own, Hugging Face's]",
     ),
-    click.option("--target-names", metavar="NAME", help="The same of the target: megatron, vllm."),
+    click.option(
+        "--target-names",
+        metavar="NAME",
+        help="The naming convention of the target: megatron, vllm.",
+    ),
     dtype_option,
     click.option(
         "--dequantize",
         is_flag=True,
-        help="Make values of quantised weights, of --dtype or of config.json's type.",
+        help="Dequantize weights, to --dtype or to the type in config.json.",
     ),
     click.option(
         "--quantize",
         type=click.Choice(QUANTIZATIONS),
-        help="Make the matrices of layers float8, with a scale for each block of 128 by 128.",
+        help="Quantize the layers' matrices to float8, with a scale per block of 128 by 128.",
     ),
     source_layout_option,
     adapter_option,
     click.option(
         "--strategy",
         metavar="NAME",
-        help="Place tensors by a policy, instead of rules: simple (in turn), balanced (by bytes), "
-        "sharded (rows over all), recipe (by config.json). [default for a number: simple]",
+        help="Instead of rules, place tensors by a policy: simple (whole, in turn), balanced (whole, "
+        "by bytes), sharded (rows over all ranks), recipe (by config.json). [default for a "
+        "number: simple]",
     ),
     click.option(
         "--format",
         type=FormatChoice(written_names()),
         metavar="FORMAT",
-        help=f"Of the target: {', '.join(written_names())}. [default: safetensors for `full`, "
-        "else sharded-safetensors]",
+        help=f"The target's format: {', '.join(written_names())}. [default: safetensors for "
+        "`full`, else sharded-safetensors]",
     ),
     click.option(
         "--training",
         type=click.Choice([*STYLES]),
-        help="Training state as another program keeps it: names, 32-bit weights, steps, groups. "
-        "fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
+        help="Convert training state to that of another program: names, 32-bit weights, steps, "
+        "groups. fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
     ),
     click.option(
         "--replicas",
         type=click.Choice(REPLICAS),
         default=REPLICAS[0],
         show_default=True,
-        help="Store equal shards once, or one for every rank.",
+        help="Store equal shards once, or a copy for every rank.",
     ),
     click.option(
         "--max-file",
         "most_file_bytes",
         callback=as_size,
         metavar="SIZE",
-        help="Begin a new file beyond SIZE; for `--to full`.",
+        help="With `--to full`: the largest size of a file.",
     ),
 )
 
@@ -297,17 +308,20 @@ _SOURCE_CUT_OPTIONS = (
     click.option(
         "--source-mesh",
         metavar="MESH",
-        help="The ranks that wrote a source of plain tensors, one file each: tp=2.",
+        help="The mesh that wrote the source, for plain tensors in one file per rank: tp=2.",
     ),
     click.option(
         "--source-rule",
         "source_rules",
         multiple=True,
         metavar="GLOB=SPEC",
-        help="How that mesh cuts its tensors: '*.weight=tp, -'. Repeatable; the first that fits.",
+        help="How --source-mesh cut the tensors: '*.weight=tp, -'. Repeatable; the first rule that "
+        "matches applies.",
     ),
     click.option(
-        "--source-recipe", metavar="NAME|FILE|auto", help="The same by the rules of a recipe."
+        "--source-recipe",
+        metavar="NAME|FILE|auto",
+        help="Instead of --source-rule: the rules of a recipe.",
     ),
 )
 

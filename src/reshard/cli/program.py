@@ -16,15 +16,15 @@ from reshard.cli.output import prepare_streams, settle_streams
 COMPLETE_VARIABLE = "_RESHARD_COMPLETE"
 
 _SUMMARIES = {
-    "inspect": "Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.",
-    "plan": "What converting SOURCE would read, write and move, per rank.",
-    "convert": "Cut the checkpoint SOURCE for other ranks, as TARGET.",
-    "verify": "Whether LEFT and RIGHT hold the same tensors.",
-    "diff": "Write what changed from BEFORE to AFTER, in any cuts.",
-    "apply": "Write BASE with the changes of DELTAS as TARGET.",
-    "explain": "What moves when a tensor laid out as FROM becomes TO.",
-    "recipe": "Show recipes, and what they make of a checkpoint.",
-    "calibrate": "How fast the links of a running job are.",
+    "inspect": "List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.",
+    "plan": "Show what converting SOURCE would read, write and move, per rank.",
+    "convert": "Convert the checkpoint SOURCE to another layout or format, as TARGET.",
+    "verify": "Check whether LEFT and RIGHT have the same tensors.",
+    "diff": "Write the changes from BEFORE to AFTER as a delta.",
+    "apply": "Apply DELTAS to the checkpoint BASE, as TARGET.",
+    "explain": "Show what moves when a tensor goes from the sharding FROM to the sharding TO.",
+    "recipe": "Show recipes, and apply them to a checkpoint.",
+    "calibrate": "Measure the links between the ranks of a job.",
     "clean": "List what unfinished conversions left at a URL.",
 }
 
@@ -37,7 +37,10 @@ _SUMMARIES = {
 )
 @click.version_option(__version__, message="reshard %(version)s")
 def program() -> None:
-    """Cut checkpoints of large models for other ranks, and prove that nothing was lost.
+    """Convert checkpoints of large models between layouts, and verify the result.
+
+    A checkpoint is a folder, a file, a URL (s3://, gs://, az://, http://, https://, hf://,
+    file://), or an id of the Hugging Face Hub.
 
     \b
     Examples:
@@ -53,12 +56,12 @@ def program() -> None:
     \b
     Exit codes:
       0  done
-      1  differs (verify), damaged (inspect --digest), not all matched (recipe check)
-      2  wrong use or bad input
-      3  failed while running; the same command continues
+      1  different (verify), damaged (inspect --digest), not all matched (recipe check)
+      2  wrong usage or bad input
+      3  failed while running; run the same command again to continue
 
     \b
-    Each command takes --json and prints one JSON object, see its --help. An error is then
+    With --json, each command prints one JSON object, described in its --help; an error is
     {"error": {"kind": ..., "message": ...}}.
     """
 

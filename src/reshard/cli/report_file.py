@@ -18,14 +18,14 @@ _OPTIONS = (
         "--html",
         "report_path",
         metavar="FILE",
-        help="Write a report with pictures to open in a browser.",
+        help="Write an HTML report with pictures.",
     ),
     click.option("--overwrite", is_flag=True, help="Replace the report if FILE exists."),
     click.option(
         "--ranks-per-host",
         type=click.IntRange(min=1),
         metavar="N",
-        help="In the report, how much passes between hosts of N ranks.",
+        help="Add the traffic between hosts of N ranks to the report.",
     ),
 )
 

@@ -36,13 +36,13 @@ def apply(
     quiet: bool,
     **arguments: Any,
 ) -> int:
-    """Write BASE with the changes of DELTAS as TARGET.
+    """Apply DELTAS to the checkpoint BASE, as TARGET.
 
-    DELTAS are files of `reshard diff`, applied one after the other. Without --to, TARGET is cut and
-    stored as BASE is; with it, as `reshard convert` does. Every block of BASE must be what the
-    delta was made from, in whatever cut, and every new one what the delta promises: digests are
-    compared on both ends. TARGET appears whole or not at all, and the same command continues a run
-    that was interrupted. Started by torchrun, the processes share the work.
+    DELTAS are files of `reshard diff`, applied in order. Without --to, TARGET has the layout and
+    format of BASE; with it, those that `reshard convert` would write. Digests check that every
+    block of BASE is the one that the delta was made from, in any layout, and that every new block
+    is the one that it promises. TARGET appears only when it is complete, and the same command
+    continues an interrupted run. Started by torchrun, the processes share the work.
 
     \b
     Examples:

@@ -72,12 +72,12 @@ def calibrate(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """How fast the links of a running job are.
+    """Measure the links between the ranks of a job.
 
-    For estimates, and for the choice between methods. It is started by torchrun, with as many
-    ranks on every host as the job will have. The preset says how long messages, copies and
-    collectives take there; reshard.cost.load_preset reads it. All ranks of a job must be given
-    the same file, so that they choose alike. The first rank writes it.
+    Writes a preset for estimates and for the choice between methods: how long messages, copies and
+    collectives take. Start it with torchrun, with as many ranks on every host as the job will have.
+    The first rank writes the file; reshard.cost.load_preset reads it. Give the same file to all
+    ranks of a job, so that they make the same choices.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def calibrate(
     \b
     Keys of --json:
       output (null without --output), preset (the text of the TOML file), rounds, seconds_s
-      typical_error (half of all measurements are explained as well: a share of their seconds)
+      typical_error (the median relative error of the estimates)
       measurements [{subject, name, messages, size_bytes, runs, copied_bytes,
                      combined_bytes, seconds_s, estimate_s}]
     """

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     """List what unfinished conversions left at a URL.
 
-    It lists what conversions to URL, or below it, left that did not end: uploads with their parts,
-    and the markers beside them, by which the same command would continue. With --yes they are
-    removed, and what is staged on this machine for them; nothing else is ever removed. A conversion
-    that still runs is listed too: look at the age.
+    Lists, at URL and below it, what conversions that did not complete have left: uploads with their
+    parts, and the markers by which the same command would continue. With --yes they are removed,
+    together with the files staged for them on this machine; nothing else is removed. Conversions
+    that are still running are listed too: check the age.
 
     \b
     Examples:

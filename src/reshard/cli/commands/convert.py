@@ -62,10 +62,11 @@ def convert(
     quiet: bool,
     **arguments: Any,
 ) -> int:
-    """Cut the checkpoint SOURCE for other ranks, as TARGET.
+    """Convert the checkpoint SOURCE to another layout or format, as TARGET.
 
-    TARGET appears whole or not at all. An interrupted conversion continues where it stopped
-    when the same command is run again. Started by torchrun, the processes share the work.
+    TARGET appears only when it is complete. If a conversion is interrupted, run the same command
+    again and it continues. Started by torchrun, the processes share the work. SOURCE and TARGET
+    may be URLs.
 
     \b
     Examples:
@@ -76,12 +77,12 @@ def convert(
       reshard convert llama-megatron llama-hf --for hf
 
     \b
-    A rule is a glob on tensor names and how these are cut, an item a dimension:
-      'tp, -'       the first dimension over the mesh axis tp, the second not
-      '-, dp tp'    the second over dp and tp together
-      'tp, ...'     the first, whatever the number of dimensions
+    A rule is a glob on tensor names and a spec with one item per dimension:
+      'tp, -'       cut the first dimension over the mesh axis tp, not the second
+      '-, dp tp'    cut the second dimension over dp and tp together
+      'tp, ...'     cut the first, for any number of dimensions
 
-    --dry-run with --json has `dry_run`, and tensors and files as `reshard plan --json` has them.
+    With --dry-run, --json has `dry_run`, and tensors and files as in `reshard plan --json`.
 
     \b
     Keys of --json:

@@ -39,9 +39,13 @@ if TYPE_CHECKING:
     "--compress",
     "compression",
     type=click.Choice(COMPRESSIONS),
-    help="Compress what changed; smaller where numbers moved a little.",
+    help="Compress the changes; effective where numbers changed a little.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace DELTA if it exists, at the very end.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace DELTA if it exists, once the new one is complete.",
+)
 @memory_option
 @threads_option
 @json_option
@@ -57,11 +61,11 @@ def diff(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Write what changed from BEFORE to AFTER, in any cuts.
+    """Write the changes from BEFORE to AFTER as a delta.
 
-    Of tensors that both have in one type and shape, DELTA has the elements or blocks that changed;
-    others of AFTER are in it whole. `reshard apply` makes AFTER of BEFORE with it, in any cut.
-    Where both have a manifest of reshard, blocks whose digests are equal are not read.
+    For tensors that have the same type and shape in both, DELTA has the elements or blocks that
+    changed; other tensors of AFTER are stored whole. `reshard apply` recreates AFTER from BEFORE,
+    in any layout. If both have a manifest of reshard, blocks with equal digests are not read.
 
     \b
     Examples:

@@ -34,37 +34,36 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
 @click.command(cls=_Explain, epilog=f"\b\nNotations, by example:{_EXAMPLES}")
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--mesh", "mesh_text", metavar="MESH", help="The devices, such as dp=2,tp=4.")
-@click.option("--ranks", "rank_text", metavar="RANKS", help="Of the devices: 4-7, or 3,1,2,0.")
-@click.option("--to-mesh", "target_mesh_text", metavar="MESH", help="Of TO, where it differs.")
-@click.option("--to-ranks", "target_rank_text", metavar="RANKS", help="Of TO, where they differ.")
+@click.option("--mesh", "mesh_text", metavar="MESH", help="The mesh, such as dp=2,tp=4.")
+@click.option("--ranks", "rank_text", metavar="RANKS", help="Its ranks: 4-7, or 3,1,2,0.")
+@click.option("--to-mesh", "target_mesh_text", metavar="MESH", help="The mesh of TO, if another.")
+@click.option("--to-ranks", "target_rank_text", metavar="RANKS", help="The ranks of TO, if others.")
 @click.option("--shape", "shape_text", metavar="SHAPE", help="Of the tensor: 4096x1024, 7, scalar.")
 @click.option(
     "--notation",
     type=click.Choice(list(NOTATIONS)),
-    help="Of both texts. [default: recognised from each]",
+    help="The notation of both texts. [default: recognised from each]",
 )
-@click.option("--dtype", metavar="NAME", help="Of the elements, for sizes in bytes.")
+@click.option("--dtype", metavar="NAME", help="The type of the elements, for sizes in bytes.")
 @click.option(
-    "--contents", is_flag=True, help="Draw the elements that each device holds; small tensors."
+    "--contents", is_flag=True, help="Draw the elements that each device holds, for small tensors."
 )
 @click.option(
     "--steps",
     type=click.Choice([name for name in STEPS if name != "all"]),
-    help="What a program may be made of: joint all-to-alls too, which is the default, the "
-    "classical collectives, which shardy and mlir can express, or the steps of MLIR's "
-    "notes.",
+    help="The collectives that a program may use: also joint all-to-alls (the default), the "
+    "classical collectives, which shardy and mlir can express, or the steps of MLIR's notes.",
 )
 @click.option(
     "--topology",
     metavar="NAME",
-    help="Times on a machine: one that comes with reshard, or the path of a .toml file. Needs "
-    "--dtype. The machines: " + ", ".join(shipped_presets()) + ".",
+    help="Estimate times on a machine: a preset, or the path of a .toml file. Needs --dtype. "
+    "The presets: " + ", ".join(shipped_presets()) + ".",
 )
 @click.option(
     "--lower",
     type=click.Choice(SYSTEMS),
-    help="Write nothing but the program, for another system.",
+    help="Print only the program, in the language of another system.",
 )
 @json_option
 @report_options
@@ -87,11 +86,11 @@ def explain(
     overwrite: bool,
     ranks_per_host: int | None,
 ) -> int:
-    """What moves when a tensor laid out as FROM becomes TO.
+    """Show what moves when a tensor goes from the sharding FROM to the sharding TO.
 
-    FROM and TO are shardings in any notation, also two different ones; a prefix such as `jax:`
-    says which. What a rank holds already stays; everything else is sent once. Where both sides are
-    over the same devices, the program of collectives that moves the fewest elements is shown too.
+    FROM and TO may be in any notation, also in different ones; a prefix such as `jax:` selects it.
+    What a rank already has stays; everything else is sent once. If both are over the same devices,
+    the program of collectives that moves the fewest elements is shown too.
 
     \b
     Examples:
@@ -104,13 +103,13 @@ def explain(
     Keys of --json:
       moved_elements, lower_bound_elements, max_send_elements, max_receive_elements
       transfers [{source_rank, target_rank, box, source_box, target_box}]
-      program (null where there is none) {moved_elements, peak_shard_elements,
+      program (null if there is none) {moved_elements, peak_shard_elements,
         steps [{step, axes, dims, after, moved_elements, live_shard_elements}]}
-      why_no_program (null where there is one)
+      why_no_program (null if there is one)
       (with --topology seconds_s, of messages; of the program and its steps too)
 
-    A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
-    local array of each rank (of a rank that holds several boxes: in the one it is of).
+    A box is [[start, stop], ...], one pair per dimension. `box` is in the tensor; the others are in
+    the local array of the rank (or in one of its boxes, if it holds several).
     """
     from reshard.cli.explanation import Side, explanation_of
 

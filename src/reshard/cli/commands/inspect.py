@@ -45,12 +45,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(), callback=as_path)
-@click.option("--digest", is_flag=True, help="Read every byte, and compare with the manifest.")
 @click.option(
-    "--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors of such names."
+    "--digest", is_flag=True, help="Read every byte, and compare digests with the manifest."
+)
+@click.option(
+    "--tensor",
+    "patterns",
+    multiple=True,
+    metavar="GLOB",
+    help="Only tensors whose names match. Repeatable.",
 )
 @source_cut_options
-@click.option("--picture", "drawn", metavar="NAME", help="Draw which rank holds what of a tensor.")
+@click.option(
+    "--picture", "drawn", metavar="NAME", help="Draw which rank holds which part of a tensor."
+)
 @threads_option
 @json_option
 @quiet_option
@@ -64,11 +72,11 @@ def inspect(
     quiet: bool,
     **source_cut: Any,
 ) -> int:
-    """Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.
+    """List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.
 
-    CHECKPOINT is a folder, a safetensors file, or an index file. Only headers are read, but
-    with --digest: then every byte is, and damaged blocks are listed with their place; exit
-    code 1 if there are any.
+    CHECKPOINT is a folder, a file, an index file, or a URL. Only headers are read. With --digest
+    every byte is read and damaged blocks are listed with their location; the exit code is 1 if
+    there are any.
 
     \b
     Examples:
@@ -81,7 +89,7 @@ def inspect(
     Keys of --json:
       path, format, mesh {text, axes, devices}, ranks, metadata
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
-      items [{name, rank, size_bytes}] (bytes that are no tensors)
+      items [{name, rank, size_bytes}] (bytes that are not tensors)
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
       attributes (plain values of the metadata, by name), notes
       values (plain values saved beside the tensors, by name)

@@ -53,7 +53,7 @@ _BLOCK_RECORD_BYTES = 64
 @config_option
 @memory_option
 @threads_option
-@click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's cuts before and after.")
+@click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's layouts.")
 @json_option
 @report_options
 def plan(
@@ -69,13 +69,13 @@ def plan(
     ranks_per_host: int | None,
     **conversion_arguments: Any,
 ) -> int:
-    """What converting SOURCE would read, write and move, per rank.
+    """Show what converting SOURCE would read, write and move, per rank.
 
-    Writes nothing but the report of --html.
+    Nothing is written, except the report of --html.
 
-    Read is from the files of each rank of SOURCE, written is what each rank's files would
-    hold. Sent and received is what would pass between the ranks if it were done among them:
-    what a rank has already does not move.
+    "Read" counts the files of each rank of SOURCE; "written" counts the files of each target rank.
+    "Sent" and "received" count what would pass between the ranks if the conversion ran among them;
+    what a rank already has does not move.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.group(cls=Commands, invoke_without_command=True)
 @click.pass_context
 def recipe(context: click.Context) -> int:
-    """Show recipes, and what they make of a checkpoint.
+    """Show recipes, and apply them to a checkpoint.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def recipe(context: click.Context) -> int:
 @click.argument("name", required=False, metavar="[NAME|FILE]")
 @json_option
 def show(name: str | None, as_json: bool) -> int:
-    """The rules and options of a recipe, or a list of all recipes.
+    """Show the rules and options of a recipe, or list all recipes.
 
     \b
     Examples:
@@ -111,10 +111,10 @@ def check(
     allow: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Which rule cuts what of CHECKPOINT, and bytes per rank.
+    """Show which rule cuts which tensors of CHECKPOINT, and the bytes per rank.
 
-    Only headers are read, and nothing is written. Exit code 1 if there are cuts that ranks could
-    not compute with, or tensors that no rule matches, and they are not allowed.
+    Only headers are read, and nothing is written. The exit code is 1 if ranks could not compute
+    with a cut, or no rule matches a tensor, unless --allow accepts it.
 
     \b
     Examples:
@@ -177,15 +177,16 @@ def check(
 @recipe.command()
 @click.argument("model", type=click.Path(), callback=as_path)
 @click.argument("file", type=click.Path(), callback=as_path)
-@click.option("--engine", required=True, metavar="NAME", help="Whose loader to follow.")
+@click.option("--engine", required=True, metavar="NAME", help="The engine whose loader to follow.")
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @json_option
 def derive(model: str, file: str, engine: str, to: str, overwrite: bool, as_json: bool) -> int:
-    """Write what every rank of an engine reads of MODEL to a layout FILE.
+    """Write the layout of an engine's parameters to FILE, as its own loader reads MODEL.
 
-    MODEL is a folder with config.json and the checkpoint, of which headers are read. The engine's
-    own code says it. `convert --layout FILE` cuts by it, `recipe check --against FILE` compares.
+    MODEL is a folder with config.json and a checkpoint, of which only headers are read. The layout
+    is found by running the engine's own loading code. `convert --layout FILE` converts to it, and
+    `recipe check --against FILE` compares it with a recipe.
 
     \b
     Examples:

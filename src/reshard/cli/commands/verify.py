@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 @click.option(
     "--left-names",
     metavar="NAME",
-    help="Whose names LEFT has, and what it fuses, such as megatron; as convert's --source-names.",
+    help="The naming convention of LEFT, such as megatron; like --source-names of convert.",
 )
-@click.option("--right-names", metavar="NAME", help="The same of RIGHT.")
+@click.option("--right-names", metavar="NAME", help="The naming convention of RIGHT.")
 @click.option(
     "--recipe",
     metavar="NAME|FILE|auto",
-    help="Of the names. [default: auto, by config.json]",
+    help="The recipe of the naming conventions. [default: auto, by config.json]",
 )
 @click.option(
     "--for",
     "target_kind",
     type=click.Choice(("hf",)),
-    help="Compare LEFT as the model folder that `convert --for hf` would write with the one that "
-    "RIGHT is: names, ties and what pads the vocabulary as there.",
+    help="Compare what `convert --for hf` would make of LEFT with the model folder RIGHT: names, "
+    "ties and padding of the vocabulary.",
 )
 @config_option
 @dtype_option
@@ -82,22 +82,22 @@ def verify(
     source_recipe: str | None,
     **selection_arguments: Any,
 ) -> int:
-    """Whether LEFT and RIGHT hold the same tensors.
+    """Check whether LEFT and RIGHT have the same tensors.
 
-    The same bit for bit, whatever the cuts and the formats. Every byte of both is read; names,
-    dtypes and shapes count too. Exit code 0: the same; 1: they differ, and it is said where.
+    Every byte of both is read and compared, whatever the layouts and the formats are; names,
+    dtypes and shapes are compared too. The exit code is 0 if they are the same, and 1 if they
+    differ; the differences are listed.
 
-    With --left-names, --right-names or --recipe, both are compared by the recipe's names, and what
-    is fused as what it is fused of. Where one has each expert by itself and the other has them
-    stacked, --recipe auto tells by their names.
+    With --left-names, --right-names or --recipe, tensors are compared under the recipe's own names,
+    and fused tensors by their members. If one side has separate experts and the other has them
+    stacked, --recipe auto recognises it.
 
-    --source-mesh, --source-rule and --source-recipe say how LEFT is cut, where its files do not.
+    --source-mesh, --source-rule and --source-recipe describe how LEFT is cut, if its files do not.
 
-    --dtype, --adapter and --source-layout are for LEFT, as in the conversion that made RIGHT of
-    it; so are all options of names with --for hf, which takes RIGHT's config.json, or --config.
-
-    --strip-prefix and --rename are for the names of LEFT, as in the conversion that made RIGHT of
-    it, and --include and --exclude choose of LEFT then. Without the former they choose of both.
+    --dtype, --adapter, --source-layout, --strip-prefix and --rename apply to LEFT, as in the
+    conversion that made RIGHT from it; --include and --exclude then select from LEFT, and otherwise
+    from both. With --for hf all options of names apply to LEFT, and the config.json of RIGHT, or
+    --config, is used.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def verify(
     Keys of --json:
       left, right, same, compared_bytes, seconds_s
       differences [{tensor, problem, elements, first_index}]
-      digests {tensor: digest} (of those that are the same)
+      digests {tensor: digest} (of the tensors that are the same)
     """
     from reshard.checkpoint.comparison import compare
     from reshard.checkpoint.naming.selection import TensorSelection
