@@ -256,8 +256,8 @@ _CONVERSION_OPTIONS = (
     click.option(
         "--strategy",
         metavar="NAME",
-        help="Instead of rules, place tensors by a policy: simple (whole, in turn), balanced (whole, "
-        "by bytes), sharded (rows over all ranks), recipe (by config.json). [default for a "
+        help="Instead of rules, place tensors by a policy: simple (whole, in turn), balanced "
+        "(whole, by bytes), sharded (rows over all ranks), recipe (by config.json). [default for a "
         "number: simple]",
     ),
     click.option(
