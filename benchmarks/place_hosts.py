@@ -8,6 +8,7 @@ those that interfaces count, with the headers of packets.
 Expected before the first run: bytes a host fall as one over their number, and so does the time.
 
     python benchmarks/place_hosts.py [--size-mib 256] [--rate-mbit 200] [--repeat 5]
+                                     [--format torch-dcp] [--most-hosts 2]
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from host_network import HostNetwork, enter_host, why_not
 from live_processes import free_port
 
-MOST_HOSTS = 3
 PROCESSES = 2
 
 
-def convert(network: HostNetwork, hosts: int, key: str, folder: Path) -> None:
+def convert(network: HostNetwork, hosts: int, key: str, folder: Path, form: str) -> None:
     """One conversion by the processes of so many hosts."""
     ranks = hosts * PROCESSES
     port = str(free_port())
     command = [sys.executable, "-m", "reshard", "convert", f"s3://{places.BUCKET}/model"]
-    command += [f"s3://{places.BUCKET}/{key}", f"--to=tp={places.RANKS}"]
-    command += [f"--rule={rule}" for rule in places.RULES]
+    command += [f"s3://{places.BUCKET}/{key}", f"--format={form}"]
+    if form == "torch-pickle":
+        command.append("--to=full")
+    else:
+        command += [f"--to=tp={places.RANKS}", *(f"--rule={rule}" for rule in places.RULES)]
     started = []
     for rank in range(ranks):
         host = 1 + rank // PROCESSES
@@ -80,17 +83,19 @@ def main() -> None:
     parser.add_argument("--size-mib", type=int, default=256)
     parser.add_argument("--rate-mbit", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--format", default="sharded-safetensors")
+    parser.add_argument("--most-hosts", type=int, default=3)
     options = parser.parse_args()
     missing = why_not()
     if missing:
         raise SystemExit(f"no hosts here: {missing}")
     os.environ |= places.ENVIRONMENT
     seen: dict[int, list[tuple[float, list[tuple[int, int]]]]] = {
-        hosts: [] for hosts in range(1, MOST_HOSTS + 1)
+        hosts: [] for hosts in range(1, options.most_hosts + 1)
     }
     with (
         tempfile.TemporaryDirectory() as name,
-        HostNetwork(MOST_HOSTS + 1, options.rate_mbit * 1_000_000) as network,
+        HostNetwork(options.most_hosts + 1, options.rate_mbit * 1_000_000) as network,
     ):
         folder = Path(name)
         free_link(network, 0)
@@ -105,7 +110,7 @@ def main() -> None:
                 for hosts, turns in seen.items():
                     key, before = f"{hosts}-{number}", network.link_bytes()
                     start_s = time.perf_counter()
-                    convert(network, hosts, key, folder / key)
+                    convert(network, hosts, key, folder / key, options.format)
                     seconds_s = time.perf_counter() - start_s
                     after = network.link_bytes()
                     turns.append(

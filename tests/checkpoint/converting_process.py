@@ -17,6 +17,8 @@ from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.files.places import part_grid
 from reshard.errors import ReshardError
 
+RULES = ["s=...", "*=tp, ..."]
+
 
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
     blocks.BLOCK_BYTES = 4096
@@ -40,7 +42,10 @@ def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> i
     try:
         with running_processes(timeout_s=5) as processes:
             conversion = plan_conversion(
-                source, target, to="tp=3", rules=["s=...", "*=tp, ..."], format=form
+                source,
+                target,
+                format=form,
+                **({"to": "full"} if form == "torch-pickle" else {"to": "tp=3", "rules": RULES}),
             )
             report = run_conversion(conversion, processes=processes, sync_bytes=16 * 4096)
     except ReshardError as error:

@@ -33,6 +33,7 @@ from checkpoint.checkpoint_files import (
     write_file,
     write_ranks,
 )
+from checkpoint.thread_processes import ThreadProcess, in_processes
 from reshard import checkpoint
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -45,7 +46,6 @@ from soak.stored_elements import (
     torch_pieces,
     whole_tensors,
 )
-from soak.thread_processes import ThreadProcess, in_processes
 from soak.wrong import Wrong
 
 from checkpoint import torch_checkpoints  # isort: skip

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,21 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
 from bucket_server import BUCKET, BucketServer, Request, bucket_server
+from checkpoint.any_conversion import plan_any
+from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SmallConversion
 from checkpoint.checkpoint_files import tensor, write_file
 from checkpoint.faulty_process import FaultyProcesses, Outcome
 from checkpoint.model_files import COLUMNS, ROWS, write_model
 from checkpoint.process_runs import run
+from checkpoint.thread_processes import ThreadProcess, in_processes
 from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.files.places import part_grid
 from reshard.errors import CheckpointError, RunError, UsageError
 
 ADDRESS = f"s3://{BUCKET}/some/model"
+# Formats of files that have checksums of their own.
+CHECKED = ("torch-dcp", "rank-files", "deepspeed-zero3", "torch-dist", "megatron-legacy")
 SMALL = {"block_bytes": 1 << 16, "part_bytes": 1 << 18, "sync_bytes": 1 << 18, "threads": 1}
 
 
@@ -362,7 +370,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "reshard"
 
 
-@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp"])
+@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp", "torch-pickle"])
 def test_hosts_share_the_work(
     server: BucketServer, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -378,12 +386,52 @@ def test_hosts_share_the_work(
     report = json.loads(outcome[0][1].splitlines()[-1])
     read = [read for read, _ in report["by_process"]]
     size_bytes = open_checkpoint(model).size_bytes
-    if form == "sharded-safetensors":
-        # Blocks at the border of the hosts' parts are read by both: a few of 4096 bytes.
-        assert max(sum(read[:2]), sum(read[2:])) < 0.6 * size_bytes
-        assert sum(read) < 1.2 * size_bytes
+    # Blocks at the border of the hosts' parts are read by both: a few of 4096 bytes.
+    assert max(sum(read[:2]), sum(read[2:])) < 0.6 * size_bytes
+    assert sum(read) < 1.2 * size_bytes
 
 
+@pytest.mark.parametrize(
+    "row",
+    [row for row in CONVERSIONS if row.format in CHECKED and "dtype" not in row.name],
+    ids=lambda row: row.name,
+)
+def test_hosts_write_what_one_writes(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: SmallConversion
+) -> None:
+    """Files with checksums, items and padding; begun by another number of hosts."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", 1024)
+    (tmp_path / "made").mkdir()
+    source, options = row.make(tmp_path / "made")
+    run_conversion(plan_any(source, tmp_path / "here", **options))
+    names = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: getattr(names, "host", "one"))
+
+    def convert_on(hosts: int, most_sent: int | None = None) -> None:
+        def work(process: ThreadProcess) -> None:
+            names.host = f"host{process.rank % hosts}"
+            conversion = plan_any(source, ADDRESS, **options)
+            run_conversion(
+                conversion, processes=process, staging=tmp_path, threads=1, sync_bytes=1024
+            )
+
+        if most_sent is not None:
+            server.fault = lambda number, request: (
+                403 if len(server.stored_parts) > most_sent else None
+            )
+        in_processes(hosts + 1, work)
+
+    # Some have no more parts.
+    with contextlib.suppress(RunError):
+        convert_on(3, most_sent=3)
+    server.fault = lambda number, request: None
+    convert_on(2)
+    assert server.objects == files_of(tmp_path / "here")
+    assert server.pending == [] and len(server.stored_parts) == len(set(server.stored_parts))
+
+
+@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp"])
 @pytest.mark.parametrize(("killed", "hosts"), [(0, 2), (3, 2), (1, 1), (2, 3)])
 def test_hosts_go_on(
     server: BucketServer,
@@ -392,9 +440,9 @@ def test_hosts_go_on(
     monkeypatch: pytest.MonkeyPatch,
     killed: int,
     hosts: int,
+    form: str,
 ) -> None:
     """Any number of hosts continues, each with what is on it."""
-    form = "sharded-safetensors"
     model = make_model(tmp_path / "model")
     assert run(1, model, tmp_path / "target", form)[0][0] == 0
     expected = files_of(tmp_path / "target")

@@ -306,19 +306,19 @@ class BatchWriter(_BatchAccess):
         return self._file_names
 
     def extents(self, kind: int, block: int) -> IntArray:
-        """Where a block of the tensors of a kind is written: shape `(places, 4)`.
+        """Where a block of the tensors of a kind is written: shape `(places, 5)`.
 
-        A row has the file's number, the place, and the first byte and the end behind the begin of
-        the place, with whatever lies between.
+        A row has the file's number, the place, the first byte and the end behind the begin of the
+        place, with whatever lies between, and how many bytes are written.
         """
-        ends: dict[int, tuple[int, int]] = {}
+        ends: dict[int, tuple[int, int, int]] = {}
         for one in self._spans(kind, block):
-            start, stop = one.span.start_bytes, one.span.start_bytes + one.span.size_bytes
-            low, high = ends.get(one.place, (start, stop))
-            ends[one.place] = min(low, start), max(high, stop)
+            start, size = one.span.start_bytes, one.span.size_bytes
+            low, high, written = ends.get(one.place, (start, start + size, 0))
+            ends[one.place] = min(low, start), max(high, start + size), written + size
         files = self.columns.kinds[kind].files
         rows = [(self._file_numbers[files[at]], at, *ends[at]) for at in ends]
-        return np.array(rows, dtype=np.int64).reshape(-1, 4)
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     def write(
         self, sections: Sequence[Section], blocks: Sequence[BlockMemory], workspace: Workspace
@@ -361,6 +361,16 @@ class BatchWriter(_BatchAccess):
                 self._write(one, region.memory, written)
             self._show(pieces, chosen, span_memory, at)
         return written
+
+    def show_written(self, sections: Sequence[Section], files: OpenFiles[SourceFile]) -> None:
+        """Call `watch` as `write` does, with blocks that are in the files. Raises RunError."""
+        pieces = self._find_pieces(sections)
+        memory = memoryview(bytearray(int(pieces.size.max(initial=0))))
+        at = np.zeros(len(pieces.start), dtype=np.int64)
+        for piece in range(len(at)):
+            name, size = self._file_names[pieces.file[piece]], int(pieces.size[piece])
+            files[name].read_into(memory[:size], int(pieces.start[piece]))
+            self._show(pieces, np.array([piece]), memory, at)
 
     def _write(self, one: JoinedRange, memory: memoryview, written: set[str]) -> None:
         name = self._file_names[one.file]

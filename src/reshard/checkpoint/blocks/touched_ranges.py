@@ -2,7 +2,8 @@
 
 Blocks with one number, of tensors of one kind, touch the same ranges behind the begins of their
 tensors' shards: these are found once, and added to the begins as columns. A range goes from the
-first to the last byte that a block writes in a shard, so it may have bytes of other blocks in it.
+first to the last byte that a block writes in a shard, so it may have bytes of other blocks in it:
+`size` is what the block itself writes there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class TouchedRanges:
     file: IntArray
     start: IntArray
     stop: IntArray
+    size: IntArray
 
 
 def touched_ranges(
@@ -53,10 +55,10 @@ def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int)
     order = np.lexsort((blocks, kinds))
     pairs = np.stack([kinds[order], blocks[order]])
     cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
-    found: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
+    found: list[IntArray] = [np.zeros((5, 0), dtype=np.int64)]
     for chosen in np.split(order, cuts) if len(order) else ():
         extents = writer.extents(int(kinds[chosen[0]]), int(blocks[chosen[0]]))
-        file, place, low, high = extents.T[:, None, :]
+        file, place, low, high, size = extents.T[:, None, :]
         begin = columns.starts[columns.first[rows[chosen]][:, None] + place]
         ranges = np.stack(
             [
@@ -64,7 +66,8 @@ def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int)
                 np.broadcast_to(file, begin.shape),
                 begin + low,
                 begin + high,
+                np.broadcast_to(size, begin.shape),
             ]
         )
-        found.append(ranges.reshape(4, -1))
+        found.append(ranges.reshape(5, -1))
     return TouchedRanges(*np.concatenate(found, axis=1))

@@ -23,6 +23,7 @@ from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.casts import split_casts
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.files.places.place_file import usual_threads
@@ -244,6 +245,19 @@ class Conversion:
                 "for one block of the largest tensor, give at least that"
             )
         return min(fit, usual_threads(most, *self.folders))
+
+    def expect_runnable(
+        self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
+    ) -> None:
+        """Raise what a run would be refused for, its target apart (`staging.check_target`).
+
+        Raises:
+            UsageError: too small a memory limit.
+            MissingExtraError: a library is not installed.
+        """
+        self.threads(extra_bytes, most_threads)
+        blocks.block_digest(b"")
+        FileChecksums.expect_library(self.source, self.arrangement)
 
     @property
     def folders(self) -> tuple[Path, Path]:

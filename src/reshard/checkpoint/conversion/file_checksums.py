@@ -7,14 +7,19 @@ byte is read twice:
 1. Of what is read: at the end it must be what the source's file says. PyTorch itself does
    not look. Tensors with digests in a manifest are not checked a second time.
 2. Of what is written: at the end it goes into the bytes that close the file (`NewFile`).
-3. A range that was not seen whole, because an earlier run did some of its blocks or because
-   the shard has strides, is read once more at the end.
-4. Items that are no tensors are copied byte for byte.
+3. A range that was not seen whole is read once more at the end: of a source because an earlier run
+   did some of its blocks or because the shard has strides, of a target because it has padding.
+4. Blocks that an earlier run wrote are read where they are staged, as if they were written again.
+5. Items that are no tensors are copied byte for byte.
+
+Each block counts once, whatever processes do it. So a checksum can be put together from those of
+processes that each have a part of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +30,7 @@ from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
-from reshard.errors import DigestError
+from reshard.errors import DigestError, RunError
 
 _PIECE_BYTES = 1024 * 1024
 
@@ -65,11 +70,10 @@ class FileChecksums:
         """The checksums of this process, for `merge` in process 0."""
         return self._read.state(), self._written.state()
 
-    def merge(self, state: ChecksumState, *, wrote_here: bool = True) -> None:
-        """Add the checksums of another process, which wrote to the same files or others."""
+    def merge(self, state: ChecksumState) -> None:
+        """Add the checksums of another process."""
         self._read.merge(state[0])
-        if wrote_here:
-            self._written.merge(state[1])
+        self._written.merge(state[1])
 
     def check_sources(self, sources: OpenFiles[SourceFile]) -> None:
         """Compare the checksums of what was read.
@@ -86,12 +90,18 @@ class FileChecksums:
             )
 
     def complete_targets(
-        self, sources: OpenFiles[SourceFile], targets: OpenFiles[TargetFile]
+        self,
+        sources: OpenFiles[SourceFile],
+        targets: OpenFiles[TargetFile],
+        spread: Collection[str] = (),
     ) -> dict[str, bytes]:
         """Write the items and the ends of files, and return the items' digests.
 
+        Only a part of the files `spread` is here.
+
         Raises:
             DigestError: an item that is not what was written.
+            RunError: as `close_targets`.
         """
         digests = {}
         for name, item in self._arrangement.items.items():
@@ -109,34 +119,58 @@ class FileChecksums:
                     f"written: its digest is {digests[name].hex()}, the manifest says "
                     f"{(stored.digest or b'').hex()}. The file is damaged, fetch it again"
                 )
-        self._close_targets(targets)
+        whole = {file.stored.name for file in self._arrangement.files}.difference(spread)
+        with contextlib.closing(self.staged()) as staged:
+            self.close_targets(targets, whole, staged)
+        self.close_targets(targets, spread)
         return digests
 
-    def _close_targets(self, targets: OpenFiles[TargetFile]) -> None:
-        # Opened only for ranges that were not seen whole while they were written.
-        staged = OpenFiles(lambda name: SourceFile(self._content / name))
+    def staged(self) -> OpenFiles[SourceFile]:
+        """The files that are written, to be read."""
+        return OpenFiles(lambda name: SourceFile(self._content / name))
+
+    def close_targets(
+        self,
+        targets: OpenFiles[TargetFile],
+        names: Collection[str],
+        staged: OpenFiles[SourceFile] | None = None,
+    ) -> None:
+        """Write the bytes of these files that follow from checksums.
+
+        Ranges that were not seen whole are read from `staged`. Raises RunError where it is None.
+        """
 
         def find_checksum(name: str, start_bytes: int, size_bytes: int) -> int:
             checksum = self._written.of(name, start_bytes)
-            if checksum is None:
-                checksum = _compute_checksum(staged[name], start_bytes, size_bytes)
-            return checksum
+            if checksum is not None:
+                return checksum
+            if staged is None:
+                raise RunError(
+                    f"bytes {start_bytes}:{start_bytes + size_bytes} of {name}, of which it has "
+                    "the checksum, were not all seen by the processes of this run; start over "
+                    "with --restart"
+                )
+            return _compute_checksum(staged[name], start_bytes, size_bytes)
 
-        try:
-            for file in self._arrangement.files:
-                name = file.stored.name
+        for file in self._arrangement.files:
+            name = file.stored.name
+            if name in names:
                 for start, content in file.closing_bytes(partial(find_checksum, name)):
                     targets[name].write(memoryview(bytearray(content)), start)
-        finally:
-            staged.close()
 
 
-def late_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of files that `FileChecksums.complete_targets` writes: first byte and end."""
+def item_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of files that have items: first byte and end."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for item in arrangement.items.values():
         start = item.place.start_bytes
         ranges.setdefault(item.place.path, []).append((start, start + item.size_bytes))
+    return ranges
+
+
+def late_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of files that `FileChecksums.complete_targets` writes: first byte and end."""
+    ranges = item_ranges(arrangement)
     for file in arrangement.files:
         # Where they lie does not depend on what the checksums are.
         for start, content in file.closing_bytes(lambda start, size: 0):

@@ -29,7 +29,6 @@ import numpy as np
 
 from reshard.checkpoint.blocks.batches import BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
-from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.batched import ChangedReader
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
@@ -38,13 +37,12 @@ from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.processes import HostProcesses, OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.conversion.uploading import ConversionUpload
+from reshard.checkpoint.conversion.uploading import ConversionUpload, HostBlocks
 from reshard.checkpoint.files.folders import (
-    copy_synced,
     refusals_explained,
     sync_file,
     sync_folders_under,
-    write_synced,
+    write_files,
 )
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
@@ -98,7 +96,6 @@ class _ConversionRun:
         self.staging = staging
         self.processes = processes
         self.here: Processes = processes if upload is None else upload.here
-        self.left: IntArray = np.zeros(0, dtype=np.int64)
         self.sources = sources
         self.conversion_id = conversion_id
         self.extra_bytes = extra_bytes
@@ -111,16 +108,10 @@ class _ConversionRun:
             )
         )
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
-        self.reader = ChangedReader(
-            moves.source,
-            moves.target,
-            conversion.computed,
-            sources,
-            self.checksums.watch_source,
-            self._count,
-        )
-        self.writer = BatchWriter(moves.target, self.targets, self.checksums.watch_target)
+        self.reader, self.writer = self._open(self.checksums)
+        self.unseen = self._open(None)
         self.finished = np.zeros(moves.count, dtype=bool)
+        self.blocks = HostBlocks.alone(self.finished)
         self.digests = DigestedBlocks(moves)
         self.size_bytes = int(moves.target.tensor_bytes.sum())
         self._note_journal(staging.finished)
@@ -130,6 +121,19 @@ class _ConversionRun:
         self.buffers_by_process: tuple[int, ...] = (0,)
         self.counts = CastCounts()
         self._lock = threading.Lock()
+
+    def _open(self, checksums: FileChecksums | None) -> tuple[ChangedReader, BatchWriter]:
+        """What reads and writes blocks, and shows them to the checksums that they count for."""
+        of, moves = checksums, self.moves
+        reader = ChangedReader(
+            moves.source,
+            moves.target,
+            self.conversion.computed,
+            self.sources,
+            of.watch_source if of else None,
+            self._count,
+        )
+        return reader, BatchWriter(moves.target, self.targets, of.watch_target if of else None)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:
@@ -157,11 +161,11 @@ class _ConversionRun:
         # One bit a block keeps the message to the other processes small.
         packed = self.here.share(np.packbits(self.finished))
         self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
-        self.left, done = np.flatnonzero(~self.finished), self.finished
+        self.blocks = HostBlocks.alone(self.finished)
         if self.upload is not None:
-            self.left, done = self.upload.divide(self.finished)
-            self.upload.expect(self.left, self.own_blocks())
-        self.resumed_bytes = self.moves.size_bytes(np.flatnonzero(done))
+            self.blocks = self.upload.divide(self.finished)
+            self.upload.expect(self.blocks.numbers, self._share(self.blocks.numbers))
+        self.resumed_bytes = self.moves.size_bytes(np.flatnonzero(self.blocks.is_known))
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
@@ -187,23 +191,29 @@ class _ConversionRun:
             with refusals_explained("sync the staging folder", self.staging.content):
                 sync_folders_under(self.staging.content)
 
-    def own_blocks(self) -> IntArray:
-        """This process's share of the blocks that are left, in the order of the source's tensors.
+    def _share(self, numbers: IntArray) -> IntArray:
+        """This process's share of blocks, in the order of the source's tensors.
 
         Every process of a host counts the same blocks, and takes an equally long stretch of them.
         """
-        left, rank, size = self.left, self.here.rank, self.here.size
-        return left[len(left) * rank // size : len(left) * (rank + 1) // size]
+        rank, size = self.here.rank, self.here.size
+        return numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
+
+    def _batches(self, numbers: IntArray) -> Iterator[Batch]:
+        return self.moves.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
 
     def batches(self) -> Iterator[Batch]:
-        """This process's share, in batches."""
-        batch_bytes = self.conversion.batch_bytes(self.extra_bytes)
-        return self.moves.batches(self.own_blocks(), batch_bytes)
+        """This process's share, in batches of blocks that all count for checksums, or none."""
+        own = self._share(self.blocks.numbers)
+        counts = self.blocks.counts[own]
+        return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))
 
     def work(self, batch: Batch, workspace: Workspace) -> _Done:
         """Read, digest and write the blocks of one batch."""
-        blocks, digests = self.reader.read(batch.read, batch.written, workspace)
-        files = self.writer.write(batch.written, blocks, workspace)
+        counts = self.blocks.counts[batch.numbers[0]]
+        reader, writer = (self.reader, self.writer) if counts else self.unseen
+        blocks, digests = reader.read(batch.read, batch.written, workspace)
+        files = writer.write(batch.written, blocks, workspace)
         if self.upload is not None:
             self.upload.wrote(batch.numbers)
         return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
@@ -256,11 +266,20 @@ class _ConversionRun:
         self.staging.own_journal.append_columns(tensors, blocks, digests)
         self._note(numbers, digests)
 
+    def _look_at_earlier(self) -> None:
+        """Add what earlier runs wrote to the checksums of files."""
+        if self.checksums.watch_target is not None:
+            earlier = np.flatnonzero(self.blocks.earlier)
+            with contextlib.closing(self.checksums.staged()) as staged:
+                for batch in self._batches(self._share(earlier)):
+                    self.writer.show_written(batch.written, staged)
+
     def meet(self) -> None:
         """Wait for all processes, and collect on process 0 what each has done."""
         # A source that was written to meanwhile would leave a mixture of old and new in the target.
         for source in self.sources:
             source.check_unchanged()
+        self._look_at_earlier()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.conversion.workspace_bytes_of(self.extra_bytes)
@@ -274,18 +293,18 @@ class _ConversionRun:
         if self.staging.owner is not None:
             for record in self.staging.other_records():
                 self._note_journal(record.finished)
+            for rank, (*_, state) in enumerate(done):
+                if rank != self.processes.rank:
+                    self.checksums.merge(state)
         if self.upload is not None:
+            if self.staging.owner is not None and self.upload.here.host:
+                self.checksums.close_targets(self.targets, self.upload.spread)
             own = np.flatnonzero(self.finished)
             found = self.digests.found[own].tobytes()
             for told in self.upload.meet([sent for *_, sent, _ in done], own, found):
                 self._note(*told)
         if self.processes.rank:
             return
-        for rank, (*_, state) in enumerate(done):
-            is_here = self.upload is None or self.upload.is_here(rank)
-            # A range that is not seen whole is read again; one that is seen twice must not count.
-            if rank and (is_here or not self.resumed_bytes):
-                self.checksums.merge(state, wrote_here=is_here)
         missing = int(np.count_nonzero(~self.finished))
         if missing:
             raise RunError(
@@ -314,7 +333,8 @@ class _ConversionRun:
         # 1. Checksums of what was read, then of what was written; then all that is synced and
         # unchanged.
         self.checksums.check_sources(self.sources)
-        items = self.checksums.complete_targets(self.sources, self.targets)
+        spread = self.upload.spread if self.upload is not None else ()
+        items = self.checksums.complete_targets(self.sources, self.targets, spread)
         for target in self.targets:
             target.sync()
         for source in self.sources:
@@ -322,15 +342,8 @@ class _ConversionRun:
         # 2. Files that are copied, and those that the format adds, such as an index.
         content, arrangement = self.staging.content, self.conversion.arrangement
         with refusals_explained("write the files beside the tensors", content):
-            for name, companion in self.conversion.companions.items():
-                (content / name).parent.mkdir(parents=True, exist_ok=True)
-                if isinstance(companion, bytes):
-                    write_synced(content / name, companion)
-                else:
-                    copy_synced(companion, content / name)
-            for name, final in self.conversion.format.final_files(arrangement):
-                (content / name).parent.mkdir(parents=True, exist_ok=True)
-                write_synced(content / name, final)
+            write_files(content, self.conversion.companions)
+            write_files(content, dict(self.conversion.format.final_files(arrangement)))
             # 3. The manifest last: it has the digests of all that is written by this line.
             manifest = manifest_of(
                 arrangement.format,
@@ -345,20 +358,6 @@ class _ConversionRun:
             with (content / MANIFEST_NAME).open("wb") as file:
                 file.writelines(piece.encode() for piece in manifest.json_pieces())
             sync_file(content / MANIFEST_NAME)
-
-
-def expect_runnable(
-    conversion: Conversion, extra_bytes: int = DEFAULT_EXTRA_BYTES, threads: int | None = None
-) -> None:
-    """Raise what a run would be refused for, its target apart (`staging.check_target`).
-
-    Raises:
-        UsageError: too small a memory limit.
-        MissingExtraError: a library is not installed.
-    """
-    conversion.threads(extra_bytes, threads)
-    block_digest(b"")
-    FileChecksums.expect_library(conversion.source, conversion.arrangement)
 
 
 def run_conversion(
@@ -402,7 +401,7 @@ def run_conversion(
     expect_stop(stop)
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. What can be refused is refused before anything is written.
-    expect_runnable(conversion, extra_bytes, threads)
+    conversion.expect_runnable(extra_bytes, threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     target, here = conversion.target, processes

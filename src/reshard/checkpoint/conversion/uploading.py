@@ -14,7 +14,9 @@ threads of their own (`PartSender`)::
 3. Parts that the store has are not sent again; what it and this machine have lost is done again.
 
 Several hosts have a staging folder each, and every part has one host that sends it, which does all
-blocks that touch it (`divide_parts`). Blocks at the border of two hosts' parts are done by both.
+blocks that touch it (`divide_parts`). Blocks at the border of two hosts' parts are done by both,
+and count once for the checksums that files have of their own. The first host writes items, and all
+of files with padding that such a checksum covers, since no block has that.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +34,7 @@ from reshard.checkpoint.blocks.batches import BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.touched_ranges import touched_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.file_checksums import late_ranges
+from reshard.checkpoint.conversion.file_checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.processes import HostProcesses, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
@@ -46,6 +49,29 @@ from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBlocks:
+    """Which blocks one host does.
+
+    Attributes:
+        numbers: of the blocks that it does.
+        is_known: which blocks were done before, by any host.
+        counts: for which blocks it adds what they are to checksums; each counts on one host.
+        earlier: which of these it did before.
+    """
+
+    numbers: IntArray
+    is_known: NDArray[np.bool_]
+    counts: NDArray[np.bool_]
+    earlier: NDArray[np.bool_]
+
+    @classmethod
+    def alone(cls, finished: NDArray[np.bool_]) -> HostBlocks:
+        """That of a host that is the only one."""
+        done = finished.copy()
+        return cls(np.flatnonzero(~done), done, np.ones(len(done), dtype=bool), done)
 
 
 class ConversionUpload(Closing):
@@ -74,6 +100,8 @@ class ConversionUpload(Closing):
         self._processes, self.here = processes, here
         self.hosts = here.hosts
         self._upload = Upload(target, conversion_id, _list_files(conversion), MANIFEST_NAME)
+        self._arrangement = conversion.arrangement
+        self.spread: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._left: IntArray = np.zeros(0, dtype=np.int64)
         self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -126,10 +154,8 @@ class ConversionUpload(Closing):
         for blocks, parts in self._find_touched(numbers):
             finished[numbers[blocks[lost[parts]]]] = False
 
-    def divide(self, finished: NDArray[np.bool_]) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The blocks that this host does, and which have been done by any.
-
-        All processes call it. Raises RunError.
+    def divide(self, finished: NDArray[np.bool_]) -> HostBlocks:
+        """The blocks that this host does. All processes call it. Raises RunError.
 
         Args:
             finished: the blocks that were done on this host.
@@ -137,7 +163,7 @@ class ConversionUpload(Closing):
         count = self._upload.grid.count
         if self.hosts == 1:
             self._is_here = np.ones(count, dtype=bool)
-            return np.flatnonzero(~finished), finished
+            return HostBlocks.alone(finished)
         packed = self._processes.collect(np.packbits(finished))
         firsts = [self.here.host_of.index(host) for host in range(self.hosts)]
         done = np.array([np.unpackbits(packed[one], count=len(finished)) for one in firsts]) > 0
@@ -145,23 +171,46 @@ class ConversionUpload(Closing):
         none: IntArray = np.zeros(0, dtype=np.int64)
         blocks = np.concatenate([none, *(found for found, _ in touched)])
         parts = np.concatenate([none, *(found for _, found in touched)])
-        # What is only known at the end is put together where all of the file is.
-        whole = np.zeros(count, dtype=bool)
-        for number, file in enumerate(self._upload.files):
-            if file.late or file.is_read_back:
-                span = self._upload.grid.parts_of(number)
-                whole[span.start : span.stop] = True
+        padded = self._find_padded()
         of_part, of_block = divide_parts(blocks, parts, done, count)
-        of_part[whole] = 0
-        is_needed = ~self._upload.sent[parts]
-        own, any_host = np.zeros((2, len(finished)), dtype=bool)
-        own[blocks[is_needed & (of_part[parts] == self.here.host)]] = True
-        any_host[blocks[is_needed]] = True
-        # Of what the store has, only the digest is missing.
+        of_part[padded | self._find_items()] = 0
+        # Padding has no block: all of its file is read back on the first host.
+        is_needed = (~self._upload.sent | padded)[parts]
+        does, is_any = done.copy(), np.zeros(len(finished), dtype=bool)
+        does[of_part[parts[is_needed]], blocks[is_needed]] = True
+        is_any[blocks[is_needed]] = True
+        # Of what the store has, only the digest is missing, and what it adds to checksums.
         is_known: NDArray[np.bool_] = np.any(done, axis=0)
-        own |= ~any_host & ~is_known & (of_block == self.here.host)
-        self._is_here = of_part == self.here.host
-        return np.flatnonzero(own & ~done[self.here.host]), is_known
+        rest = np.flatnonzero(~is_any & ~is_known)
+        does[of_block[rest], rest] = True
+        host = self.here.host
+        self._is_here = of_part == host
+        counts = does.argmax(axis=0) == host
+        own = np.flatnonzero(does[host] & ~done[host])
+        return HostBlocks(own, is_known, counts, counts & done[host])
+
+    def _find_padded(self) -> NDArray[np.bool_]:
+        """The parts of files with checksums of bytes that no block writes; others are `spread`."""
+        written = np.zeros(len(self._upload.files), dtype=np.int64)
+        rows, blocks = self._moves.places(np.arange(self._moves.count))
+        for found in touched_ranges(self._writer, rows, blocks):
+            np.add.at(written, self._file_numbers[found.file], found.size)
+        padded = np.zeros(self._upload.grid.count, dtype=bool)
+        spread = set()
+        for number, file in enumerate(self._arrangement.files):
+            checked_bytes = sum(size for _, size in file.checked_ranges)
+            if checked_bytes == written[number]:
+                spread.add(file.stored.name)
+            elif checked_bytes:
+                span = self._upload.grid.parts_of(number)
+                padded[span.start : span.stop] = True
+        self.spread = frozenset(spread)
+        return padded
+
+    def _find_items(self) -> NDArray[np.bool_]:
+        """The parts that have bytes of items."""
+        items = item_ranges(self._arrangement)
+        return self._upload.parts_with([items.get(one.name, ()) for one in self._upload.files])
 
     def _use(
         self,
@@ -248,10 +297,6 @@ class ConversionUpload(Closing):
             if found is not None and self._processes.rank == 0:
                 self._upload.merge(found[2])
                 yield found[:2]
-
-    def is_here(self, rank: int) -> bool:
-        """Whether a process is on this host."""
-        return self.here.host_of[rank] == self.here.host
 
     def _send_rest(self) -> None:
         """Send the parts of this host that no process sent, since several wrote to them.

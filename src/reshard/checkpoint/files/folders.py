@@ -21,7 +21,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,17 +65,20 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         offset += written
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk. Raises `OSError`."""
-    path.write_bytes(content)
-    sync_file(path)
+def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Write files below a folder, or copy them from wherever they are, until they are on the disk.
 
-
-def copy_synced(source: Path, target: Path) -> None:
-    """Copy a file, from wherever it is, and wait until it is on the disk. Raises `OSError`."""
-    with source.open("rb") as file, target.open("wb") as copy:
-        shutil.copyfileobj(file, copy)
-    sync_file(target)
+    Raises `OSError`.
+    """
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            with content.open("rb") as file, path.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+        sync_file(path)
 
 
 def sync_file(path: Path) -> None:

@@ -107,10 +107,9 @@ def describe_run(
     source: str, conversion: Conversion, running: RunArguments, as_json: bool, quiet: bool
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
-    from reshard.checkpoint.conversion.run import expect_runnable
     from reshard.checkpoint.conversion.uploading import begun_target
 
-    expect_runnable(conversion, running["extra_bytes"], running["threads"])
+    conversion.expect_runnable(running["extra_bytes"], running["threads"])
     begun = begun_target(
         conversion, running["overwrite"], running["restart"], running.get("staging")
     )

@@ -291,11 +291,15 @@ class Upload(Closing):
     @property
     def late_parts(self) -> NDArray[np.bool_]:
         """The parts that have bytes which are only known at the end."""
-        late = [(n, *one) for n, file in enumerate(self.files) for one in file.late]
-        _, parts = self.grid.touched(*np.array(late, dtype=np.int64).reshape(-1, 3).T)
-        found = np.zeros(self.grid.count, dtype=bool)
-        found[parts] = True
-        return found
+        return self.parts_with([file.late for file in self.files])
+
+    def parts_with(self, ranges: Iterable[Iterable[tuple[int, int]]]) -> NDArray[np.bool_]:
+        """The parts that have bytes of these ranges of each file, of first byte and end."""
+        rows = [(number, *one) for number, found in enumerate(ranges) for one in found]
+        _, parts = self.grid.touched(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+        is_touched = np.zeros(self.grid.count, dtype=bool)
+        is_touched[parts] = True
+        return is_touched
 
     # Sending.
 
