@@ -284,6 +284,12 @@ def methods() -> None:
         "too little for <Program of [12, 12]: all-gather, slice>; give at least",
         lambda: moved(method=longer, extra_bytes=256),
     )
+    large = {"source": rows, "shape": (256 * ranks, 1024), "extra_bytes": 64}
+    expect(
+        RunError,
+        "would travel in messages of 16, each of which takes about 0.1 ms; give at least",
+        lambda: redistribute(torch.ones(256, 1024), columns, **large),
+    )
     few = Topology.of(hosts=1, ranks_per_host=1, within_host=Link(1e9, 0))
     expect(RunError, "LayoutError: rank 1 of a topology", lambda: moved(topology=few))
     assert torch.equal(moved(method=longer), torch.ones(12, 4))

@@ -521,6 +521,26 @@ def in_buckets() -> None:
         refused(partial(Refit.prepare, source, target, buckets=wrong), RunError, "buckets=")
 
 
+def messages_too_small() -> None:
+    """Memory for so small messages that the time for each is all that counts."""
+    mesh = reshard.DeviceMesh.of(tp=4)
+    for rows in (1024, 32):
+        layouts = [
+            {"w": reshard.spec(mesh, cut).layout((rows, 1024))} for cut in ("tp, -", "-, tp")
+        ]
+        given = {"w": torch.arange(rows * 1024.0).view(rows, 1024)}
+        source, target = laid_out(given, layouts[0]), laid_out(zeros(given), layouts[1])
+        if rows == 1024:
+            told = (
+                "extra_bytes=64: 786432 bytes would travel in messages of 16, each of which takes"
+            )
+            told = f"{told} about 0.1 ms; give at least 192"
+            refused(partial(refit, source, target, extra_bytes=64), RunError, told)
+        else:
+            refit(source, target, extra_bytes=64)
+            expect_same(target, laid_out(given, layouts[1]), "small messages")
+
+
 def inference_tensors() -> None:
     """Tensors of an engine that made them in inference mode."""
     with torch.inference_mode():
@@ -619,6 +639,7 @@ CASES = [
     recipes,
     quantised,
     in_buckets,
+    messages_too_small,
     inference_tensors,
     refusals,
 ]

@@ -33,7 +33,7 @@ from reshard.plans.schedule.messages import limit_message_bytes
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
 from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
@@ -86,7 +86,12 @@ class Redistribution:
         self._group = group
         # Before all that may fail here only: ranks count alike, whether they wait or go on.
         tag = next_tag(group)
-        run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
+        try:
+            run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
+        except BaseException as error:
+            # Such as memory that is not there: the other ranks wait for this one.
+            group.break_off(error)
+            raise
         if isinstance(run, MessageExchange):
             run.tag = tag
             if in_background and run.can_leave_its_thread:
@@ -476,7 +481,11 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     program = way if isinstance(way, Program) else None
     staged = way if isinstance(way, StagedJob) else None
     # Planned here, where all learn of a rank that cannot.
-    _ = stages_of(staged, rank) if staged else transfers_of(change, as_dtype(dtype), rank)
+    if staged is not None:
+        _ = stages_of(staged, rank)
+    else:
+        rows = transfers_of(change, as_dtype(dtype), rank)
+        limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], most_bytes)
     return _PreparedRedistribution(
         change, before, after, own, local, out, dtype, device, most_bytes, program, staged
     )

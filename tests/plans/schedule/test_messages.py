@@ -13,6 +13,8 @@ from reshard.errors import UsageError
 from reshard.plans.schedule.messages import (
     ALIGNMENT_BYTES,
     MESSAGE_BYTES,
+    MOST_SMALL_MESSAGES,
+    SMALL_MESSAGE_BYTES,
     align,
     are_cut_alike,
     fill_batches,
@@ -49,6 +51,20 @@ def test_messages_of_all_peers_fit_in_a_limit(extra_bytes: int, peers: int) -> N
     assert each % ALIGNMENT_BYTES == 0
     assert ALIGNMENT_BYTES <= each <= MESSAGE_BYTES
     assert 4 * each * peers <= extra_bytes
+
+
+@given(st.integers(64, 1 << 20), st.integers(1, 64), st.integers(0, 1 << 44))
+def test_small_messages_are_few(extra_bytes: int, peers: int, moved_bytes: int) -> None:
+    try:
+        each = limit_message_bytes(extra_bytes, peers, moved_bytes)
+    except UsageError as error:
+        # What it says is enough is enough, and less is not.
+        least = int(str(error).rpartition(" ")[2])
+        assert extra_bytes < least
+        each = limit_message_bytes(least, peers, moved_bytes)
+        with pytest.raises(UsageError):
+            limit_message_bytes(least - 1, peers, moved_bytes)
+    assert each >= SMALL_MESSAGE_BYTES or moved_bytes <= each * MOST_SMALL_MESSAGES
 
 
 @pytest.mark.parametrize("by_region", [False, True])

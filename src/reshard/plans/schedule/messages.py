@@ -43,24 +43,37 @@ NEAR_MESSAGE_BYTES = 1 << 21
 LARGE_PIECE_BYTES = 1 << 18
 # The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
+# Each message takes about 0.1 ms, whatever its bytes. Smaller ones than these are refused where
+# they would be more than so many.
+SMALL_MESSAGE_BYTES, MOST_SMALL_MESSAGES = 1 << 16, 1 << 14
 
 
-def limit_message_bytes(extra_bytes: int, peers: int = 1) -> int:
+def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) -> int:
     """The most bytes of a message, so that enough of them for `peers` fit in a limit.
 
+    `moved_bytes` is what a rank sends, or receives, as far as it is known.
+
     Raises:
-        UsageError: a limit that has no room for the smallest messages.
+        UsageError: a limit that has no room for the smallest messages, or for so small ones only
+            that the time for each is what counts.
 
     >>> limit_message_bytes(64 << 20) == MESSAGE_BYTES
     True
     >>> limit_message_bytes(100)
     16
     """
-    each = extra_bytes // (_LEAST_MESSAGES * max(peers, 1)) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    places = _LEAST_MESSAGES * max(peers, 1)
+    each = extra_bytes // places // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    least_each = min(align(-(-moved_bytes // MOST_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)
+    least = places * max(least_each, ALIGNMENT_BYTES)
     if each < ALIGNMENT_BYTES:
-        least = _LEAST_MESSAGES * max(peers, 1) * ALIGNMENT_BYTES
         raise UsageError(
             f"extra_bytes={extra_bytes}: too little to send and receive with; give at least {least}"
+        )
+    if each < least_each:
+        raise UsageError(
+            f"extra_bytes={extra_bytes}: {moved_bytes} bytes would travel in messages of {each}, "
+            f"each of which takes about 0.1 ms; give at least {least}"
         )
     return min(each, MESSAGE_BYTES)
 

@@ -33,7 +33,7 @@ slots.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from reshard.plans.hosts.pipeline import STEPS_BEHIND
 from reshard.plans.schedule.messages import (
     ALIGNMENT_BYTES,
     NEAR_MESSAGE_BYTES,
+    SMALL_MESSAGE_BYTES,
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group
@@ -91,7 +92,7 @@ class MessageExchange:
             exchanges share which run one after the other; its own when None.
 
     Raises:
-        UsageError: a limit too small for any message.
+        UsageError: a limit too small for any message, or for so much.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class MessageExchange:
         self._is_grouped = is_nccl if is_grouped is None else is_grouped
         # Grouped messages to and from all ranks are in memory at once.
         peers = len(among.ranks) - 1 if self._is_grouped else 1
-        message_bytes = limit_message_bytes(extra_bytes, peers)
+        message_bytes = limit_messages(tensors, extra_bytes, peers)
         self._shared: SharedMemory | None = None
         if (self._is_hosted or device.type == "cpu") and not self._is_grouped:
             self._shared = among.shared_memory
@@ -404,6 +405,21 @@ class ExchangeFailure:
         group.break_off(error)
         if isinstance(error, RuntimeError):
             raise RunError(f"{self._what}: {error}") from error
+
+
+def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:
+    """The most bytes of a message of one rank's tensors: `limit_message_bytes`."""
+    message_bytes = limit_message_bytes(extra_bytes, peers)
+    # How much moves only matters where they are small.
+    if message_bytes < SMALL_MESSAGE_BYTES:
+        moved = [0, 0]
+        for one in tensors:
+            local = one.target if one.source is None else one.source
+            if (dtype := one.dtype or (None if local is None else local.dtype)) is not None:
+                for way, rows in enumerate((one.sent, one.received)):
+                    moved[way] += int(rows.moving.elements.sum()) * dtype.itemsize
+        limit_message_bytes(extra_bytes, peers, max(moved))
+    return message_bytes
 
 
 def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
