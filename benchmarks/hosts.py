@@ -1,8 +1,8 @@
 """What does it cost to bring weights to other hosts, over links that are the limit?
 
-The hosts are network namespaces whose links are held to a rate (`tests/host_network.py`); it takes
-root, `iproute2` and `util-linux`. A trainer's parameters, cut over its ranks, fill engines; the
-ways take turns in one run, begin and end at a barrier, and the median of five is told:
+The hosts are network namespaces whose links are held to a rate (`host_turns`); it takes root,
+`iproute2` and `util-linux`. A trainer's parameters, cut over its ranks, fill engines; the ways take
+turns in one run, begin and end at a barrier, and the median of five is told:
 
     stages       `Refit.run`, method="stages": a byte enters a rack once, and a host once
     exchange     `Refit.run`, method="exchange": every receiver has it from the trainer
@@ -12,7 +12,7 @@ ways take turns in one run, begin and end at a barrier, and the median of five i
 Bytes are those that interfaces count, with the headers of packets. *Own* is the time of the slowest
 link for the bytes that are planned for it; the goal of the stages is 1.15 of it.
 
-    python benchmarks/hosts.py [SCENARIO ...] [--repeat 5] [--choices]
+    python benchmarks/hosts.py [SCENARIO ...] [--repeat 5] [--ways stages ...] [--choices]
 
 `--choices` compares stages and exchange in cases of other sizes and layouts, and says which of both
 the model takes (goal: 9 of 10 right, where ways within 10 % of each other are equal).
@@ -22,57 +22,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import operator
 import os
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from host_turns import MBIT, MIB, SCENARIOS, Scenario, Turn, as_rank, run_scenarios, summarise
 
-from host_network import HostNetwork, enter_host, why_not
-from live_processes import free_port
-
-MIB, MBIT = 1 << 20, 1_000_000
 # Of one tensor, float32: as large as what a bucket of a chain holds.
 WIDTH = 512
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """Hosts of two ranks, some of which are the trainer's; the others have engines.
-
-    Rates are in bits a second; `uplink` is that of a rack's link to the others.
-    """
-
-    name: str
-    hosts: int
-    trainer_hosts: int
-    rate: int
-    size_mib: int
-    racks: tuple[int, ...] = ()
-    uplink: int = 0
-
-    @property
-    def rank_host(self) -> list[int]:
-        return [rank // 2 for rank in range(2 * self.hosts)]
-
-
-SCENARIOS = {
-    one.name: one
-    for one in (
-        Scenario("two", 2, 1, 1000 * MBIT, 64),
-        Scenario("slow-two", 2, 1, 200 * MBIT, 24),
-        Scenario("four", 4, 2, 100 * MBIT, 16),
-        Scenario("one-to-three", 4, 1, 100 * MBIT, 16),
-        Scenario("racks", 4, 1, 200 * MBIT, 16, (0, 0, 1, 1), 100 * MBIT),
-    )
-}
+WAYS = ["stages", "exchange", "broadcast", "chain"]
 # Tensors' MiB, cut at the trainer, cut at each engine, and the ranks of an engine.
 CHOICES = [
     (16, "fsdp, -", "-, -", 1),
@@ -98,15 +58,6 @@ def layouts_of(scenario: Scenario, case: tuple[int, str, str, int]) -> list[tupl
         for mesh, cut in ((trainer, before), (engine, after))
     ]
     return [(found[0], found[1])] * size_mib
-
-
-def sent_over_links() -> int:
-    """What this process's host has sent, as its interface counts."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
-            return int(numbers.split()[8])
-    raise SystemExit("no eth0 on this host")
 
 
 class Ways:
@@ -226,39 +177,15 @@ def scenario_topology(scenario: Scenario) -> Any:
 
 def take_turns(ways: Ways, names: list[str], repeat: int) -> dict[str, dict[str, Any]]:
     """The median seconds of each way, what each host sent, and the processors' time of all."""
-    import torch
-    import torch.distributed as dist
-
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    sent: dict[str, list[list[int]]] = {name: [] for name in names}
-    processor: dict[str, list[float]] = {name: [] for name in names}
-    world = dist.get_world_size()
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in range(repeat + 1):
         for name in names:
-            dist.barrier()
-            before, processor_s, start_s = sent_over_links(), time.process_time(), time.time()
-            ways.actions[name]()
-            mine = [time.time() - start_s, time.process_time() - processor_s, 0.0]
-            dist.barrier()
-            mine[2] = float(sent_over_links() - before)
-            told = [torch.zeros(3, dtype=torch.float64) for _ in range(world)]
-            dist.all_gather(told, torch.tensor(mine, dtype=torch.float64))
-            every = torch.stack(told)
+            found = Turn.of(ways.actions[name])
             ways.check(name)
             # The first turn finds memory and connections that nobody has used.
             if turn:
-                seconds[name].append(float(every[:, 0].max()))
-                processor[name].append(float(every[:, 1].sum()))
-                sent[name].append([int(one) for one in every[::2, 2]])
-    return {
-        name: {
-            "seconds": statistics.median(seconds[name]),
-            "spread": [min(seconds[name]), max(seconds[name])],
-            "processor": statistics.median(processor[name]),
-            "sent": [int(statistics.median(one)) for one in zip(*sent[name], strict=True)],
-        }
-        for name in names
-    }
+                turns[name].append(found)
+    return {name: summarise(of_way) for name, of_way in turns.items()}
 
 
 def planned_bytes(ways: Ways, method: str, scenario: Scenario) -> tuple[Any, Any]:
@@ -286,32 +213,12 @@ def own_seconds(planned: tuple[Any, Any], scenario: Scenario) -> float:
     return slowest
 
 
-def run_as_rank(order: dict[str, Any]) -> None:
-    """One rank of a scenario; the first prints what was found."""
-    rank = int(os.environ["RANK"])
-    scenario = Scenario(**order["scenario"])
-    enter_host(order["keepers"][scenario.rank_host[rank]])
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    if order["choices"]:
-        compare_choices(scenario, order["repeat"])
-    else:
-        compare_ways(scenario, order["repeat"])
-    dist.barrier()
-    sys.stdout.flush()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
-
-
-def compare_ways(scenario: Scenario, repeat: int) -> None:
-    """All ways, with engines of one rank: each rank has all."""
+def compare_ways(scenario: Scenario, repeat: int, names: list[str]) -> None:
+    """Ways, with engines of one rank: each rank has all."""
     import torch.distributed as dist
 
     ways = Ways(scenario, (scenario.size_mib, "fsdp, -", "-, -", 1), 2)
-    found = take_turns(ways, list(ways.actions), repeat)
+    found = take_turns(ways, names, repeat)
     planned = {m: planned_bytes(ways, m, scenario) for m in ways.refits}
     if dist.get_rank():
         return
@@ -367,65 +274,26 @@ def compare_choices(scenario: Scenario, repeat: int) -> None:
         print(f"{scenario.name}: {right} of {len(CHOICES)} right, load {os.getloadavg()[0]:.1f}")
 
 
-def run_scenario(scenario: Scenario, options: argparse.Namespace) -> None:
-    """The ranks of a scenario, on hosts that end with it."""
-    racks = scenario.racks or None
-    uplink = scenario.uplink or None
-    with HostNetwork(scenario.hosts, scenario.rate, racks, uplink) as network:
-        order = {
-            "scenario": asdict(scenario),
-            "keepers": network.host_pids,
-            "choices": options.choices,
-            "repeat": options.repeat,
-        }
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(2 * scenario.hosts),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank", json.dumps(order)],
-                env={**environment, "RANK": str(rank)},
-            )
-            for rank in range(2 * scenario.hosts)
-        ]
-        end_s = time.monotonic() + options.limit_s
-        try:
-            while any(one.poll() is None for one in ranks):
-                if any(map(operator.truth, (one.poll() or 0 for one in ranks))):
-                    raise SystemExit(f"{scenario.name}: ranks ended with an error")
-                if time.monotonic() > end_s:
-                    raise SystemExit(f"{scenario.name}: not done in {options.limit_s} s")
-                time.sleep(0.1)
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("scenarios", nargs="*", default=[*SCENARIOS], metavar="SCENARIO")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each way")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which take turns")
     parser.add_argument("--choices", action="store_true", help="stages or exchange, many cases")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of one scenario")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        run_as_rank(json.loads(options.rank))
-        return
+        order = json.loads(options.rank)
+        repeat, ways = order["repeat"], order["ways"]
+        if order["choices"]:
+            as_rank(order, lambda scenario: compare_choices(scenario, repeat))
+        as_rank(order, lambda scenario: compare_ways(scenario, repeat, ways))
     unknown = set(options.scenarios) - SCENARIOS.keys()
     if unknown:
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
-    missing = why_not()
-    if missing:
-        raise SystemExit(f"no hosts here: {missing}")
-    for name in options.scenarios:
-        run_scenario(SCENARIOS[name], options)
+    order = {"repeat": options.repeat, "ways": options.ways, "choices": options.choices}
+    run_scenarios(__file__, options.scenarios, options.limit_s, order)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,19 @@ def test_programs_that_there_are_none_of_are_told_together() -> None:
     assert (same.program, same.why) == (None, "every rank has what it needs")
     with pytest.raises(LayoutError, match="no within_host link"):
         RefitMethods("auto", Topology([0] * 4)).of([match("sum", *SUM)], 0)
+
+
+def test_what_is_compared_is_not_staged_unless_asked_for() -> None:
+    hosts = Topology.of(hosts=2, ranks_per_host=2)
+    whole = match("whole", "x, -", "-, -", LARGE)
+    given = [whole, replace(whole, name="wide", made_at="target"), match("sum", *SUM)]
+    for method, changed_only, staged in (
+        ("auto", False, [True, True, False]),
+        ("auto", True, [False, True, False]),
+        ("stages", True, [True, True, False]),
+    ):
+        methods = RefitMethods(method, hosts=hosts, changed_only=changed_only)
+        assert [one.is_staged for one in methods.of(given, 1 << 20)] == staged
 
 
 def test_another_choice_is_another_plan() -> None:

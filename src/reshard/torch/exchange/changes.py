@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
 from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_places, read_changes
 from reshard.errors import FormatError, RunError, UsageError
+from reshard.layout import Layout
 from reshard.plans.schedule.messages import align, limit_message_bytes
 from reshard.torch.exchange.copies import WORDS, copier, empty_bytes
 from reshard.torch.exchange.exchange import ExchangeFailure, LostMessageError
@@ -59,12 +60,12 @@ _SHARE = 2
 _HEADS_AHEAD = 16
 
 
-def can_be_compared(tensor: RankTransfers, dtype: torch.dtype) -> bool:
+def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
     """Whether the elements of a tensor that travel as `dtype` can be kept, and changed one by one.
 
     Both ends find the same. Contributions that are combined leave nothing to compare with.
     """
-    is_whole = max(tensor.change.source.contributions, tensor.change.target.contributions) == 1
+    is_whole = max(source.contributions, target.contributions) == 1
     return is_whole and not dtype.is_complex and dtype.itemsize in WORDS
 
 

@@ -39,7 +39,6 @@ from reshard.torch.exchange.changes import (
     ChangedOnly,
     ChangeExchange,
     ChangeUnit,
-    can_be_compared,
 )
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
@@ -200,9 +199,7 @@ class RefitBatches:
             known = RankTransfers.of(item.change, item.transfers, rank, *ends)
             self._known[item.transfers] = known
         moved = RankTransfers(item.change, known.received, known.sent, *ends)
-        # What arrives to be transformed is overwritten by other tensors before the next run.
-        stays = bool(self._changed_only) and match.made_at != "target"
-        if not (stays and can_be_compared(moved, dtype)):
+        if not (self._changed_only and match.can_be_compared):
             found.stages[0].append(moved)
             return
         # Memory that ranks share is copied in a third of the time that a comparison takes.

@@ -28,6 +28,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
+from reshard.torch.exchange.changes import can_be_compared
 from reshard.torch.models.naming import serving_name, tied_root
 from reshard.torch.models.rosters import ModelTensor, shift_ranks
 from reshard.torch.refitting.members import (
@@ -82,6 +83,13 @@ class Match:
     def is_transformed(self) -> bool:
         """Whether its elements need memory between source and target."""
         return bool(self.made_at)
+
+    @property
+    def can_be_compared(self) -> bool:
+        """Whether what travels can be compared with what a run before it sent."""
+        # What arrives to be transformed is overwritten by other tensors before the next run.
+        stays, dtype = self.made_at != "target", getattr(torch, self.dtype)
+        return stays and can_be_compared(self.source, self.target, dtype)
 
     def source_view(self, locals_of: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
         """What a rank has of it in the source, whose local tensors are given by name."""

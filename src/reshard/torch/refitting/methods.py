@@ -8,7 +8,8 @@
    than the exchange does; every message counts then as `assumed_topology` says.
 4. `"stages"`: each byte enters a host once, and is handed on within it (`reshard.plans.hosts`). Of
    what has no program, `"auto"` takes stages for all tensors or for none, by what is quicker, on
-   hosts that the topology or the ranks themselves have told of.
+   hosts that the topology or the ranks themselves have told of. What is compared with the run
+   before is exchanged: changes are few bytes, and what is handed on travels whole.
 
 Programs are of whole tensors, as they are, whose shardings are over the same devices on both
 sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
@@ -79,11 +80,13 @@ class RefitMethods:
         method: "auto", "exchange" or "program".
         topology: the hosts of the ranks and the links between them, where known.
         hosts: of the ranks, as these have told each other; no speeds are known of it.
+        changed_only: whether runs send what changed, of tensors that can be compared.
     """
 
     method: RefitMethod = "exchange"
     topology: Topology | None = None
     hosts: Topology | None = None
+    changed_only: bool = False
 
     @property
     def stage_topology(self) -> Topology | None:
@@ -141,8 +144,11 @@ class RefitMethods:
         # On one host nothing crosses.
         if hosts is None or (hosts.hosts == 1 and self.method != "stages"):
             return chosen
+        compares = self.changed_only and self.method == "auto"
         can_be = [
-            one.program is None and can_be_staged(LayoutChange(match.source, match.target))
+            one.program is None
+            and can_be_staged(LayoutChange(match.source, match.target))
+            and not (compares and match.can_be_compared)
             for match, one in zip(matches, chosen, strict=True)
         ]
         if not any(can_be):

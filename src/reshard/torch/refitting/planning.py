@@ -351,7 +351,8 @@ class RefitPlanner:
         )
         methods = self.methods
         hosts = [one and one.interning_key() for one in (methods.topology, methods.hosts)]
-        others = self.strict, self.extra_bytes, methods.method, hosts, repr(self.quantized)
+        how = methods.method, methods.changed_only
+        others = self.strict, self.extra_bytes, how, hosts, repr(self.quantized)
         return None if self.transforms else (*tables, *others)
 
     def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:

@@ -274,7 +274,7 @@ class Refit:
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
         ties = names.ties or {}
         check_memory(before, after, ties)
-        methods = RefitMethods(method, topology, find_hosts(group))
+        methods = RefitMethods(method, topology, find_hosts(group), bool(changed_only))
         matching = RefitPlanner(
             ties,
             cast,
