@@ -364,6 +364,31 @@ def raising() -> None:
         in_the_middle(out_of_memory)
 
 
+def raising_before() -> None:
+    """Rank 1 has no memory for its messages: the others do not wait for them."""
+    rows, columns = layouts()
+    rank = dist.get_rank()
+    prepare = MessageExchange.__init__
+
+    def failing(self: MessageExchange, *arguments: Any, **options: Any) -> None:
+        if rank == 1:
+            out_of_memory()
+        prepare(self, *arguments, **options)
+
+    MessageExchange.__init__ = failing  # type: ignore[method-assign]
+    kind = ReshardError if rank == 1 else RunError
+    expect(
+        kind,
+        "out of memory",
+        lambda: redistribute(own(), columns, source=rows),
+        CULPRIT,
+        ": out of memory",
+    )
+    if rank == 1:
+        # Its process lives on, so that others do not see it end.
+        time.sleep(2 * TIMEOUT_S)
+
+
 def in_a_message(sender: int, receiver: int) -> None:
     """Rank 1 is killed while a message of it, or to it, has gone in part."""
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), (64 << 20,)
@@ -512,6 +537,7 @@ def main(fault: str) -> None:
         killed_while_it_sends,
         killed_while_it_receives,
         killed_while_it_tells,
+        raising_before,
         raising,
         raising_in_a_program,
         killed_in_a_program,

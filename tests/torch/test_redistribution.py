@@ -24,7 +24,16 @@ def test_layouts_of_every_kind_become_one_another(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["disagreements", "methods", "outside", "absent", "raising", "raising_in_a_program"]
+    "fault",
+    [
+        "disagreements",
+        "methods",
+        "outside",
+        "absent",
+        "raising_before",
+        "raising",
+        "raising_in_a_program",
+    ],
 )
 def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
     expect_all_end_well(run_ranks("faulty_redistribution_process.py", 3, fault))

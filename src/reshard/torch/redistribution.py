@@ -82,16 +82,11 @@ class Redistribution:
         group: RankGroup,
         in_background: bool = False,
     ) -> None:
-        self._prepared = prepared
-        self._group = group
+        self._prepared, self._group = prepared, group
         # Before all that may fail here only: ranks count alike, whether they wait or go on.
         tag = next_tag(group)
-        try:
+        with group.told_of_errors():
             run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
-        except BaseException as error:
-            # Such as memory that is not there: the other ranks wait for this one.
-            group.break_off(error)
-            raise
         if isinstance(run, MessageExchange):
             run.tag = tag
             if in_background and run.can_leave_its_thread:
@@ -99,8 +94,7 @@ class Redistribution:
         self._run = run
         self._is_done = False
         self.program = prepared.program
-        self.received_bytes = run.received_bytes
-        self.sent_bytes = run.sent_bytes
+        self.received_bytes, self.sent_bytes = run.received_bytes, run.sent_bytes
         try:
             run.start()
         except BaseException:
@@ -481,11 +475,8 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     program = way if isinstance(way, Program) else None
     staged = way if isinstance(way, StagedJob) else None
     # Planned here, where all learn of a rank that cannot.
-    if staged is not None:
-        _ = stages_of(staged, rank)
-    else:
-        rows = transfers_of(change, as_dtype(dtype), rank)
-        limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], most_bytes)
+    rows = stages_of(staged, rank)[0] if staged else transfers_of(change, as_dtype(dtype), rank)
+    limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], most_bytes)
     return _PreparedRedistribution(
         change, before, after, own, local, out, dtype, device, most_bytes, program, staged
     )

@@ -367,6 +367,15 @@ class RankGroup:
             kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
             self._close(f"{kind}{error}" or type(error).__name__)
 
+    @contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """What is raised inside, such as for memory that is not there, is raised on all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
     def raise_on_all(self, error: ReshardError, cause: BaseException | None = None) -> NoReturn:
         """Raise what all ranks raise: after it the group goes on."""
         self.note_known(error)

@@ -306,13 +306,15 @@ def exchange_pieces(
         _describe_local(bounds, source.shape, rank), _describe_local(bounds, shape, rank)
     )
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
-    exchange = MessageExchange(
-        [RankTransfers(change, received, sent, source, target)],
-        rank,
-        axis.group,
-        source.device,
-        extra_bytes,
-    )
+    group = rank_group(axis.group)
+    with group.told_of_errors():
+        exchange = MessageExchange(
+            [RankTransfers(change, received, sent, source, target)],
+            rank,
+            group,
+            source.device,
+            extra_bytes,
+        )
     exchange.run()
     confirm(axis.group)
     return target, exchange.received_bytes
