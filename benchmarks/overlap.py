@@ -5,6 +5,10 @@ Four gloo processes, float32, one thread each, all orders in turns in one job:
     layers     eight layers tanh(x @ w), their weights gathered where they are used, and with the
                gradient, reduce-scattered
     training   the step of examples/train.py over dp=2,tp=2, with ZeRO 3
+    products   a gated MLP over tp=4 whose input and result are cut along the sequence: what is
+               gathered for products and reduced of them whole, and in pieces (with a topology),
+               beside DTensor's ColwiseParallel and RowwiseParallel. Its asynchronous tensor
+               parallelism needs symmetric memory, which PyTorch 2.13 has on no CPU
 
 With `--rate`, each rank is on a host of its own, a network namespace whose link is held to so many
 megabits a second (`tests/host_network.py`, which takes root): who waits then leaves its processor.
@@ -12,8 +16,8 @@ megabits a second (`tests/host_network.py`, which takes root): who waits then le
 A line for each order: the median and the least milliseconds of the clock, and the median of all
 processors', with what the trace says that each rank holds at most.
 
-    python benchmarks/overlap.py [--repeat 9] [--case layers|training] [--rows 2048] [--width 512]
-        [--rate MBIT]
+    python benchmarks/overlap.py [--repeat 9] [--case layers|training|products] [--rows 2048]
+        [--width 512] [--rate MBIT]
 """
 
 from __future__ import annotations
@@ -36,13 +40,19 @@ import torch.distributed as dist
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.cost import load_preset
+from reshard.topology import Link, Overhead, Topology
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 AHEAD = (0, 1, 2, 4)
 LAYERS = 8
-Case = tuple[Callable[[], Any], int]
+Case = tuple[str, Callable[[], Any], int]
+
+
+def label(ahead: int) -> str:
+    return f"{ahead} ahead" if ahead else "blocking"
 
 
 def layers(rows: int, width: int) -> dict[str, list[Case]]:
@@ -66,7 +76,7 @@ def layers(rows: int, width: int) -> dict[str, list[Case]]:
     def case(function: Callable[..., Any], ahead: int) -> Case:
         program = sp.jit(function, overlap=ahead)
         held = max(program.trace(weights, x).peak_bytes.values())
-        return lambda: program(weights, x), held
+        return label(ahead), lambda: program(weights, x), held
 
     return {
         "layers": [case(forward, ahead) for ahead in AHEAD],
@@ -88,9 +98,85 @@ def training() -> dict[str, list[Case]]:
     def case(ahead: int) -> Case:
         program = sp.jit(run.step.__wrapped__, overlap=ahead)
         held = max(program.trace(run.parameters, run.state, *batch).peak_bytes.values())
-        return lambda: program(run.parameters, run.state, *batch), held
+        return label(ahead), lambda: program(run.parameters, run.state, *batch), held
 
     return {"training": [case(ahead) for ahead in AHEAD]}
+
+
+def products(rows: int, width: int, rate: int | None) -> dict[str, list[Case]]:
+    """A gated MLP, four times as wide within, forward: ours in each order, and DTensor's."""
+    random = np.random.default_rng(0)
+    shapes = {"x": (rows, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    data = {
+        name: (random.normal(size=shape) / shape[0] ** 0.5).astype("float32")
+        for name, shape in shapes.items()
+    }
+    mesh = DeviceMesh.of(tp=4)
+    cut, columns = spec(mesh, "tp, -"), spec(mesh, "-, tp")
+    x, up, down = (
+        sp.array(data[name], one) for name, one in (("x", cut), ("up", columns), ("down", cut))
+    )
+
+    def mlp(x: Any, up: Any, down: Any) -> Any:
+        n = x.shard(spec(mesh, "-, -"))
+        return (sp.relu(n @ up) @ down).shard(cut)
+
+    preset = load_preset("gloo-host")
+    topology = preset.topology()
+    if rate:
+        link = Link(rate * 125_000, 300e-6)
+        overhead = Overhead(step_s=2e-3)
+        topology = Topology(range(4), None, None, link, None, overhead, preset.device)
+
+    def case(name: str, **options: Any) -> Case:
+        program = sp.jit(mlp, library="gloo", **options)
+        traced = program.trace(x, up, down)
+        name += f" ({len(traced.operations)} operations, {(traced.seconds_s or 0) * 1e3:.0f} ms)"
+        return name, lambda: program(x, up, down), max(traced.peak_bytes.values())
+
+    return {
+        "products": [
+            case("blocking", topology=topology),
+            case("2 ahead", overlap=2),
+            case("1 ahead, in pieces", overlap=1, topology=topology),
+            case("2 ahead, in pieces", overlap=2, topology=topology),
+            ("DTensor", in_dtensor(data, mlp(x, up, down)), 0),
+        ]
+    }
+
+
+def in_dtensor(data: dict[str, Any], expected: Any) -> Callable[[], Any]:
+    """The same in PyTorch, parallelised by its own styles."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    width = data["x"].shape[1]
+    module = torch.nn.Sequential(
+        torch.nn.Linear(width, 4 * width, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Linear(4 * width, width, bias=False),
+    )
+    with torch.no_grad():
+        module[0].weight.copy_(torch.as_tensor(data["up"].T))
+        module[2].weight.copy_(torch.as_tensor(data["down"].T))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(module, init_device_mesh("cpu", (4,)), plan)
+    own = torch.as_tensor(data["x"]).chunk(4)[dist.get_rank()]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return module(own)
+
+    torch.testing.assert_close(run(), expected.shards[dist.get_rank()], rtol=1e-4, atol=1e-4)
+    return run
 
 
 def processor_s() -> float:
@@ -102,7 +188,7 @@ def compare(name: str, cases: list[Case], repeat: int) -> None:
     clock_s: list[list[float]] = [[] for _ in cases]
     work_s: list[list[float]] = [[] for _ in cases]
     for turn in range(repeat + 2):
-        for place, (action, _) in enumerate(cases):
+        for place, (_, action, _) in enumerate(cases):
             dist.barrier()
             began, used = time.perf_counter(), processor_s()
             action()
@@ -114,9 +200,9 @@ def compare(name: str, cases: list[Case], repeat: int) -> None:
                 clock_s[place].append(taken_s)
                 work_s[place].append(spent.item())
     if dist.get_rank() == 0:
-        for ahead, one, work, (_, held) in zip(AHEAD, clock_s, work_s, cases, strict=True):
+        for (way, _, held), one, work in zip(cases, clock_s, work_s, strict=True):
             print(
-                f"{name}, {f'{ahead} ahead' if ahead else 'blocking'}: "
+                f"{name}, {way}: "
                 f"{statistics.median(one) * 1e3:.1f} ms, least {min(one) * 1e3:.1f}, processors "
                 f"{statistics.median(work) * 1e3:.0f} ms, {held / 2**20:.1f} MiB held; "
                 f"load {os.getloadavg()[0]:.0f}",
@@ -138,6 +224,9 @@ def measure(arguments: argparse.Namespace) -> None:
                 compare(name, cases, arguments.repeat)
         if arguments.case in (None, "training"):
             for name, cases in training().items():
+                compare(name, cases, arguments.repeat)
+        if arguments.case in (None, "products"):
+            for name, cases in products(arguments.rows, arguments.width, arguments.rate).items():
                 compare(name, cases, arguments.repeat)
     dist.destroy_process_group()
 
@@ -178,7 +267,7 @@ def run_on_hosts(command: list[str], rate: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--case", choices=["layers", "training"])
+    parser.add_argument("--case", choices=["layers", "training", "products"])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rate", type=int, help="megabits a second of each rank's link")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import MeshError, PlanError, ReshardError, RunError, UsageError
+from reshard.topology import Device, Link, Topology
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.programs.run import ProgramRun
 
@@ -216,6 +217,30 @@ def check_overlap() -> None:
     assert all(one.name != "reshard movements" for one in threading.enumerate())
 
 
+def check_pieces() -> None:
+    """Products in pieces beside what moves: the same results, by more and smaller movements."""
+    rows, whole = spec(MESH, "x y, -"), spec(MESH, "-, -")
+
+    def function(x: Any, up: Any, down: Any) -> Any:
+        return (sp.tanh(x).shard(whole) @ up @ down).shard(rows)
+
+    random = np.random.default_rng(0)
+    shapes = (((32, 8), rows), ((8, 16), spec(MESH, "-, x y")), ((16, 8), rows))
+    arrays = [sp.array(random.normal(size=shape), one) for shape, one in shapes]
+    # Messages and products take about as long.
+    device = Device(1e9, (("float64", 4e6),))
+    topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6), device=device)
+    expected = sp.jit(function)(*arrays).to_dense()
+    for overlap in (1, 2):
+        program = sp.jit(function, overlap=overlap, topology=topology)
+        program(*arrays)
+        with movement_threads() as threads:
+            found = program(*arrays)
+        np.testing.assert_allclose(found.to_dense(), expected, rtol=1e-12, atol=1e-12)
+        moves = sum(len(list(one.reshards)) for one in program.trace(*arrays).operations)
+        assert len(threads) == moves > 2, (threads, moves)
+
+
 def check_memory() -> None:
     """What is in registers of a run stays within the peak of the trace, and comes near to it."""
     random = np.random.default_rng(0)
@@ -351,6 +376,7 @@ def main() -> None:
     with sp.running(sp.over_processes()):
         check_other_meshes()
         check_overlap()
+        check_pieces()
         check_memory()
         check_torch_gradients()
         check_failed_movement()

@@ -20,8 +20,9 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.programs.decomposed_products import overlapped
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
-from reshard.spmd.programs.overlapped_trace import check_overlap, with_overlap
+from reshard.spmd.programs.overlapped_trace import check_overlap
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import recorders, unrecorded
@@ -79,7 +80,9 @@ def jit(
         overlap: over processes, how many movements of values that grow (gathers), and as many of
             others, may be under way beside what is computed. They begin as early as that allows,
             and are waited for where they are read, in one order on all ranks; 0 lets each end
-            before the next operation. In one process movements are copies, beside nothing.
+            before the next operation. With a topology that knows of devices, products of matrices
+            are computed in pieces beside what is gathered for them or reduced of them, where that
+            is quicker. In one process movements are copies, beside nothing.
         donate: positions of arguments whose arrays are given up: their memory is free for other
             values after the last operation that reads them, which `trace` counts. From the call on
             such an array cannot be used, also where the program fails. An array that is returned
@@ -205,6 +208,12 @@ class JittedFunction:
 
         Raises PlanError where none keeps it.
         """
+        return self._trace_program(arguments, options)
+
+    def _trace_program(
+        self, arguments: Sequence[Any], options: dict[str, Any], moves_beside: bool = True
+    ) -> Trace:
+        """As `trace`; in one process nothing moves beside computing."""
 
         def trace_by(strategy: str) -> Trace:
             recorded = self._record(strategy, arguments, options)
@@ -216,8 +225,9 @@ class JittedFunction:
             graph, constants = traced.graph, traced.recording.constants
             inputs = [n for n in graph.inputs if n not in constants]
             given_up = [inputs[place] for place in donated]
-            if self._overlap:
-                return with_overlap(traced, self._overlap, self._library, given_up)
+            if self._overlap and moves_beside:
+                limit = self._live_bytes
+                return overlapped(traced, self._overlap, self._library, given_up, limit)
             if not given_up or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
@@ -255,11 +265,12 @@ class JittedFunction:
             found = self._programs.get(key)
             if found is not None:
                 return found
-            if self._live_bytes is None:
+            moves_beside = self._overlap > 0 and not key[-1].has_every_shard
+            if self._live_bytes is None and not (moves_beside and self._topology is not None):
                 recorded = self._record(self._strategy, arguments, options)
                 shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
             else:
-                traced = self.trace(*arguments, **options)
+                traced = self._trace_program(arguments, options, moves_beside)
                 recorded, shardings = traced.recording, traced.shardings
             self._traced_count += 1
             if self._traced_count == MANY_PROGRAMS:

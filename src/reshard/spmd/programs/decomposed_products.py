@@ -1,0 +1,493 @@
+"""Decomposed products: what moves before or after products of matrices, in pieces beside them.
+
+    n = all-gather(x)           n1, n2 = all-gather(x1), all-gather(x2)
+    y = matmul(n, w)            y = concat(matmul(n1, w), matmul(n2, w))
+
+    z = matmul(y, v)            z1, z2 = matmul(y1, v), matmul(y2, v)
+    s = reduce-scatter(z)       s = concat(reduce-scatter(z1), reduce-scatter(z2))
+
+While a piece travels, the product of another one is computed (Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023).
+
+1. All movements become operations of the graph.
+2. A movement is taken with the products that read it, or with the product that makes what it moves.
+3. They are cut along a dimension of the operand and the results that is not summed over. Where it
+   is in parts on the ranks, a piece has as much of each part, so that nothing else moves.
+4. The number of pieces is that of the least time, if that is less than without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.table import operator_of
+from reshard.spmd.programs.overlapped_trace import with_overlap
+from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.tracing.graph_recording import WITH_SHARDING, RecordedCall
+from reshard.spmd.tracing.trace import Shardings, Trace, trace_placed
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+
+PRODUCTS = ("matmul", "einsum")
+COUNTS = (2, 4, 8)
+"""Of pieces."""
+
+
+def overlapped(
+    traced: Trace,
+    overlap: int,
+    library: str,
+    given_up: Sequence[int] = (),
+    live_bytes: int | None = None,
+) -> Trace:
+    """A trace with movements beside computing, its products in pieces where that is quicker.
+
+    Args: those of `with_overlap`, and the most that a rank may hold.
+    """
+    whole = with_overlap(traced, overlap, library, given_up)
+    in_pieces = decomposed(traced, library)
+    if in_pieces is None or whole.overlapped_s is None:
+        return whole
+    found = with_overlap(in_pieces, overlap, library, given_up)
+    fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
+    is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
+    return found if fits and is_quicker else whole
+
+
+def decomposed(traced: Trace, library: str) -> Trace | None:
+    """The trace of the function with products in pieces; None where that is not quicker.
+
+    What is quicker is decided for each movement by itself, by the trace's topology and its devices;
+    without these nothing is.
+    """
+    if traced.topology is None or traced.topology.device is None:
+        return None
+    placed = _MovedFunction(traced)
+    taken: set[int] = set()
+    chosen: dict[int, _Decomposition] = {}
+    for place, step in enumerate(placed.steps):
+        if step.call.target is None:
+            continue
+        for products in (placed.maker_of(place), placed.readers_of(place)):
+            if not products or not taken.isdisjoint(products):
+                continue
+            pieces = placed.choose(place, products, library)
+            if pieces is not None:
+                chosen[place] = pieces
+                taken.update(products)
+                break
+    if not chosen:
+        return None
+    recorded, shardings = _PieceWriter(placed, chosen).run()
+    return trace_placed(recorded, shardings, traced.strategy, traced.topology, library)
+
+
+@dataclass(frozen=True, slots=True)
+class _MovedStep:
+    """An operation with the shardings that its operands are wanted in, and what its trace says."""
+
+    operation: Operation
+    call: RecordedCall
+    wanted: tuple[ShardingSpec | None, ...]
+    traced: TracedOperation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Decomposition:
+    """How a movement and products are cut.
+
+    Args:
+        products: their places.
+        target: the sharding to which the value moves.
+        factors: of each product's rule, the one along which it is cut.
+        dim: of the value that moves.
+        parts: a piece has as much of each of so many parts of the dimension.
+        count: of pieces.
+    """
+
+    products: tuple[int, ...]
+    target: ShardingSpec
+    factors: tuple[int, ...]
+    dim: int
+    parts: int
+    count: int
+
+
+class _MovedFunction:
+    """A placed function whose movements are operations, each with a value of its own."""
+
+    def __init__(self, traced: Trace) -> None:
+        self.traced = traced
+        graph = traced.graph
+        self.values = list(graph.values)
+        self.specs = list(traced.shardings.values)
+        self.kinds: dict[int, ArrayType | None] = dict(
+            zip(graph.inputs, traced.inputs, strict=True)
+        )
+        self.steps: list[_MovedStep] = []
+        self._moved: dict[tuple[int, ShardingSpec], int] = {}
+        for one, call, wanted in zip(
+            traced.operations,
+            traced.recording.recorded_calls,
+            traced.shardings.operands,
+            strict=True,
+        ):
+            self._add(one, call, wanted)
+        self.maker = {n: place for place, s in enumerate(self.steps) for n in s.operation.results}
+        self.readers: dict[int, list[int]] = {}
+        for place, step in enumerate(self.steps):
+            for number in dict.fromkeys(step.operation.operands):
+                self.readers.setdefault(number, []).append(place)
+
+    def new_value(self, kind: ArrayType | None, shape: Sequence[int], dtype: str) -> int:
+        number = len(self.values)
+        self.values.append(Value(number, tuple(shape), dtype))
+        self.specs.append(None)
+        self.kinds[number] = kind
+        return number
+
+    def _add(
+        self, one: TracedOperation, call: RecordedCall, wanted: tuple[ShardingSpec | None, ...]
+    ) -> None:
+        """An operation behind the movements of its operands, and before those of its results."""
+        reshards = [*one.before, *one.reused]
+        operands = []
+        for number, kind, spec in zip(
+            one.operation.operands, one.operands, one.runs_with, strict=True
+        ):
+            at = number
+            while kind is not None and kind.spec is not spec:
+                found = [r for r in reshards if r.value == number and r.source is kind]
+                if not found:
+                    # Another sharding of the same layout.
+                    break
+                # To where a strategy wants it, and from there to what the operator runs with.
+                (step, *_) = [r for r in found if r.target is spec] or found
+                at, kind = self._move(at, step), step.result
+            operands.append(at)
+        results = one.operation.results
+        # What `with_sharding` moves is a movement already.
+        after = () if call.target is not None else one.after
+        makes = {
+            r.value: self.new_value(r.source, r.source.shape, r.source.dtype.name) for r in after
+        }
+        made = tuple(makes.get(number, number) for number in results)
+        operation = replace(one.operation, operands=tuple(operands), results=made)
+        self.steps.append(_MovedStep(operation, call, wanted, one))
+        for number, kind in zip(results, one.results, strict=True):
+            self.kinds[number] = kind
+        for reshard in after:
+            self.steps.append(_moving(makes[reshard.value], reshard.value, reshard))
+
+    def _move(self, number: int, reshard: InsertedReshard) -> int:
+        key = (number, reshard.target)
+        if key not in self._moved:
+            kind = reshard.result
+            self._moved[key] = made = self.new_value(kind, kind.shape, kind.dtype.name)
+            self.steps.append(_moving(number, made, reshard))
+        return self._moved[key]
+
+    def maker_of(self, place: int) -> tuple[int, ...]:
+        """The product that makes what a movement moves, if nothing else reads that."""
+        (source,) = self.steps[place].operation.operands
+        maker = self.maker.get(source, -1)
+        if source in self.traced.graph.outputs or self.readers[source] != [place]:
+            return ()
+        return (maker,) if maker >= 0 and self._is_product(maker) else ()
+
+    def readers_of(self, place: int) -> tuple[int, ...]:
+        """The products that read what a movement makes, if all they need is there for the first."""
+        (made,) = self.steps[place].operation.results
+        products = [n for n in self.readers.get(made, ()) if self._is_product(n)]
+        first = products[0] if products else 0
+        return tuple(
+            n
+            for n in products
+            if all(self.maker.get(x, -1) < first for x in self.steps[n].operation.operands)
+        )
+
+    def _is_product(self, place: int) -> bool:
+        one = self.steps[place].operation
+        # One value as both operands would be cut along two dimensions at once.
+        return one.operator in PRODUCTS and len(set(one.operands)) == len(one.operands)
+
+    def choose(self, place: int, products: tuple[int, ...], library: str) -> _Decomposition | None:
+        """The pieces that take the least time; None where the whole takes less."""
+        moving = self.steps[place].operation
+        source, target = (self.kinds[n] for n in (*moving.operands, *moving.results))
+        if source is None or target is None or source.spec is None or target.spec is None:
+            return None
+        if source.spec.mesh is not target.spec.mesh:
+            return None
+        topology = self.traced.topology
+        whole = InsertedReshard(0, source, target.spec, topology, library)
+        if not whole.moved_elements:
+            return None
+        calls = [self.steps[n].traced for n in products]
+        computing_s = sum(one.busiest_s for one in calls if one is not None)
+        best: _Decomposition | None = None
+        best_s = whole.seconds_s + computing_s
+        for dim, (factors, parts) in self._dims(place, products):
+            copying_s = self._copying_s(place, products, factors, parts)
+            for count in COUNTS:
+                if source.shape[dim] % (parts * count):
+                    break
+                piece = _with_size(source, dim, source.shape[dim] // count)
+                moving_s = InsertedReshard(0, piece, target.spec, topology, library).seconds_s
+                each_s = computing_s / count
+                total_s = moving_s + each_s + (count - 1) * max(moving_s, each_s) + copying_s
+                if total_s < best_s:
+                    best_s = total_s
+                    best = _Decomposition(products, target.spec, factors, dim, parts, count)
+        return best
+
+    def _dims(
+        self, place: int, products: tuple[int, ...]
+    ) -> Iterator[tuple[int, tuple[tuple[int, ...], int]]]:
+        """Dimensions along which it can be cut, with the products' factors and the parts."""
+        moving = self.steps[place].operation
+        (source,), (target,) = moving.operands, moving.results
+        for dim in range(len(self.values[source].shape)):
+            cuts = [self._parts(n, dim) for n in (source, target)]
+            factors = []
+            for number in products:
+                step = self.steps[number]
+                reads, rule = step.operation, step.operation.rule
+                tensors = (*rule.operands, *rule.results)
+                numbers = (*reads.operands, *reads.results)
+                mapping = next(
+                    one for one, n in zip(tensors, numbers, strict=True) if n in (source, target)
+                )
+                factor = mapping[dim][0] if len(mapping[dim]) == 1 else -1
+                if not _is_free(rule, factor):
+                    break
+                factors.append(factor)
+                for one, n in zip(tensors, numbers, strict=True):
+                    cuts += [self._parts(n, at) for at, own in enumerate(one) if factor in own]
+            parts = max((one or 0 for one in cuts), default=0)
+            if len(factors) == len(products) and all(one and parts % one == 0 for one in cuts):
+                yield dim, (tuple(factors), parts)
+
+    def _parts(self, number: int, dim: int) -> int | None:
+        """In how many equal parts a dimension is over the ranks; None where they are not equal."""
+        kind = self.kinds[number]
+        if kind is None or kind.spec is None:
+            return None
+        levels = kind.spec.dim_specs[dim].levels
+        if len(levels) > 1 or any(not level.rule.is_default for level in levels):
+            return None
+        mesh = kind.spec.mesh
+        parts = math.prod(mesh.axis_size(axis) for level in levels for axis in level.axes)
+        return parts if kind.shape[dim] % parts == 0 else None
+
+    def _copying_s(
+        self, place: int, products: tuple[int, ...], factors: tuple[int, ...], parts: int
+    ) -> float:
+        """How long it takes to put results together, and to take pieces out of parts."""
+        device = self.traced.topology and self.traced.topology.device
+        assembled = {n for one in products for n in self.steps[one].operation.results}
+        if parts > 1:
+            for one, factor in zip(products, factors, strict=True):
+                step = self.steps[one].operation
+                assembled.update(
+                    n
+                    for n, dims in zip(step.operands, step.rule.operands, strict=True)
+                    if any(factor in own for own in dims)
+                )
+        size_bytes = sum(self._local_bytes(n) for n in assembled)
+        return 2 * size_bytes / device.memory_bytes_per_s if device else 0.0
+
+    def _local_bytes(self, number: int) -> float:
+        kind = self.kinds[number]
+        if kind is None:
+            return 0.0
+        cut = math.prod(self._parts(number, dim) or 1 for dim in range(kind.ndim))
+        return math.prod(kind.shape) * kind.dtype.itemsize_bytes / cut
+
+
+def _moving(source: int, target: int, reshard: InsertedReshard) -> _MovedStep:
+    return _with_sharding(source, target, reshard.source.shape, reshard.target)
+
+
+def _with_sharding(
+    source: int, target: int, shape: Sequence[int], spec: ShardingSpec
+) -> _MovedStep:
+    mapping = tuple((dim,) for dim in range(len(shape)))
+    rule = OpShardingRule([mapping], [mapping], shape)
+    said = MappingProxyType({"sharding": str(spec)})
+    operation = Operation(WITH_SHARDING, (source,), (target,), rule, said)
+    return _MovedStep(operation, RecordedCall(WITH_SHARDING, {}, {}, spec), (None,))
+
+
+def _with_size(kind: ArrayType, dim: int, size: int) -> ArrayType:
+    shape = (*kind.shape[:dim], size, *kind.shape[dim + 1 :])
+    return ArrayType(shape, kind.dtype, kind.spec)
+
+
+def _is_free(rule: OpShardingRule, factor: int) -> bool:
+    """Whether results have a factor, alone in its dimension wherever it is."""
+    special = {*rule.reduction, *rule.need_replication, *rule.permutation, *rule.blocked}
+    if factor < 0 or factor in special:
+        return False
+    dims = [own for mapping in rule.tensors for own in mapping if factor in own]
+    in_all = all(any(factor in own for own in mapping) for mapping in rule.results)
+    return in_all and all(len(own) == 1 for own in dims)
+
+
+class _PieceWriter:
+    """The operations with pieces in place of what was chosen."""
+
+    def __init__(self, placed: _MovedFunction, chosen: dict[int, _Decomposition]) -> None:
+        self._placed = placed
+        self._chosen = chosen
+        self._steps: list[_MovedStep] = []
+        # Of values that are put together, where they are read first: their pieces.
+        self._waiting: dict[int, tuple[list[int], int, int]] = {}
+        self._cut: dict[tuple[int, int, int, int], list[int]] = {}
+
+    def run(self) -> tuple[Any, Shardings]:
+        placed, traced = self._placed, self._placed.traced
+        first = {min(one.products): place for place, one in self._chosen.items()}
+        replaced = {n for one in self._chosen.values() for n in one.products}
+        for place, step in enumerate(placed.steps):
+            if place in first:
+                self._in_pieces(first[place], self._chosen[first[place]])
+            if place in replaced or place in self._chosen:
+                continue
+            for number in step.operation.operands:
+                self._put_together(number)
+            self._steps.append(step)
+        for number in traced.graph.outputs:
+            self._put_together(number)
+        recorded, graph = traced.recording, traced.graph
+        operations = tuple(one.operation for one in self._steps)
+        again = replace(
+            recorded,
+            graph=Graph(tuple(placed.values), graph.inputs, operations, graph.outputs),
+            recorded_calls=tuple(one.call for one in self._steps),
+        )
+        operands = tuple(one.wanted for one in self._steps)
+        return again, Shardings(tuple(placed.specs), operands)
+
+    def _in_pieces(self, place: int, pieces: _Decomposition) -> None:
+        moving = self._placed.steps[place].operation
+        (source,), (moved,) = moving.operands, moving.results
+        dim, parts, count = pieces.dim, pieces.parts, pieces.count
+        is_before = all(moved in self._placed.steps[n].operation.operands for n in pieces.products)
+        made: dict[int, list[int]] = {moved: []}
+        # All of them at first, so that each can travel before the product of the one before.
+        sources = [self._piece(source, dim, pieces, n) for n in range(count)] if is_before else []
+        for number in range(count):
+            if is_before:
+                made[moved].append(self._add_movement(sources[number], pieces.target))
+            for product, factor in zip(pieces.products, pieces.factors, strict=True):
+                step = self._placed.steps[product]
+                inputs = [
+                    made[moved][number]
+                    if is_before and n == moved
+                    else self._operand(n, dims, factor, pieces, number)
+                    for n, dims in zip(
+                        step.operation.operands, step.operation.rule.operands, strict=True
+                    )
+                ]
+                (result,) = step.operation.results
+                wanted = step.wanted if step.traced is None else step.traced.runs_with
+                dtype = self._placed.values[result].dtype
+                own = self._add_call(step.call, inputs, wanted, dtype)
+                made.setdefault(result, []).append(own)
+                if not is_before:
+                    made[moved].append(self._add_movement(own, pieces.target))
+        if is_before:
+            for product, factor in zip(pieces.products, pieces.factors, strict=True):
+                operation = self._placed.steps[product].operation
+                (dims,), (result,) = operation.rule.results, operation.results
+                at = next(n for n, own in enumerate(dims) if factor in own)
+                self._waiting[result] = (made[result], at, parts)
+        self._waiting[moved] = (made[moved], dim, parts)
+
+    def _operand(
+        self,
+        number: int,
+        dims: Sequence[Sequence[int]],
+        factor: int,
+        pieces: _Decomposition,
+        which: int,
+    ) -> int:
+        """A product's operand, or its piece where it has the factor."""
+        self._put_together(number)
+        at = next((n for n, own in enumerate(dims) if factor in own), None)
+        return number if at is None else self._piece(number, at, pieces, which)
+
+    def _piece(self, number: int, dim: int, pieces: _Decomposition, which: int) -> int:
+        """A piece of a value, with as much of each part."""
+        self._put_together(number)
+        parts, count = pieces.parts, pieces.count
+        shape = self._placed.values[number].shape
+        size = shape[dim] // (parts * count)
+        at = dim
+        if parts > 1:
+            apart = (*shape[:dim], parts, size * count, *shape[dim + 1 :])
+            key = (number, dim, parts, 0)
+            if key not in self._cut:
+                self._cut[key] = [self._add_named("reshape", [number], shape=apart)]
+            (number,), at, shape = self._cut[key], dim + 1, apart
+        starts = tuple(which * size if n == at else 0 for n in range(len(shape)))
+        limits = tuple((which + 1) * size if n == at else length for n, length in enumerate(shape))
+        strides = (1,) * len(shape)
+        found = self._add_named("slice", [number], starts=starts, limits=limits, strides=strides)
+        if parts > 1:
+            together = (*shape[:dim], parts * size, *shape[dim + 2 :])
+            found = self._add_named("reshape", [found], shape=together)
+        return found
+
+    def _put_together(self, number: int) -> None:
+        """The value of pieces that were made before, where it is read first."""
+        if number not in self._waiting:
+            return
+        made, dim, parts = self._waiting.pop(number)
+        if parts == 1:
+            self._add_named("concat", made, number, axis=dim)
+            return
+        shape = self._placed.values[number].shape
+        apart = (*shape[:dim], parts, shape[dim] // (parts * len(made)), *shape[dim + 1 :])
+        rows = [self._add_named("reshape", [one], shape=apart) for one in made]
+        self._add_named(
+            "reshape", [self._add_named("concat", rows, axis=dim + 1)], number, shape=shape
+        )
+
+    def _add_named(
+        self, name: str, operands: Sequence[int], result: int | None = None, **attributes: Any
+    ) -> int:
+        call = RecordedCall(name, attributes, {})
+        dtype = self._placed.values[operands[0]].dtype
+        return self._add_call(call, operands, (None,) * len(operands), dtype, result)
+
+    def _add_movement(self, number: int, spec: ShardingSpec) -> int:
+        value = self._placed.values[number]
+        made = self._placed.new_value(None, value.shape, value.dtype)
+        self._steps.append(_with_sharding(number, made, value.shape, spec))
+        return made
+
+    def _add_call(
+        self,
+        call: RecordedCall,
+        operands: Sequence[int],
+        wanted: Sequence[ShardingSpec | None],
+        dtype: str,
+        result: int | None = None,
+    ) -> int:
+        """A new operation, whose result is a new value where none is given."""
+        shapes = [self._placed.values[n].shape for n in operands]
+        inferred = operator_of(call.name).inferred(shapes, **call.attributes)
+        if result is None:
+            result = self._placed.new_value(None, inferred.result_shapes[0], dtype)
+        said = MappingProxyType(dict(call.attributes))
+        operation = Operation(call.name, tuple(operands), (result,), inferred.rule, said)
+        self._steps.append(_MovedStep(operation, call, tuple(wanted)))
+        return result
