@@ -88,10 +88,26 @@ def check_experts(mesh: DeviceMesh) -> None:
     for one, leaf, right in zip(found, leaves, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one), right.to_dense(), 1e-10, 1e-12)
         np.testing.assert_allclose(leaf.grad, right.to_dense(), 1e-10, 1e-12)
-    # A wrong number on one rank is an error on all.
+
+    # In a program, of other numbers each time: a wrong one on one rank is an error on all.
+    @sp.eagerly
+    def experts(chosen: Any, *given: Any) -> Any:
+        return weigh(chosen, axis)(*given)
+
+    program = sp.jit(sp.value_and_grad(experts, (1, 2, 3)))
+    for _ in range(3):
+        chosen = sp.array(which, cuts[0])
+        value, slopes = program(chosen, *map(sp.array, arrays, cuts))
+        plain = sp.value_and_grad(weigh(chosen, axis), every)(*map(sp.array, arrays, cuts))
+        np.testing.assert_allclose(np.asarray(value), np.asarray(plain[0]), 1e-11)
+        for one, right in zip(slopes, plain[1], strict=True):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(right), 1e-10, 1e-12)
+        which = (which + 1) % 5
     which[-1] = 5
-    with pytest.raises(ArrayIndexError, match="expert 5 of 5"):
-        sp.expert_routing(sp.array(which, cuts[0]), 5, axes=axis)
+    for run in (lambda one: sp.expert_routing(one, 5, axes=axis), program):
+        given = [] if run is not program else list(map(sp.array, arrays, cuts))
+        with pytest.raises(ArrayIndexError, match="expert 5 of 5"):
+            run(sp.array(which, cuts[0]), *given)
 
 
 def main() -> None:

@@ -31,6 +31,12 @@ def main() -> None:
         np.testing.assert_array_equal(found.to_dense().numpy(), np.sort(data))
         expected = len(data) - 1 - np.argsort(data[::-1], stable=True)[::-1]
         np.testing.assert_array_equal(order.to_dense().numpy(), expected)
+        program = sp.jit(lambda x: (sp.sort(x) * 2.0, sp.argsort(x, descending=True)))
+        for _ in range(3):
+            twice, again = program(x)
+            assert twice.spec is x.spec and again.spec is x.spec
+            np.testing.assert_array_equal(twice.to_dense().numpy(), np.sort(data) * 2.0)
+            np.testing.assert_array_equal(again.to_dense().numpy(), expected)
         rows = random.integers(0, 99, (30, 11))
         y = sp.array(torch.from_numpy(rows), spec(mesh, "x, -"))
         ordered = sp.sort(y, axis=0)

@@ -57,6 +57,7 @@ _NAMES_OF = {
     "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
     "programs.control_flow": "cond scan while_loop",
+    "programs.eager_operations": "eagerly",
     "programs.jit": "jit",
     "programs.own_operators": "operator",
     "programs.pipelines.orders": "pipeline_schedule",
@@ -83,6 +84,7 @@ _CONSTANTS = {
 }
 # Names that their modules have by another one.
 _OTHERS = {
+    "eager_operation": ("programs.eager_operations", "eager_operation"),
     "ring_attention": ("gradients.ring_attention", "ring_attention"),
     "__array_namespace_info__": ("functions.inspection", "namespace_info"),
 }

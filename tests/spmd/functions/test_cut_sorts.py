@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.geometry.layout_change import LayoutChange
 from reshard.spmd.functions.cut_sorts import _SampleSort
-from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.runner import InProcess, Runner
 
 MESH = DeviceMesh("permuted", (2, 3), ("x", "y"), (3, 1, 5, 0, 4, 2))
 COUNT = 60_011
@@ -99,11 +100,38 @@ class _Moves:
 def test_less_moves_than_a_gather_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = DeviceMesh("of eight", (8,), ("x",))
     x = sp.array(np.random.default_rng(2).normal(size=400_000), spec(mesh, "x"))
-    gathered_bytes = sp.trace(sp.sort, x).moved_bytes
+    gathered_bytes = sp.trace(sp.sort, x, strategy="basic").moved_bytes
     assert gathered_bytes == 7 * 400_000 * 8
-    moves = _Moves(monkeypatch)
-    sp.sort(x)
-    assert 0 < moves.moved_bytes < gathered_bytes / 2
+    for function in (sp.sort, sp.argsort):
+        traced_bytes = sp.trace(function, x).moved_bytes
+        moves = _Moves(monkeypatch)
+        # A runner that has made no movement yet.
+        function(sp.array(x.to_dense(), x.spec, runner=InProcess(x.runner.library)))
+        assert 0 < moves.moved_bytes < gathered_bytes
+        # A trace knows no elements, so that it counts as many as move in any order.
+        assert abs(moves.moved_bytes - traced_bytes) < traced_bytes / 4
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_programs_sort_by_samples_too(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = sp.in_process(library)
+    program = sp.jit(lambda x: (sp.sort(x) * 2.0, sp.argsort(x, descending=True)))
+    gathered = sp.jit(lambda x: sp.sort(x), strategy="basic")
+    for seed in range(3):
+        data = np.random.default_rng(seed).normal(size=COUNT)
+        x = sp.array(data, spec(MESH, "x y"), runner=runner)
+        moves = _Moves(monkeypatch)
+        found, order = program(x)
+        assert moves.moved_bytes < 5 * COUNT * (8 + 8)
+        assert found.spec is x.spec and order.spec is x.spec
+        assert np.array_equal(np.asarray(found.to_dense()), np.sort(data) * 2)
+        assert np.array_equal(np.asarray(order.to_dense()), dense_order(data, True))
+        assert np.array_equal(np.asarray(gathered(x).to_dense()), np.sort(data))
+    if library == "torch":
+        # PyTorch's own gradient goes through a gather.
+        leaf = torch.tensor(data, requires_grad=True)
+        sp.sum(sp.square(program(sp.array(leaf, spec(MESH, "x y")))[0])).to_dense().backward()
+        np.testing.assert_allclose(leaf.grad, 8 * data)
 
 
 def test_what_is_small_differentiated_or_seen_is_gathered() -> None:

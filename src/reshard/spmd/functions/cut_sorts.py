@@ -26,6 +26,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,10 @@ from reshard.spmd.functions.elementwise import whole
 from reshard.spmd.local.library import records_gradient
 from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.local.ordering import order_of, sorted_along
+from reshard.spmd.namespace import find
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.settling import settles
 
 _PLACES = as_dtype("int64")
 # Types that are sampled: a sample is added to zeros on its way, and compared by NumPy.
@@ -53,8 +56,9 @@ _LEFT = 7
 def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     """What `sort` or `argsort` finds, cut as `x` is; None where gathering the axis is the way.
 
-    Gathering is, where it moves no more bytes, and in one dimension where the array has no elements
-    yet (in a trace or a compiled function) or somebody records what is done to it.
+    Gathering is, where it moves no more bytes, and in one dimension where somebody records what is
+    done to it, or a strategy is to place it. In a traced function, which has no elements, the sort
+    of one dimension is one operation.
     """
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     if spec is None or spec.partial_axes:
@@ -65,11 +69,25 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     lengths = [int(length) for length in cut.table(spec.mesh, x.shape[axis]).local_lengths]
     if x.ndim > 1:
         return _sort_turned(name, x, axis, descending, len(lengths))
-    if x.runner.is_abstract or recorders:
+    parts = len(lengths)
+    moved = _count_moved_bytes(x, parts, wants_places=name == "argsort")
+    gathered_bytes = (parts - 1) * int(x.shape[0] * x.dtype.itemsize_bytes)
+    # Recorders of a traced function's graph take it as it is.
+    is_seen = any(not hasattr(one, "add_run") for one in recorders)
+    if is_seen or moved is None or sum(moved) >= gathered_bytes:
         return None
-    if _saves_bytes(x, len(lengths), wants_places=name == "argsort"):
+    if not x.runner.is_abstract:
         return _SampleSort(x, lengths, descending).run(wants_places=name == "argsort")
-    return None
+    if not settles():
+        return None
+    kind = ArrayType(x.shape, _PLACES if name == "argsort" else x.dtype, spec)
+    # In any order an element is in another part than its own as often as there are others.
+    sampled_bytes, exchanged_bytes = moved
+    of_copy = sampled_bytes + exchanged_bytes * (parts - 1) // parts
+    moved_bytes = of_copy * (spec.mesh.size // parts)
+    function = partial(find(name), descending=descending)
+    # It stands above this module.
+    return find("eager_operation")(name, function, x, kind, moved_bytes)
 
 
 def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> Any:
@@ -86,20 +104,19 @@ def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> 
     return found.shard(x.type.spec)
 
 
-def _saves_bytes(x: Any, parts: int, wants_places: bool) -> bool:
-    """Whether samples and the exchange of all elements move less than a gather."""
-    first = x._shards[0]
+def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int] | None:
+    """The bytes of samples and of all elements, which move at most; None of types without these."""
     if x.dtype.name not in _SAMPLED:
-        return False
-    if x.runner.library.name == "torch" and records_gradient(first):
-        return False
+        return None
+    if x.runner.library.name == "torch" and records_gradient(x._shards[0]):
+        return None
     size_bytes, count = int(x.dtype.itemsize_bytes), int(x.shape[0])
     exchanged_bytes = count * (size_bytes + (_PLACES.itemsize_bytes if wants_places else 0))
     of_part = _SAMPLES * parts
     rounds = 1 + math.ceil(math.log(max(count / parts / of_part, 1), _LEFT))
     # Each round is an all-reduce.
     sampled_bytes = 2 * (parts - 1) * rounds * parts * (parts - 1) * of_part * size_bytes
-    return exchanged_bytes + sampled_bytes < (parts - 1) * count * size_bytes
+    return sampled_bytes, exchanged_bytes
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,13 @@ from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
 from reshard.spmd.local.expert_rows import ExpertRows, Integers
+from reshard.spmd.local.grouped_products import grouped_outer, grouped_product
 from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import replicated
+from reshard.spmd.shards.supposed_elements import supposes_elements
+from reshard.spmd.tracing.graph_recording import RunFunction, listening_recorder
 
 _COUNTS = as_dtype("int64")
 
@@ -45,7 +48,8 @@ def expert_routing(
 ) -> ExpertRouting:
     """Where the rows of tokens go, given the experts that each token chose.
 
-    The elements of `which` are read, so that it cannot be part of a traced function.
+    The elements of `which` are read, so that in a function that is traced it is to stand in one
+    under `@sp.eagerly`.
 
     Args:
         which: whole numbers `[tokens]` or `[tokens, k]`, of experts; `sp.top_k` finds them.
@@ -73,10 +77,11 @@ def expert_routing(
         raise SpecError(f"experts of shape {list(which.shape)}; [tokens] or [tokens, k] expected")
     if kind_of(which.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"experts of {which.dtype}; give an array of whole numbers")
-    if which.runner.is_abstract:
+    if which.runner.is_abstract and not supposes_elements():
         raise UsageError(
             "sp.expert_routing in a traced function: how many rows an expert gets is known from "
-            "elements alone; call it outside of sp.trace and sp.jit"
+            "elements alone; put what is done with its rows into a function under @sp.eagerly, "
+            "which is given all arrays that it reads"
         )
     if capacity is not None:
         capacity = whole_number("capacity of an expert:", capacity)
@@ -109,11 +114,14 @@ class ExpertRouting:
         self._expert_axes = tuple(map(Axis, names))
         self._axes = (*tokens, *(one for one in self._expert_axes if one not in tokens))
         which = self._cut_over_parts(which)
+        if self.runner.is_abstract:
+            counts = self._suppose_counts(which)
+            self._rows = ExpertRows(_limited(counts, capacity), self._find_owners())
+            return
         experts = [self.runner.library.numpy(one).reshape(-1) for one in which._shards]
         counts = self._exchange_counts(experts)
         limits = None if capacity is None else _share_out(counts, capacity)
-        kept = counts if limits is None else np.minimum(counts, limits)
-        self._rows = ExpertRows(kept, self._find_owners())
+        self._rows = ExpertRows(_limited(counts, capacity), self._find_owners())
         self._orders = [
             self._rows.order_to_send(part, one, None if limits is None else limits[part])
             for part, one in zip(self._parts, experts, strict=True)
@@ -147,7 +155,7 @@ class ExpertRouting:
         is_repeated = x.ndim == 2 and self.chosen is not None
         x = self._cut_over_parts(x)
 
-        def compute() -> Any:
+        def compute() -> list[Any]:
             space, each = self.runner.library.namespace, self.chosen or 1
             shards = []
             for shard, order in zip(x._shards, self._orders, strict=True):
@@ -158,13 +166,14 @@ class ExpertRouting:
             for number, part in enumerate(self._parts):
                 order = self._indices(self._rows.sorted_at(part), arrived[number])
                 arrived[number] = space.take(arrived[number], order, axis=0)
-            return self._wrap((int(self.counts.sum()), x.shape[-1]), self._cut_rows, x, arrived)
+            return arrived
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             found = self.back(g)
             return [sum_over(found, axis=1) if is_repeated else found]
 
-        return _on_tapes("expert_rows_sent", (x,), compute, pull_back)
+        kind = self._type((int(self.counts.sum()), x.shape[-1]), self._cut_rows, x)
+        return self._carry_out("expert_rows_sent", (x,), kind, compute, pull_back, moves=True)
 
     def back(self, rows: Any, weights: Any = None, /) -> Any:
         """What was made of each row, where its token is: `[tokens, k, d]`, `[tokens, d]` without k.
@@ -178,7 +187,7 @@ class ExpertRouting:
         rows = self._take_rows(rows)
         width = rows.shape[-1]
 
-        def compute() -> Any:
+        def compute() -> list[Any]:
             library = self.runner.library
             shards = []
             for shard, part in zip(rows._shards, self._parts, strict=True):
@@ -193,12 +202,13 @@ class ExpertRouting:
                 whole[self._indices(order, shard)] = shard
                 whole = library.linked(whole, shard)
                 found.append(whole.reshape((tokens, *self._lead[1:], width)))
-            return self._wrap((*self._lead, width), self._cut_tokens, rows, found)
+            return found
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.send(g)]
 
-        found = _on_tapes("expert_rows_back", (rows,), compute, pull_back)
+        kind = self._type((*self._lead, width), self._cut_tokens, rows)
+        found = self._carry_out("expert_rows_back", (rows,), kind, compute, pull_back, moves=True)
         if weights is None:
             return found
         _, weights = operands(rows, weights)
@@ -216,48 +226,36 @@ class ExpertRouting:
                 f"[{self.count}, {rows.shape[-1]}, e] were expected"
             )
 
-        def compute() -> Any:
+        def compute() -> list[Any]:
+            parts = zip(self._parts, rows._shards, matrices._shards, strict=True)
             library = self.runner.library
-            found = []
-            for part, own, each in zip(self._parts, rows._shards, matrices._shards, strict=True):
-                made = [
-                    _product(library, own[a:b], each[number])
-                    for number, (a, b) in enumerate(self._stretches(part))
-                    if b > a
-                ]
-                none = library.filled((0, each.shape[-1]), 0, own)
-                whole = library.namespace.concat([none, *made], axis=0)
-                found.append(library.linked(library.linked(whole, own), each))
-            shape = (rows.shape[0], matrices.shape[-1])
-            return self._wrap(shape, self._cut_rows, rows, found)
+            return [
+                grouped_product(library, own, each, self._ends(part)) for part, own, each in parts
+            ]
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(g, matrix_transpose(matrices)), self._outer(rows, g)]
 
-        return _on_tapes("expert_product", (rows, matrices), compute, pull_back)
+        kind = self._type((rows.shape[0], matrices.shape[-1]), self._cut_rows, rows)
+        return self._carry_out("expert_product", (rows, matrices), kind, compute, pull_back)
 
     def _outer(self, rows: Any, others: Any) -> Any:
         """Of each expert the sum over its rows of their products with others: `[experts, d, e]`."""
         rows, others = self._take_rows(rows), self._take_rows(others)
         shape = self.count, rows.shape[-1], others.shape[-1]
 
-        def compute() -> Any:
+        def compute() -> list[Any]:
+            parts = zip(self._parts, rows._shards, others._shards, strict=True)
             library = self.runner.library
-            space = library.namespace
-            found = []
-            for part, one, other in zip(self._parts, rows._shards, others._shards, strict=True):
-                made = [
-                    _product(library, space.matrix_transpose(one[a:b]), other[a:b])
-                    for a, b in self._stretches(part)
-                ]
-                none = library.filled((0, *shape[1:]), 0, one)
-                found.append(space.stack(made, axis=0) if made else none)
-            return self._wrap(shape, self._cut_experts(pending=True), rows, found)
+            return [
+                grouped_outer(library, own, other, self._ends(part)) for part, own, other in parts
+            ]
 
         def pull_back(step: TapeStep, g: Any) -> list[Any]:
             return [self.multiply(others, matrix_transpose(g)), self.multiply(rows, g)]
 
-        return _on_tapes("expert_outer_product", (rows, others), compute, pull_back)
+        kind = self._type(shape, self._cut_experts(pending=True), rows)
+        return self._carry_out("expert_outer_product", (rows, others), kind, compute, pull_back)
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -376,11 +374,10 @@ class ExpertRouting:
         spec = self._cut_experts()(matrices.ndim)
         return matrices if spec is None else placed(matrices, spec)
 
-    def _stretches(self, part: int) -> list[tuple[int, int]]:
-        """Of the experts of a part, where the rows of each start and stop."""
+    def _ends(self, part: int) -> Integers:
+        """Of the experts of a part, where the rows of each stop."""
         counts = self._rows.counts_at(part)[np.any(self._rows.owners == part, axis=0)]
-        ends = np.cumsum(counts)
-        return list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
+        return np.cumsum(counts)
 
     def _tokens_of(self, part: int) -> int:
         spec = self._spec(1)
@@ -403,15 +400,67 @@ class ExpertRouting:
         kind = ArrayType((total, int(shards[0].shape[-1])), dtype, source)
         return list(self.runner.moved_once(kind, target, tuple(shards)))
 
-    def _wrap(
+    def _type(
+        self, shape: tuple[int, ...], cut: Callable[[int], ShardingSpec | None], like: Any
+    ) -> ArrayType:
+        return ArrayType(shape, like.dtype, cut(len(shape)))
+
+    def _carry_out(
         self,
-        shape: tuple[int, ...],
-        cut: Callable[[int], ShardingSpec | None],
-        like: Any,
-        shards: Sequence[Any],
+        name: str,
+        given: tuple[Any, ...],
+        kind: ArrayType,
+        compute: Callable[[], list[Any]],
+        pull_back: Callable[[TapeStep, Any], list[Any]],
+        moves: bool = False,
     ) -> Any:
-        kind = ArrayType(shape, like.dtype, cut(len(shape)))
-        return type(self._which).of_shards(kind, tuple(shards), self.runner)
+        """What is computed, or supposed, as one step of the tapes that listen."""
+        tapes = [one for one in recorders if isinstance(one, Tape)]
+        with without(tapes):
+            if self.runner.is_abstract:
+                row_bytes = kind.shape[-1] * kind.dtype.itemsize_bytes
+                moved_bytes = self.moved_rows * self._copies * row_bytes if moves else 0
+                made = self._suppose(name, given, kind, moved_bytes)
+            else:
+                made = type(self._which).of_shards(kind, tuple(compute()), self.runner)
+        step = TapeStep(name, {}, given, (made,), JointPullback(pull_back))
+        for tape in tapes:
+            if any(map(tape.is_active, given)):
+                tape.add(step)
+        return made
+
+    def _suppose(self, name: str, given: tuple[Any, ...], kind: ArrayType, moved_bytes: int) -> Any:
+        """An array without elements, as an operation of the function that is traced."""
+        wrap = type(self._which)
+
+        def run(arrays: Sequence[Any], runner: Any) -> list[Any]:
+            return [runner.array(kind, wrap)]
+
+        recorder = listening_recorder()
+        if recorder is None:
+            return run(given, self.runner)[0]
+        return recorder.add_run(name, RunFunction(run, lambda _: moved_bytes), given, [kind])[0]
+
+    def _suppose_counts(self, which: Any) -> Integers:
+        """`[parts, experts]`, as if each expert were chosen as often as the others."""
+        parts = int(np.prod(self._sizes, dtype=np.int64))
+        numbers = ArrayType((parts, self.count + 2), _COUNTS)
+        received_bytes = (parts - 1) * (self.count + 2) * _COUNTS.itemsize_bytes
+        self._suppose("expert_counts", (which,), numbers, received_bytes * parts * self._copies)
+        rows = np.array([self._tokens_of(part) for part in range(parts)]) * (self.chosen or 1)
+        some, more = np.divmod(rows, self.count)
+        counts: Integers = some[:, None] + (np.arange(self.count) < more[:, None])
+        return counts
+
+    @property
+    def _copies(self) -> int:
+        """How many ranks have each part of the tokens."""
+        return 1 if self.mesh is None else self.mesh.size // int(np.prod(self._sizes, dtype=int))
+
+
+def _limited(counts: Integers, capacity: int | None) -> Integers:
+    """The counts of rows that experts take."""
+    return counts if capacity is None else np.minimum(counts, _share_out(counts, capacity))
 
 
 def _share_out(counts: Integers, capacity: int) -> Integers:
@@ -419,27 +468,3 @@ def _share_out(counts: Integers, capacity: int) -> Integers:
     before = np.cumsum(counts, axis=0) - counts
     found: Integers = np.clip(capacity - before, 0, None)
     return found
-
-
-def _product(library: Any, one: Any, other: Any) -> Any:
-    """A product of matrices, in float32 where NumPy has none of a narrow type."""
-    if library.name == "numpy" and one.dtype.kind == "V":
-        return (one.astype(np.float32) @ other.astype(np.float32)).astype(one.dtype)
-    return library.namespace.matmul(one, other)
-
-
-def _on_tapes(
-    name: str,
-    given: tuple[Any, ...],
-    compute: Callable[[], Any],
-    pull_back: Callable[[TapeStep, Any], list[Any]],
-) -> Any:
-    """What is computed, as one step of the tapes that listen."""
-    tapes = [one for one in recorders if isinstance(one, Tape)]
-    with without(tapes):
-        made = compute()
-    step = TapeStep(name, {}, given, (made,), JointPullback(pull_back))
-    for tape in tapes:
-        if any(map(tape.is_active, given)):
-            tape.add(step)
-    return made

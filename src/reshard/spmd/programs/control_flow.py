@@ -13,25 +13,36 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.functions.manipulation import stack
 from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
-from reshard.spmd.local.library import library_of
+from reshard.spmd.programs.carried_values import (
+    as_arrays,
+    check_carried,
+    check_functions,
+    check_predicate,
+    check_same,
+    read_predicate,
+    split_pair,
+    types_of,
+)
 from reshard.spmd.programs.traced_function import (
     TracedFunction,
-    add_operation,
     arrays_of,
     as_abstract,
     bring,
-    listening_recorder,
     settled,
 )
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.argument_tree import leaves, replaced
-from reshard.spmd.tracing.graph_recording import GraphRecorder, ValuePlace
+from reshard.spmd.tracing.graph_recording import (
+    GraphRecorder,
+    RunFunction,
+    ValuePlace,
+    listening_recorder,
+)
 
 Function = Callable[..., Any]
 
@@ -62,8 +73,8 @@ def scan(
     >>> int(total), sums.to_dense().tolist()
     (6, [1, 3, 6])
     """
-    _check_functions("scan", body)
-    carried, given = _as_arrays("scan", init), _as_arrays("scan", xs)
+    check_functions("scan", body)
+    carried, given = as_arrays("scan", init), as_arrays("scan", xs)
     count = _read_length(given, length)
     parts = replaced(given, lambda x: None if x is None else _whole_first(x))
     recorder = listening_recorder()
@@ -112,9 +123,9 @@ def _run_scan(
     places = range(count - 1, -1, -1) if reverse else range(count)
     for place in places:
         at = replaced(parts, lambda x, at=place: None if x is None else x[at])  # type: ignore[misc]
-        carried, y = _split("scan", body(carried, at))
-        carried = _keep_lying(_check_carried("scan", first, carried), first)
-        collected.append(_as_arrays("scan", y))
+        carried, y = split_pair("scan", body(carried, at))
+        carried = _keep_lying(check_carried("scan", first, carried), first)
+        collected.append(as_arrays("scan", y))
     if not collected:
         return carried, _collect_nothing(body, carried, parts)
     if reverse:
@@ -136,8 +147,8 @@ def _collect_nothing(body: Function, carried: Any, parts: Any) -> Any:
     first = replaced(
         parts, lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0]
     )
-    _, y = _split("scan", body(carried, first))
-    return replaced(_as_arrays("scan", y), lambda x: x if x is None else stack([x])[:0])
+    _, y = split_pair("scan", body(carried, first))
+    return replaced(as_arrays("scan", y), lambda x: x if x is None else stack([x])[:0])
 
 
 def _record_scan(
@@ -148,12 +159,12 @@ def _record_scan(
     reverse: bool,
     recorder: GraphRecorder,
 ) -> tuple[Any, Any]:
-    first = _types_of(carried)
+    first = types_of(carried)
     at = replaced(parts, lambda x: None if x is None else _without_first(x.type))
 
     def checked(c: Any, x: Any) -> Any:
-        c_after, y = _split("scan", body(c, x))
-        return _check_carried("scan", c, c_after), _as_arrays("scan", y)
+        c_after, y = split_pair("scan", body(c, x))
+        return check_carried("scan", c, c_after), as_arrays("scan", y)
 
     traced = TracedFunction(checked, [first, at], recorder)
     starts, sequences = arrays_of(carried), arrays_of(parts)
@@ -179,9 +190,13 @@ def _record_scan(
         last, ys = _run_scan(step, own, sequence, count, reverse)
         return [*map(bring, last, kinds), *map(bring, ys, of_ys)]
 
+    def count_bytes(types: Sequence[ArrayType]) -> int:
+        rest = [*map(_without_first, types[lead:rest_from]), *types[rest_from:]]
+        return count * traced.count_moved_bytes([*find_kinds(types)[0], *rest])
+
     operands = [*starts, *sequences, *traced.captured]
     kinds = find_kinds([one.type for one in operands])
-    made = add_operation("scan", run, operands, [*kinds[0], *kinds[1]], recorder)
+    made = recorder.add_run("scan", RunFunction(run, count_bytes), operands, [*kinds[0], *kinds[1]])
     carried, ys = _fill_results(traced.results, made)
     return carried, ys
 
@@ -239,12 +254,12 @@ def cond(predicate: Any, true_function: Function, false_function: Function, *arg
     >>> sp.cond(sp.sum(x) > 0, lambda x: x, lambda x: -x, x).to_dense().tolist()
     [-3.0, 4.0]
     """
-    _check_functions("cond", true_function, false_function)
+    check_functions("cond", true_function, false_function)
     recorder = listening_recorder()
     if isinstance(predicate, bool) or recorder is None:
-        chosen = true_function if _read_predicate("cond", predicate) else false_function
+        chosen = true_function if read_predicate("cond", predicate) else false_function
         return chosen(*arguments)
-    _check_predicate("cond", predicate)
+    check_predicate("cond", predicate)
     return _record_cond(predicate, (true_function, false_function), arguments, recorder)
 
 
@@ -254,8 +269,8 @@ def _record_cond(
     arguments: Sequence[Any],
     recorder: GraphRecorder,
 ) -> Any:
-    given = _as_arrays("cond", list(arguments))
-    branches = [TracedFunction(one, _types_of(given), recorder) for one in functions]
+    given = as_arrays("cond", list(arguments))
+    branches = [TracedFunction(one, types_of(given), recorder) for one in functions]
     own = arrays_of(given)
     operands = [*own, *branches[0].captured, *branches[1].captured]
     middle = len(own) + len(branches[0].captured)
@@ -267,7 +282,7 @@ def _record_cond(
     def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
         both = [branches[n].result_types(choose(n, types)) for n in (0, 1)]
         one, other = ([of.results, kinds] for of, kinds in zip(branches, both, strict=True))
-        _check_same("cond", "its functions return", *one, *other)
+        check_same("cond", "its functions return", *one, *other)
         return [one if one.spec is not None else other for one, other in zip(*both, strict=True)]
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
@@ -275,12 +290,15 @@ def _record_cond(
         kinds = find_kinds([one.type for one in rest])
         if runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
-        number = 0 if _read_predicate("cond", decided) else 1
+        number = 0 if read_predicate("cond", decided) else 1
         found = arrays_of(branches[number].run(choose(number, rest), runner))
         return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
 
+    def count_bytes(types: Sequence[ArrayType]) -> int:
+        return max(branches[n].count_moved_bytes(choose(n, types[1:])) for n in (0, 1))
+
     kinds = find_kinds([one.type for one in operands])
-    made = add_operation("cond", run, [predicate, *operands], kinds, recorder)
+    made = recorder.add_run("cond", RunFunction(run, count_bytes), [predicate, *operands], kinds)
     for tape in _tapes():
         if any(map(tape.is_active, operands)):
             pullback = JointPullback(_make_cond_pullback(branches, choose))
@@ -339,14 +357,14 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
     >>> halve.to_dense().tolist()
     [0.75, 0.3125]
     """
-    _check_functions("while_loop", condition, body)
-    carried = _as_arrays("while_loop", init)
+    check_functions("while_loop", condition, body)
+    carried = as_arrays("while_loop", init)
     recorder = listening_recorder()
     if recorder is not None and arrays_of(carried):
         return _record_while(condition, body, carried, recorder)
     first = carried
-    while _read_predicate("while_loop", condition(carried)):
-        carried = _keep_lying(_check_carried("while_loop", first, body(carried)), first)
+    while read_predicate("while_loop", condition(carried)):
+        carried = _keep_lying(check_carried("while_loop", first, body(carried)), first)
         _refuse_gradients(arrays_of(carried))
     return carried
 
@@ -354,14 +372,14 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
 def _record_while(
     condition: Function, body: Function, carried: Any, recorder: GraphRecorder
 ) -> Any:
-    first = _types_of(carried)
+    first = types_of(carried)
 
     def checked(c: Any) -> Any:
-        return _check_carried("while_loop", c, body(c))
+        return check_carried("while_loop", c, body(c))
 
     def asked(c: Any) -> Any:
         found = condition(c)
-        _check_predicate("while_loop", found)
+        check_predicate("while_loop", found)
         return found
 
     decide = TracedFunction(asked, [first], recorder)
@@ -378,16 +396,21 @@ def _record_while(
             return [as_abstract(runner, kind) for kind in kinds]
         own = list(map(bring, arrays[: len(starts)], kinds))
         asks, changes = arrays[len(starts) : middle], arrays[middle:]
-        while _read_predicate("while_loop", decide.run([*own, *asks], runner)):
+        while read_predicate("while_loop", decide.run([*own, *asks], runner)):
             found = arrays_of(advance.run([*own, *changes], runner))
             own = [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
             _refuse_gradients(own)
         return own
 
+    def count_bytes(types: Sequence[ArrayType]) -> int:
+        kinds = find_kinds(types)
+        pairs = (decide, types[len(starts) : middle]), (advance, types[middle:])
+        return sum(one.count_moved_bytes([*kinds, *rest]) for one, rest in pairs)
+
     operands = [*starts, *decide.captured, *advance.captured]
     _refuse_gradients(operands)
     kinds = find_kinds([one.type for one in operands])
-    made = add_operation("while_loop", run, operands, kinds, recorder)
+    made = recorder.add_run("while_loop", RunFunction(run, count_bytes), operands, kinds)
     return _fill_results(advance.results, made)
 
 
@@ -402,87 +425,6 @@ def _refuse_gradients(found: Sequence[Any]) -> None:
 
 def _tapes() -> list[Tape]:
     return [one for one in recorders if isinstance(one, Tape)]
-
-
-def _check_functions(name: str, *functions: object) -> None:
-    for one in functions:
-        if not callable(one):
-            raise UsageError(
-                f"sp.{name} with {one!r}, a {type(one).__name__}; a function was expected"
-            )
-
-
-def _as_arrays(name: str, tree: Any) -> Any:
-    """The tree with arrays in shards for all arrays and numbers in it."""
-
-    def convert(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, ShardedArray):
-            return leaf
-        if library_of(leaf) is None and not isinstance(leaf, bool | int | float | complex):
-            raise UsageError(
-                f"sp.{name} with {leaf!r}, a {type(leaf).__name__}; arrays were expected, and "
-                "lists, tuples and dictionaries of them"
-            )
-        return array(leaf)
-
-    return replaced(tree, convert)
-
-
-def _types_of(tree: Any) -> Any:
-    return replaced(
-        tree, lambda leaf: settled(leaf.type) if isinstance(leaf, ShardedArray) else leaf
-    )
-
-
-def _check_predicate(name: str, value: Any) -> None:
-    if isinstance(value, bool):
-        return
-    is_array = isinstance(value, ShardedArray)
-    if not is_array or value.type.shape != () or value.type.dtype.name != "bool":
-        said = str(value.type) if is_array else f"{value!r}, a {type(value).__name__}"
-        raise UsageError(
-            f"sp.{name} that is decided by {said}; one truth value was expected, an array of bool "
-            "without dimensions: x > 0, sp.any(x), sp.all(x)"
-        )
-
-
-def _read_predicate(name: str, value: Any) -> bool:
-    _check_predicate(name, value)
-    return bool(value if isinstance(value, bool) else value.to_dense())
-
-
-def _split(name: str, returned: Any) -> tuple[Any, Any]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise UsageError(
-            f"sp.{name} of a body that returned a {type(returned).__name__}; a pair of what is "
-            "carried on and what is collected was expected"
-        )
-    return returned
-
-
-def _check_carried(name: str, before: Any, after: Any) -> Any:
-    found = _as_arrays(name, after)
-    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (before, found)]
-    _check_same(name, "what is carried", before, said[0], found, said[1])
-    return found
-
-
-def _check_same(
-    name: str,
-    what: str,
-    one: Any,
-    types: Sequence[ArrayType],
-    other: Any,
-    other_types: Sequence[ArrayType],
-) -> None:
-    paths = [[path for path, _ in leaves(tree)] for tree in (one, other)]
-    texts = [[str(kind) for kind in kinds] for kinds in (types, other_types)]
-    if paths[0] != paths[1] or texts[0] != texts[1]:
-        raise UsageError(
-            f"sp.{name}: {what} {', '.join(texts[0])} in {len(paths[0])} places, and then "
-            f"{', '.join(texts[1])} in {len(paths[1])}; the same trees, shapes and element types "
-            "were expected: cast with sp.astype"
-        )
 
 
 def _keep_lying(after: Any, before: Any) -> Any:

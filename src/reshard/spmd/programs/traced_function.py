@@ -16,23 +16,16 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
-from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
-from reshard.spmd.tracing.graph_recording import GraphRecorder, RecordedCall, record
-from reshard.spmd.tracing.trace import keep_given
+from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
+from reshard.spmd.tracing.trace import keep_given, trace_placed
 
 Function = Callable[..., Any]
-
-
-def listening_recorder() -> GraphRecorder | None:
-    """The recorder of the innermost function that is traced; None where none is."""
-    found = [one for one in recorders if isinstance(one, GraphRecorder)]
-    return found[-1] if found else None
 
 
 class TracedFunction:
@@ -58,6 +51,7 @@ class TracedFunction:
         self.results = found.results
         self._programs: dict[Any, RecordedProgram] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
+        self._moved_bytes: dict[Any, int] = {}
 
     def run(self, arrays: Sequence[Any], runner: Runner) -> Any:
         """What it returns, for arrays among the arguments and then those that it captured."""
@@ -73,14 +67,24 @@ class TracedFunction:
         key = (types, runner)
         program = self._programs.get(key)
         if program is None:
-            given = iter(types)
-            kinds = tuple(
-                None if n in self._recorded.constants else next(given)
-                for n in self._recorded.graph.inputs
-            )
-            recorded = replace(self._recorded, types=kinds)
+            recorded = self._with_types(types)
             program = self._programs[key] = RecordedProgram(recorded, keep_given(recorded))
         return program
+
+    def _with_types(self, types: Sequence[ArrayType]) -> Recording:
+        given = iter(types)
+        constants = self._recorded.constants
+        kinds = [None if n in constants else next(given) for n in self._recorded.graph.inputs]
+        return replace(self._recorded, types=tuple(kinds))
+
+    def count_moved_bytes(self, types: Sequence[ArrayType]) -> int:
+        """The bytes that ranks receive of others, for arguments of these types."""
+        key = tuple(types)
+        if key not in self._moved_bytes:
+            recorded = self._with_types(key)
+            traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
+            self._moved_bytes[key] = traced.moved_bytes
+        return self._moved_bytes[key]
 
     def result_types(self, types: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
         """Types of the arrays that it returns, without contributions that wait."""
@@ -116,31 +120,3 @@ def bring(x: Any, kind: ArrayType) -> Any:
 def as_abstract(runner: Any, kind: ArrayType) -> Any:
     """An array of a type without elements, of an abstract runner."""
     return runner.array(kind, ShardedArray)
-
-
-def add_operation(
-    name: str,
-    run: Callable[[Sequence[Any], Runner], Sequence[Any]],
-    operands: Sequence[Any],
-    kinds: Sequence[ArrayType],
-    recorder: GraphRecorder,
-) -> list[Any]:
-    """The results of a new operation of a traced function, which `run` carries out."""
-    results = [recorder.runner.array(kind, ShardedArray) for kind in kinds]
-    # Nothing propagates through it: each dimension has a factor of its own.
-    sizes: list[int] = []
-
-    def mapping(kind: ArrayType) -> list[list[int]]:
-        sizes.extend(kind.shape)
-        return [[len(sizes) - kind.ndim + dim] for dim in range(kind.ndim)]
-
-    read = [mapping(one.type) for one in operands]
-    made = [mapping(kind) for kind in kinds]
-    recorder.add(
-        RecordedCall(name, {}, {}, run=run),
-        operands,
-        results,
-        OpShardingRule(read, made, sizes),
-        {},
-    )
-    return results

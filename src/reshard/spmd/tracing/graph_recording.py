@@ -32,14 +32,33 @@ from reshard.spmd.operators.table import operator_of
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import Attributes, CompiledCall, recording
+from reshard.spmd.shards.operation_call import (
+    Attributes,
+    CompiledCall,
+    recorders,
+    recording,
+)
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 WITH_SHARDING = "with_sharding"
 
-RunFunction = Callable[[Sequence[Any], Any], Sequence[Any]]
-"""From arrays and their runner to arrays."""
+
+@dataclass(frozen=True, slots=True)
+class RunFunction:
+    """What carries out an operation that is no operator: a loop, a branch, what needs elements.
+
+    Args:
+        function: from arrays and their runner to arrays.
+        count_moved_bytes: from the operands' types to the bytes that ranks receive of others
+            within; what elements decide is counted for even elements.
+    """
+
+    function: Callable[[Sequence[Any], Any], Sequence[Any]]
+    count_moved_bytes: Callable[[Sequence[ArrayType]], int] = lambda types: 0
+
+    def __call__(self, arrays: Sequence[Any], runner: Any) -> Sequence[Any]:
+        return self.function(arrays, runner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +97,7 @@ class RecordedCall:
         name: of the operator.
         attributes, options: as `reshard.spmd.shards.operation_call.call` takes them.
         target: the sharding of a `with_sharding`; None for other operators.
-        run: from operands and their runner to results, of an operation that is a traced function
-            itself (a loop or a branch); None for operators.
+        run: of an operation that is a function itself (a loop or a branch); None for operators.
     """
 
     name: str
@@ -191,6 +209,35 @@ class GraphRecorder:
         said = {name: _as_text(value) for name, value in attributes.items()}
         self.operations.append(Operation(action.name, reads, makes, rule, MappingProxyType(said)))
         self.recorded_calls.append(action)
+
+    def add_run(
+        self,
+        name: str,
+        run: RunFunction,
+        operands: Sequence[Any],
+        kinds: Sequence[ArrayType],
+        attributes: Attributes = MappingProxyType({}),
+    ) -> list[Any]:
+        """The results, of these types, of a new operation that is no operator."""
+        results = [self.runner.array(kind, ShardedArray) for kind in kinds]
+        # Nothing propagates through it: each dimension has a factor of its own.
+        sizes: list[int] = []
+
+        def mapping(kind: ArrayType) -> list[list[int]]:
+            sizes.extend(kind.shape)
+            return [[len(sizes) - kind.ndim + dim] for dim in range(kind.ndim)]
+
+        read = [mapping(one.type) for one in operands]
+        made = [mapping(kind) for kind in kinds]
+        rule = OpShardingRule(read, made, sizes)
+        self.add(RecordedCall(name, {}, {}, run=run), operands, results, rule, attributes)
+        return results
+
+
+def listening_recorder() -> GraphRecorder | None:
+    """The recorder of the innermost function that is traced; None where none is."""
+    found = [one for one in recorders if isinstance(one, GraphRecorder)]
+    return found[-1] if found else None
 
 
 def _identify(array: Any) -> Any:

@@ -89,6 +89,7 @@ class OperationWatcher:
                     (reused if is_known else before).extend(inserted)
                     if source is x.type and inserted:
                         self._known.add(key)
+        within = 0 if run is None else run.count_moved_bytes([x.type for x in placed])
         for number, x, there in zip(operation.results, made, results, strict=True):
             # What `with_sharding` moves is its operand, which may have been there.
             if operation.operator == WITH_SHARDING and x is given[0]:
@@ -111,6 +112,7 @@ class OperationWatcher:
                 tuple(before),
                 tuple(after),
                 tuple(reused),
+                moved_bytes_within=within,
                 may_stop=called is not None and called.looks_at_elements,
             )
         )

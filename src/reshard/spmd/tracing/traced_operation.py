@@ -89,6 +89,8 @@ class TracedOperation:
             devices: arguments, values still to be used, and what reshards need beside them.
         held_bytes: what each rank holds when the operation begins.
         compute_s: seconds that each rank computes; empty where no device is known.
+        moved_bytes_within: that ranks receive of others in what is no operator: in all turns of a
+            `scan`, one of a `while_loop`, and that branch of a `cond` that moves more.
         may_stop: whether a program looks at elements before it, and may have to be carried out
             from its arguments again, operation by operation.
     """
@@ -104,6 +106,7 @@ class TracedOperation:
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
     compute_s: tuple[float, ...] = field(default=())
+    moved_bytes_within: int = 0
     may_stop: bool = False
 
     @property
@@ -120,7 +123,7 @@ class TracedOperation:
     @property
     def moved_bytes(self) -> int:
         """Bytes that ranks receive from others, summed over ranks."""
-        return sum(one.moved_bytes for one in self.reshards)
+        return self.moved_bytes_within + sum(one.moved_bytes for one in self.reshards)
 
     @property
     def inserted_s(self) -> float:

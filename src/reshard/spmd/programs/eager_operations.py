@@ -1,0 +1,212 @@
+"""Eager operations: functions that need elements, as one operation of a traced function.
+
+A traced function has no elements, so that what they decide (how many rows an expert gets, between
+which ranks elements of a sort move) cannot be traced. Such a function is one operation of the
+traced one, and goes operation by operation when that runs::
+
+    traced     x -> matmul -> [experts] -> add -> y
+    it runs    x -> matmul -> counts, send, multiply, back -> add -> y
+
+The types of its results are found without elements, as if those were even, and what it moves is
+estimated likewise. The way back is such an operation too, which computes the function again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
+from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, settled
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.supposed_elements import supposed_elements
+from reshard.spmd.tracing.argument_tree import replaced
+from reshard.spmd.tracing.graph_recording import (
+    GraphRecorder,
+    RunFunction,
+    ValuePlace,
+    filled,
+    listening_recorder,
+    record,
+)
+from reshard.spmd.tracing.trace import trace_recorded
+
+Function = Callable[..., Any]
+Kinds = tuple[tuple[ArrayType, ...], int]
+"""Types of results, and the bytes that ranks receive of others meanwhile."""
+
+
+def eagerly(function: Function) -> Function:
+    """A function that goes operation by operation also within functions that are traced.
+
+    For what elements decide, as a decorator: within `sp.trace` and `sp.jit` it is one operation,
+    which runs with elements. Its gradient is one, too, and computes the function again. Called
+    elsewhere it is the function itself.
+
+    Args:
+        function: of arrays, and of lists, tuples and dictionaries of them, which returns such. What
+            else it is given it is given again. It reads no array of the traced function but its
+            arguments, and its results' shapes do not depend on elements.
+
+    Raises:
+        UsageError: what is no function; when it is traced: one that reads arrays of the function
+            around it beside its arguments, or elements otherwise than by `sp.expert_routing`; when
+            it runs: results of other shapes or element types.
+
+    >>> import reshard.spmd as sp
+    >>> @sp.eagerly
+    ... def experts(x, which, matrices):
+    ...     routing = sp.expert_routing(which, count=2)
+    ...     return routing.back(routing.multiply(routing.send(x), matrices))
+    >>> x, matrices = sp.array([[1.0], [2.0]]), sp.array([[[10.0]], [[100.0]]])
+    >>> sp.jit(experts)(x, sp.array([1, 0]), matrices).to_dense().tolist()
+    [[100.0], [20.0]]
+    """
+    if not callable(function):
+        raise UsageError(
+            f"sp.eagerly of {function!r}, a {type(function).__name__}; a function of arrays in "
+            "shards was expected: @sp.eagerly above its definition"
+        )
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        recorder = listening_recorder()
+        if recorder is None or not any(x.runner.is_abstract for x in arrays_of(arguments)):
+            return function(*arguments)
+        return _EagerOperation(function, arguments).record(recorder)
+
+    return called
+
+
+def eager_operation(
+    name: str, function: Function, x: Any, kind: ArrayType, moved_bytes: int
+) -> Any:
+    """The result of a function of one array, whose result's type is known, in a traced function.
+
+    Args:
+        name: of the function.
+        function: of an array with elements.
+        x: an array of a traced function.
+        kind: of the result.
+        moved_bytes: that ranks receive of others meanwhile.
+    """
+    recorder = listening_recorder()
+    if recorder is None:
+        return as_abstract(x.runner, kind)
+
+    def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        if runner.is_abstract:
+            return [as_abstract(runner, kind)]
+        return [bring(function(*arrays), kind)]
+
+    made = RunFunction(run, lambda types: moved_bytes)
+    return recorder.add_run("eagerly", made, [x], [kind], {"function": name})[0]
+
+
+class _EagerOperation:
+    """A function as one operation, for certain arguments."""
+
+    def __init__(self, function: Function, arguments: Sequence[Any]) -> None:
+        self._function = function
+        self._name = getattr(function, "__name__", repr(function))
+        self._operands: list[Any] = []
+        self._arguments = replaced(list(arguments), self._enter)
+        self._results: Any = None
+        self._kinds: dict[tuple[ArrayType, ...], Kinds] = {}
+
+    def _enter(self, leaf: Any) -> Any:
+        if not isinstance(leaf, ArrayValue):
+            return leaf
+        self._operands.append(leaf)
+        return ValuePlace(len(self._operands) - 1)
+
+    def _call(self, *arrays: Any) -> Any:
+        return self._function(*filled(self._arguments, arrays))
+
+    def record(self, recorder: GraphRecorder) -> Any:
+        """The results, without elements, of the operation that a recorder and tapes write down."""
+        kinds, _ = self._find_kinds([one.type for one in self._operands])
+        run = RunFunction(self._run, lambda types: self._find_kinds(types)[1])
+        said = {"function": self._name}
+        made = recorder.add_run("eagerly", run, self._operands, kinds, said)
+        step = TapeStep(
+            "eagerly", {}, tuple(self._operands), tuple(made), JointPullback(self._pull_back)
+        )
+        for tape in recorders:
+            if isinstance(tape, Tape) and any(map(tape.is_active, self._operands)):
+                tape.add(step)
+        return self._fill(made)
+
+    def _fill(self, arrays: Sequence[Any]) -> Any:
+        found = iter(arrays)
+        return replaced(
+            self._results, lambda leaf: next(found) if isinstance(leaf, ValuePlace) else leaf
+        )
+
+    def _find_kinds(self, types: Sequence[ArrayType]) -> Kinds:
+        key = tuple(types)
+        if key not in self._kinds:
+            # Arrays of the function around it are known by its runner.
+            around = listening_recorder()
+            runner = None if around is None else around.runner
+            with unrecorded(), supposed_elements():
+                recorded = record(lambda *arrays: self._call(*arrays), key, True, runner)
+                for x in recorded.constants.values():
+                    if isinstance(x, ArrayValue) and x.runner.is_abstract:
+                        raise UsageError(
+                            f"{self._name}, an sp.eagerly function, reads {x.type} of the function "
+                            "around it beside its arguments; give it as an argument"
+                        )
+                traced = trace_recorded(recorded, "eager", None, "nccl")
+            self._results = recorded.results
+            self._kinds[key] = tuple(map(settled, traced.outputs)), traced.moved_bytes
+        return self._kinds[key]
+
+    def _run(self, arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        kinds, _ = self._find_kinds([one.type for one in arrays])
+        if runner.is_abstract:
+            return [as_abstract(runner, kind) for kind in kinds]
+        found = arrays_of(self._call(*arrays))
+        said, expected = (
+            [f"{kind.dtype}{list(kind.shape)}" for kind in some]
+            for some in ([one.type for one in found], kinds)
+        )
+        if said != expected:
+            raise UsageError(
+                f"{self._name}, an sp.eagerly function, returned {', '.join(said)}, where "
+                f"{', '.join(expected)} was traced: its results' shapes and element types must not "
+                "depend on elements"
+            )
+        return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
+
+    def _pull_back(self, step: TapeStep, cotangents: Any) -> list[Any]:
+        """The cotangents of the operands, by a function of the same kind."""
+        given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+        of_operands, of_results = (
+            [n for n, one in enumerate(arrays) if is_real_floating(one.type.dtype)]
+            for arrays in (step.operands, step.results)
+        )
+
+        def back(arrays: list[Any], slopes: list[Any]) -> list[Any]:
+            def of_real(*chosen: Any) -> list[Any]:
+                every = list(arrays)
+                for n, one in zip(of_operands, chosen, strict=True):
+                    every[n] = one
+                found = arrays_of(self._call(*every))
+                return [found[n] for n in of_results]
+
+            _, pullback = vjp(of_real, *(arrays[n] for n in of_operands))
+            return list(pullback(slopes))
+
+        back.__name__ = f"{self._name}_back"
+        found = eagerly(back)(list(step.operands), [given[n] for n in of_results])
+        every: list[Any] = [None] * len(step.operands)
+        for n, one in zip(of_operands, found, strict=True):
+            every[n] = one
+        return every
