@@ -30,8 +30,12 @@ from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
-from reshard.spmd.local.expert_rows import ExpertRows, Integers
-from reshard.spmd.local.grouped_products import grouped_outer, grouped_product
+from reshard.spmd.local.expert_rows import (
+    ExpertRows,
+    Integers,
+    grouped_outer,
+    grouped_product,
+)
 from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.shards.operation_call import recorders
