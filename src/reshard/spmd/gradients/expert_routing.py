@@ -120,12 +120,12 @@ class ExpertRouting:
         which = self._cut_over_parts(which)
         if self.runner.is_abstract:
             counts = self._suppose_counts(which)
-            self._rows = ExpertRows(_limited(counts, capacity), self._find_owners())
+            self._rows = ExpertRows(_limit_counts(counts, capacity), self._find_owners())
             return
         experts = [self.runner.library.numpy(one).reshape(-1) for one in which._shards]
         counts = self._exchange_counts(experts)
         limits = None if capacity is None else _share_out(counts, capacity)
-        self._rows = ExpertRows(_limited(counts, capacity), self._find_owners())
+        self._rows = ExpertRows(_limit_counts(counts, capacity), self._find_owners())
         self._orders = [
             self._rows.order_to_send(part, one, None if limits is None else limits[part])
             for part, one in zip(self._parts, experts, strict=True)
@@ -462,7 +462,7 @@ class ExpertRouting:
         return 1 if self.mesh is None else self.mesh.size // int(np.prod(self._sizes, dtype=int))
 
 
-def _limited(counts: Integers, capacity: int | None) -> Integers:
+def _limit_counts(counts: Integers, capacity: int | None) -> Integers:
     """The counts of rows that experts take."""
     return counts if capacity is None else np.minimum(counts, _share_out(counts, capacity))
 

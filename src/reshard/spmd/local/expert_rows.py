@@ -139,7 +139,7 @@ def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) 
         return kernel(rows.contiguous(), matrices, offs=library.array(ends.astype(np.int32)))
     made = [
         _multiply(library, rows[a:b], matrices[number])
-        for number, (a, b) in enumerate(_stretches(ends))
+        for number, (a, b) in enumerate(_list_stretches(ends))
         if b > a
     ]
     none = library.filled((0, matrices.shape[-1]), 0, rows)
@@ -157,7 +157,7 @@ def grouped_outer(library: Library, rows: Any, others: Any, ends: Integers) -> A
         return kernel(turned, others.contiguous(), offs=library.array(ends.astype(np.int32)))
     made = [
         _multiply(library, space.matrix_transpose(rows[a:b]), others[a:b])
-        for a, b in _stretches(ends)
+        for a, b in _list_stretches(ends)
     ]
     none = library.filled((0, rows.shape[-1], others.shape[-1]), 0, rows)
     return space.stack(made, axis=0) if made else none
@@ -184,7 +184,7 @@ def _is_dense(matrices: Any) -> bool:
     return bool(matrices.is_contiguous() or matrices.transpose(-1, -2).is_contiguous())
 
 
-def _stretches(ends: Integers) -> list[tuple[int, int]]:
+def _list_stretches(ends: Integers) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(ends) else []
 
 
