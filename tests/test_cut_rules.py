@@ -16,7 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import (
+    BlockCyclic,
+    Blocks,
+    Grouped,
+    Joined,
+    Pieces,
+    Strided,
+    WholeBlocks,
+    Zigzag,
+)
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Nested, Padded, Sizes, Windows
 from reshard.errors import RuleError
 from reshard.layout import Layout
@@ -206,6 +215,15 @@ def test_block_cyclic_is_scalapacks(length: int, block: int, parts: int, first: 
         rows = whole * block
         rows += block if distance < extra else length % block if distance == extra else 0
         assert len(found[part]) == rows
+
+
+@given(lengths, counts)
+def test_zigzag_is_megatrons_context_parallelism(length: int, parts: int) -> None:
+    """Blocks as a list, the first with the last of what is left; in whole sizes as long as fit."""
+    block = max(-(-length // (2 * parts)), 1)
+    blocks = [list(range(length))[at * block : (at + 1) * block] for at in range(2 * parts)]
+    expected = [blocks[part] + blocks[-1 - part] for part in range(parts)]
+    assert indices_of(Zigzag().table(length, parts)) == expected
 
 
 @given(st.integers(1, 200), st.sampled_from((1, 2, 8, 16)), st.sampled_from((1, 2, 4, 8)))
@@ -405,7 +423,9 @@ def test_lists_and_integers_of_numpy_make_the_same_rules() -> None:
     assert Ceil(np.int32(2)).table(np.int64(5), np.uint8(2)) is Ceil(2).table(5, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", [Ceil(), Balanced(), Strided(3), BlockCyclic(2), Padded(4)])
+@pytest.mark.parametrize(
+    "rule", [Ceil(), Balanced(), Strided(3), BlockCyclic(2), Zigzag(), Padded(4)]
+)
 def test_a_dimension_of_no_indices_is_cut_too(rule: CutRule) -> None:
     table = rule.table(0, 3)
     assert table.element_lengths.tolist() == [0, 0, 0]

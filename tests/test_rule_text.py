@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import (
+    BlockCyclic,
+    Blocks,
+    Grouped,
+    Joined,
+    Pieces,
+    Strided,
+    WholeBlocks,
+    Zigzag,
+)
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Padded, Sizes, Windows
 from reshard.errors import LayoutError, NotationError, RuleError
 from reshard.rule_text import parse_rule
@@ -51,6 +60,7 @@ def test_every_rule_reads_back(data: st.DataObject) -> None:
         ("whole[4,6,4;1,2]", WholeBlocks((4, 6, 4), (1, 2))),
         ("cyclic16", BlockCyclic(16)),
         ("cyclic16+1", BlockCyclic(16, 1)),
+        ("zigzag", Zigzag()),
         ("pad", Padded()),
         ("pad128", Padded(128)),
         ("halo[1,2]", Halo(1, 2)),

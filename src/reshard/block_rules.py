@@ -359,3 +359,31 @@ class BlockCyclic(CutRule):
     @property
     def text(self) -> str:
         return f"cyclic{self.block}" + (f"+{self.first}" if self.first else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag(CutRule):
+    """Two equal blocks for each part, by ceil: part `p` has the `p`-th and the `p`-th from the end.
+
+    Of a sequence in which places see those before them, all parts have equal work then. Source:
+    zigzag ring attention, and Megatron's context parallelism.
+
+    >>> print(Zigzag().table(8, 2))
+    part 0: 2 from 0
+    part 0: 2 from 6
+    part 1: 4 from 2
+    """
+
+    name: ClassVar[str] = "zigzag"
+
+    def _cut(self, length: int, parts: int) -> RunTable:
+        sizes = ceil_sizes(length, 2 * parts)
+        starts = np.cumsum(sizes) - sizes
+        first = np.arange(parts)
+        part = np.concatenate((first, first[::-1]))
+        local = np.concatenate((np.zeros(parts, np.int64), sizes[:parts][::-1]))
+        return RunTable.from_columns(length, parts, part, starts, sizes, local)
+
+    @property
+    def text(self) -> str:
+        return "zigzag"

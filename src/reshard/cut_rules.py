@@ -23,9 +23,10 @@ text                  cut                                                found i
 `pieces[4:2,1:1]`     blocks, and how much of each a part has            PartitionedShard unaligned
 `whole[6,2]`          blocks of these sizes, never cut                   PartitionedShard aligned
 `cyclic16`            blocks of 16 dealt in turn                         ScaLAPACK
+`zigzag`              2 blocks a part, from both ends                    Megatron's context parallel
 ====================  =================================================  ==========================
 
-The last seven are made of blocks, and live in `reshard.block_rules`. A cut of a cut
+The last eight are made of blocks, and live in `reshard.block_rules`. A cut of a cut
 (DTensor: two mesh axes on one dimension) is `Nested`, written as levels in a sharding's text.
 """
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import (
+    BlockCyclic,
+    Blocks,
+    Grouped,
+    Joined,
+    Pieces,
+    Strided,
+    WholeBlocks,
+    Zigzag,
+)
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -36,6 +45,7 @@ _SHAPES = {
     "pieces": "pieces[4:2,6:4]",
     "whole": "whole[4,6,4] or whole[4,6,4;1,2]",
     "cyclic": "cyclic16 or cyclic16+1",
+    "zigzag": "zigzag",
     "pad": "pad or pad128",
     "halo": "halo[1,1], halo[1,1,fresh] or halo[1,1,padded]",
 }
@@ -89,8 +99,9 @@ def _build(
         if plus and name != "cyclic":
             return None
         # Words without brackets: `ceil`, `pad4`, `cyclic16+2`.
-        if name in ("ceil", "balanced"):
-            return None if number else (Ceil() if name == "ceil" else Balanced())
+        plain: dict[str, CutRule] = {"ceil": Ceil(), "balanced": Balanced(), "zigzag": Zigzag()}
+        if name in plain:
+            return None if number else plain[name]
         if name == "groups":
             return Grouped(int(number), inner)
         if name == "pad":

@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import (
+    BlockCyclic,
+    Blocks,
+    Grouped,
+    Joined,
+    Pieces,
+    Strided,
+    WholeBlocks,
+    Zigzag,
+)
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -105,6 +114,11 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
             return _deal(parts, owner)
         case BlockCyclic():
             return _deal(parts, [(i // rule.block + rule.first) % parts for i in range(length)])
+        case Zigzag():
+            block = max(-(-length // (2 * parts)), 1)
+            return _deal(
+                parts, [min(i // block, 2 * parts - 1 - i // block) for i in range(length)]
+            )
         case Padded():
             width = -(-length // (rule.multiple * parts)) * rule.multiple
             return [

@@ -21,7 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import (
+    BlockCyclic,
+    Blocks,
+    Grouped,
+    Joined,
+    Pieces,
+    Strided,
+    WholeBlocks,
+    Zigzag,
+)
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -129,6 +138,7 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
         st.builds(Strided, small),
         st.builds(BlockCyclic, small, st.integers(0, parts - 1)),
         st.builds(Padded, small),
+        st.just(Zigzag()),
     ]
     if len(set(lengths)) == 1:
         (length,) = set(lengths)

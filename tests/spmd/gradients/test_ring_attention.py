@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.spmd.local.attention import Attention
+from reshard.spmd.local.local_work import stretches_of
 
 MESH = DeviceMesh.of(x=2, y=3)
 MASKS = [(False, None), (True, None), (True, 3), (False, 2)]
-CUTS = ("-, -, y, -", "x, -, y, -", "-, y, x, -", "-, -, x y, -", "-, -, y x, -", "-, x, y, -")
+CUTS = (
+    *("-, -, y, -", "x, -, y, -", "-, y, x, -", "-, -, x y, -", "-, -, y x, -", "-, x, y, -"),
+    *("-, -, y@zigzag, -", "-, x, y@zigzag, -", "-, -, y x@zigzag, -"),
+)
 
 
 def seen_by(length: int, is_causal: bool, window: int | None) -> np.ndarray:
@@ -124,6 +129,35 @@ def test_as_whole_arrays_have_it(
     np.testing.assert_allclose(found[0].to_dense(), expected[0].to_dense(), 1e-10)
     for one, other in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_in_zigzag_all_ranks_have_equal_work(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks with blocks that they see, counted where they meet; in order they have not."""
+    mesh, blocks = DeviceMesh.of(x=parts), 2 * parts
+    met: dict[int, int] = {}
+    plain = Attention.forward
+
+    def counting(self: Attention, q: Any, k: Any, v: Any) -> Any:
+        rank = owner[self.seen.query_start]
+        pairs = q.shape[-2] * k.shape[-2]
+        # Of a block with itself, half.
+        is_own = self.seen.query_start == self.seen.key_start and q.shape[-2] == k.shape[-2]
+        met[rank] = met.get(rank, 0) + (pairs // 2 if is_own else pairs)
+        return plain(self, q, k, v)
+
+    monkeypatch.setattr(Attention, "forward", counting)
+    data = np.random.default_rng(0).normal(size=(1, 1, 4 * blocks, 2))
+    for cut, is_equal in (("x@zigzag", True), ("x", False)):
+        own = spec(mesh, f"-, -, {cut}, -")
+        x = sp.array(data, own)
+        dealt = stretches_of(own, 2, 4 * blocks)
+        owner = {start: rank for rank, one in enumerate(dealt) for start, _ in one}
+        met.clear()
+        sp.attention(x, x, x, is_causal=True)
+        # The middle's two blocks are one stretch, of which the mask sees three quarters.
+        spread = max(met.values()) - min(met.values())
+        assert (spread <= 16) == is_equal, met
 
 
 def test_keys_that_went_round_are_not_kept() -> None:

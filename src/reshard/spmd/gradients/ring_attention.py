@@ -20,7 +20,7 @@ from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
 from reshard.spmd.gradients.windows import pull_by_scores
-from reshard.spmd.local.local_work import parts_of
+from reshard.spmd.local.local_work import stretches_of
 from reshard.spmd.local.ring_attention import is_reached
 from reshard.spmd.shards.operation_call import call, recorders
 
@@ -52,7 +52,7 @@ def ring_attention(
 
 def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
     """The attributes of all turns in which some query sees some key."""
-    queries, keys = (parts_of(x.type.spec, -2, x.shape[-2]) for x in (q, k))
+    queries, keys = (stretches_of(x.type.spec, -2, x.shape[-2]) for x in (q, k))
     for turn in range(len(queries)):
         if any(
             is_reached(shared, own, keys[(number + turn) % len(keys)])

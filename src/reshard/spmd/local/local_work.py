@@ -128,5 +128,17 @@ def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
+def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretch, ...], ...]:
+    """What each part of a dimension has of it, in the order in which it lies there.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> stretches_of(spec(DeviceMesh.of(x=2), "x@zigzag"), 0, 8)
+    (((0, 2), (6, 8)), ((2, 6),))
+    """
+    table = spec.dim_specs[axis].table(spec.mesh, size)
+    runs = [table.runs_of(part) for part in range(table.parts)]
+    return tuple(tuple((start, stop) for start, stop, _, _ in one) for one in runs)
+
+
 MakeLocal = Callable[[LocalWork], Function | list[Function]]
 """Makes the function that the ranks here compute: one for all, or a list of one for each."""

@@ -1,7 +1,11 @@
 """A turn of ring attention on one rank: its queries and the keys of one other part.
 
-The sequences are cut in parts. In turn `j` the queries of part `p` see the keys of part `p + j`,
-counted around. A rank has its queries and, for the turn, those keys.
+The sequences are cut in parts, each of one stretch or several. In turn `j` the queries of part `p`
+see the keys of part `p + j`, counted around. A rank has its queries and, for the turn, those of
+these keys that they see::
+
+    parts of 4, in zigzag     0 . . . . . . 0   . 1 . . . . 1 .   . . 2 . . 2 . .   . . . 3 3 . . .
+    causal, turn 1            0: the first 1    1: the first 2    2: the first 3    3: the whole 0
 """
 
 from __future__ import annotations
@@ -13,64 +17,74 @@ from typing import Any
 from reshard.spmd.local.attention import Attention, SeenKeys, as_groups, grouped
 from reshard.spmd.local.local_work import Function, LocalWork, Stretch
 
+Part = Sequence[Stretch]
+"""What a rank has of a sequence."""
+
 
 def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKeys:
     """Which keys the queries of a part see, by an operation's attributes."""
     return SeenKeys(options["is_causal"], options["window"], query_start, key_start)
 
 
-def is_reached(options: Any, queries: Stretch, keys: Stretch) -> bool:
+def is_reached(options: Any, queries: Part, keys: Part) -> bool:
     """Whether any query of a part of the sequence sees any key of another."""
-    if queries[0] == queries[1] or keys[0] == keys[1]:
-        return False
-    return seen_keys(options).reaches(queries, keys)[0]
+    reaches = seen_keys(options).reaches
+    return any(
+        one[0] < one[1] and other[0] < other[1] and reaches(one, other)[0]
+        for one in queries
+        for other in keys
+    )
 
 
 class _Turn:
-    """One rank's part of a turn."""
+    """One rank's part of a turn: its stretches, in the order in which they lie here."""
 
-    def __init__(self, work: LocalWork, query_start: int, key_stretches: Sequence[Stretch]) -> None:
+    def __init__(
+        self, work: LocalWork, queries: Sequence[Stretch], keys: Sequence[Stretch]
+    ) -> None:
         self.options = work.attributes
         self.space = work.library.namespace
-        self.query_start = query_start
-        # Of the sequence, in the order in which they lie here.
-        self.key_stretches = key_stretches
+        self._queries = queries
+        self._keys = keys
 
-    def meetings(self, q: Any, k: Any) -> Iterator[tuple[Stretch, Stretch, Attention]]:
-        """Stretches of the queries here, the keys here that each sees, and what computes them."""
+    def meetings(self, k: Any) -> Iterator[tuple[Stretch, list[tuple[Stretch, Attention]]]]:
+        """Stretches of the queries here; the keys here that each sees, and what computes them."""
         options = self.options
         parts = options["query_parts"]
-        for number, (start, stop) in enumerate(parts):
-            rows = _overlap((start, stop), self.query_start, q.shape[-2])
-            if rows is None:
-                continue
+        for number, part in enumerate(parts):
             of_keys = options["key_parts"][(number + options["turn"]) % len(parts)]
-            columns = (0, 0)
-            if is_reached(options, (start, stop), of_keys):
-                columns = self._find_columns(of_keys)
-            seen = seen_keys(options, self.query_start + rows[0], of_keys[0])
-            yield rows, columns, Attention(self.space, options["scale"], seen)
+            for stretch in part:
+                rows = _find_place(self._queries, stretch)
+                if rows is None:
+                    continue
+                found = []
+                for other in of_keys:
+                    columns = _find_place(self._keys, other)
+                    # Arrays that only tell the results' element types have no such keys.
+                    is_here = columns is not None and columns[1] <= k.shape[-2]
+                    if (
+                        columns is not None
+                        and is_here
+                        and is_reached(options, (stretch,), (other,))
+                    ):
+                        seen = seen_keys(options, stretch[0], other[0])
+                        found.append((columns, Attention(self.space, options["scale"], seen)))
+                yield rows, found
 
-    def _find_columns(self, part: Stretch) -> Stretch:
-        """Where a part of the keys lies among those that are here, which may be its own too."""
-        before = 0
-        for start, stop in self.key_stretches:
-            if start <= part[0] and part[1] <= stop:
-                return before + part[0] - start, before + part[1] - start
-            before += stop - start
-        # Arrays that only tell the results' element types have none of the sequence's places.
-        return 0, 0
 
-
-def _overlap(part: Stretch, start: int, length: int) -> Stretch | None:
-    """What of a part lies in a stretch, counted from the stretch's start."""
-    low, high = max(part[0], start), min(part[1], start + length)
-    return (low - start, high - start) if low < high else None
+def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None:
+    """Where a stretch of the sequence lies among those that are here; None where it does not."""
+    before = 0
+    for start, stop in stretches:
+        if start <= wanted[0] and wanted[1] <= stop:
+            return before + wanted[0] - start, before + wanted[1] - start
+        before += stop - start
+    return None
 
 
 def _list_turns(work: LocalWork) -> list[_Turn]:
     axis = len(work.operand_shapes_here(0)[0]) - 2
-    pairs = zip(work.starts_here(0, axis), work.stretches_here(1, axis), strict=True)
+    pairs = zip(work.stretches_here(0, axis), work.stretches_here(1, axis), strict=True)
     return [_Turn(work, *both) for both in pairs]
 
 
@@ -83,13 +97,14 @@ def attention_turn(work: LocalWork) -> list[Function]:
         def function(q: Any, k: Any, v: Any) -> Any:
             groups = k.shape[-3]
             weighed, sums = [], []
-            for rows, columns, kernel in turn.meetings(q, k):
+            for rows, seen in turn.meetings(k):
                 some = grouped(q[..., rows[0] : rows[1], :], groups)
-                keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
-                if columns[0] == columns[1]:
-                    made, logs = _make_unseen(space, some, v.shape[-1])
-                else:
-                    made, logs = kernel.forward(some, keys, values)
+                both = None
+                for columns, kernel in seen:
+                    keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
+                    one = kernel.forward(some, keys, values)
+                    both = one if both is None else _join(space, both, one)
+                made, logs = both or _make_unseen(space, some, v.shape[-1])
                 weighed.append(made)
                 sums.append(logs)
             if not weighed:
@@ -106,6 +121,15 @@ def attention_turn(work: LocalWork) -> list[Function]:
         return function
 
     return [make(turn) for turn in _list_turns(work)]
+
+
+def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What is weighed, and the logarithms of the sums, of keys in two stretches together."""
+    total = space.logaddexp(one[1], other[1])
+    # Where nothing is seen yet, both are zeros.
+    level = space.where(space.isfinite(total), total, space.zeros_like(total))
+    parts = [weighed * space.exp(logs - level)[..., None] for weighed, logs in (one, other)]
+    return parts[0] + parts[1], total
 
 
 def _make_unseen(space: Any, q: Any, width: int) -> tuple[Any, Any]:
@@ -127,18 +151,17 @@ def attention_turn_gradient(work: LocalWork) -> list[Function]:
         def function(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
             of_queries = space.zeros_like(q)
             of_keys, of_values = (_zeros(space, x, length) for x in (k, v))
-            for rows, columns, kernel in turn.meetings(q, k):
-                if columns[0] == columns[1]:
-                    continue
+            for rows, seen in turn.meetings(k):
                 of_rows = [x[..., rows[0] : rows[1], :] for x in (q, g)]
                 numbers = [x[..., rows[0] : rows[1]] for x in (sums, shift)]
-                keys, values = (x[..., columns[0] : columns[1], :] for x in (k, v))
-                operands = as_groups(of_rows[0], keys, values, numbers[0], numbers[1], of_rows[1])
-                made = kernel.queries_back(*operands)
-                of_queries[..., rows[0] : rows[1], :] = made.reshape(of_rows[0].shape)
-                pairs = zip((of_keys, of_values), kernel.keys_back(*operands), strict=True)
-                for whole, part in pairs:
-                    whole[..., columns[0] : columns[1], :] += part[..., 0, :, :]
+                for columns, kernel in seen:
+                    keys, values = (x[..., columns[0] : columns[1], :] for x in (k, v))
+                    operands = as_groups(of_rows[0], keys, values, *numbers, of_rows[1])
+                    made = kernel.queries_back(*operands)
+                    of_queries[..., rows[0] : rows[1], :] += made.reshape(of_rows[0].shape)
+                    pairs = zip((of_keys, of_values), kernel.keys_back(*operands), strict=True)
+                    for whole, part in pairs:
+                        whole[..., columns[0] : columns[1], :] += part[..., 0, :, :]
             return of_queries, of_keys, of_values
 
         return function

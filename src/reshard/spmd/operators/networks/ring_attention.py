@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.block_rules import Joined
+from reshard.block_rules import Joined, Zigzag
 from reshard.cut_rules import CutRule, Windows
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
-from reshard.spmd.local.local_work import Stretch, has_plain_parts, parts_of
+from reshard.spmd.local.local_work import Stretch, stretches_of
 from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
@@ -25,16 +25,26 @@ Specs = tuple[ShardingSpec, ...]
 def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
     """Whether queries, keys and values `[..., h, s, d]` are cut alike along their sequences.
 
-    Heads may be cut as well, where each part has the keys of its own groups.
+    Parts are stretches, or the two of a zigzag. Heads may be cut as well, where each part has the
+    keys of its own groups.
     """
     queries, keys, values = specs[:3]
     cut = queries.dim_specs[-2]
     if not cut.levels or any(one.dim_specs[-2] != cut for one in (keys, values)):
         return False
-    if not all(map(has_plain_parts, (queries, keys, values))):
+    if not all(map(_may_turn_dims, (queries, keys, values))):
         return False
     heads = math.prod(queries.mesh.axis_size(axis) for axis in queries.dim_specs[-3].axes)
     return shapes[0][-3] % heads == 0 and shapes[1][-3] % heads == 0
+
+
+def _may_turn_dims(spec: ShardingSpec) -> bool:
+    """Whether parts of sequences are one stretch or two, and those of other dimensions one."""
+    return all(
+        level.rule.is_default or (isinstance(level.rule, Zigzag) and dim is spec.dim_specs[-2])
+        for dim in spec.dim_specs
+        for level in dim.levels
+    )
 
 
 def attention_turn(
@@ -42,8 +52,8 @@ def attention_turn(
     is_causal: bool,
     window: int | None,
     turn: int,
-    query_parts: tuple[Stretch, ...],
-    key_parts: tuple[Stretch, ...],
+    query_parts: tuple[tuple[Stretch, ...], ...],
+    key_parts: tuple[tuple[Stretch, ...], ...],
 ) -> Inferred:
     """Queries, keys and values: what is weighed in a turn, and the logarithms of the sums."""
     counted("attention_turn", shapes, 3)
@@ -64,8 +74,8 @@ def attention_turn_gradient(
     is_causal: bool,
     window: int | None,
     turn: int,
-    query_parts: tuple[Stretch, ...],
-    key_parts: tuple[Stretch, ...],
+    query_parts: tuple[tuple[Stretch, ...], ...],
+    key_parts: tuple[tuple[Stretch, ...], ...],
 ) -> Inferred:
     """Of a turn, the cotangents of queries, keys and values: operands as of attention's."""
     counted("attention_turn_gradient", shapes, 6)
@@ -88,16 +98,17 @@ def _find_rule(attributes: Mapping[str, Any]) -> CutRule:
     """Where the keys of a turn are: with the part that sees them, or where they were."""
     queries, keys = attributes["query_parts"], attributes["key_parts"]
     count = len(keys)
-    sizes, rules = [], []
+    places: list[tuple[Stretch, int]] = []
     for number, part in enumerate(keys):
         seeing = (number - attributes["turn"]) % count
-        is_seen = ring_attention.is_reached(attributes, queries[seeing], part)
-        holder = seeing if is_seen else number
-        size = part[1] - part[0]
-        if size:
-            windows = [(0, size) if one == holder else (0, 0) for one in range(count)]
-            sizes.append(size)
-            rules.append(Windows(tuple(windows)))
+        for stretch in part:
+            is_seen = ring_attention.is_reached(attributes, queries[seeing], (stretch,))
+            places.append((stretch, seeing if is_seen else number))
+    sizes, rules = [], []
+    for (start, stop), holder in sorted(places):
+        size = stop - start
+        sizes.append(size)
+        rules.append(Windows(tuple((0, size * (one == holder)) for one in range(count))))
     return Joined(tuple(sizes), tuple(rules))
 
 
@@ -112,7 +123,7 @@ def _place(
     queries = specs[0]
     sizes = shapes[0][-2], shapes[1][-2]
     asked = attributes["query_parts"], attributes["key_parts"]
-    if tuple(parts_of(queries, -2, size) for size in sizes) != asked:
+    if tuple(stretches_of(queries, -2, size) for size in sizes) != asked:
         return None
     mesh, whole = queries.mesh, DimSpec()
     lead, cut = queries.dim_specs[:-2], queries.dim_specs[-2]
@@ -145,7 +156,7 @@ def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
 
 
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
-_PARTS: tuple[Stretch, ...] = ((0, 3), (3, 6))
+_PARTS: tuple[tuple[Stretch, ...], ...] = (((0, 3),), ((3, 6),))
 _TURN = {
     "is_causal": True,
     "window": None,
