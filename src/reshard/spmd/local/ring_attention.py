@@ -156,7 +156,9 @@ def attention_turn_gradient(work: LocalWork) -> list[Function]:
                 numbers = [x[..., rows[0] : rows[1]] for x in (sums, shift)]
                 for columns, kernel in seen:
                     keys, values = (x[..., columns[0] : columns[1], :] for x in (k, v))
-                    operands = as_groups(of_rows[0], keys, values, *numbers, of_rows[1])
+                    operands = as_groups(
+                        of_rows[0], keys, values, numbers[0], numbers[1], of_rows[1]
+                    )
                     made = kernel.queries_back(*operands)
                     of_queries[..., rows[0] : rows[1], :] += made.reshape(of_rows[0].shape)
                     pairs = zip((of_keys, of_values), kernel.keys_back(*operands), strict=True)
