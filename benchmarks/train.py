@@ -1,4 +1,4 @@
-"""A step of examples/train.py beside PyTorch's own: DTensor's tensor parallelism and FSDP2.
+"""A step of examples/train.py beside PyTorch: DTensor with FSDP2, or pipeline stages.
 
 The same GPT with the same first numbers and batches, AdamW, over the same mesh of four gloo
 processes, each system in a job of its own, one after the other. A line for each: seconds of the
@@ -11,7 +11,11 @@ counted where collectives reach its dispatcher: of n ranks, each receives (n-1)/
 gathered or reduce-scattered, and twice that of what is all-reduced. Numbers that ranks exchange to
 agree on a movement are not counted.
 
-    python benchmarks/train.py [--tiny] [--mesh dp=2,tp=2] [--steps 5]
+With `--mesh pp=4` the network is in four stages, by `sp.Pipeline` and by
+`torch.distributed.pipelining`, both by GPipe and 1F1B, in four microbatches. Bytes of reshard are
+then those that its exchanges between stages receive.
+
+    python benchmarks/train.py [--tiny] [--mesh dp=2,tp=2] [--steps 5] [--turns 1]
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.torch.exchange.background import BackgroundExchange
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -48,6 +53,8 @@ _spec.loader.exec_module(example)
 
 functional = torch.nn.functional
 SYSTEMS = ("reshard, ZeRO 1", "reshard, ZeRO 3", "PyTorch, ZeRO 3")
+STAGED = ("reshard, gpipe", "PyTorch, gpipe", "reshard, 1f1b", "PyTorch, 1f1b")
+MICROBATCHES = 4
 
 
 class Block(nn.Module):
@@ -150,6 +157,104 @@ def make_own(sizes: Any, mesh: DeviceMesh, zero: int) -> tuple[Callable[[], floa
     return step, traced.moved_bytes, len(moving)
 
 
+def make_own_stages(sizes: Any, mesh: DeviceMesh, order: str) -> Callable[[], float]:
+    """A step in stages."""
+    run = example.PipelinedTraining(sizes, mesh, "float32", 0, order, MICROBATCHES)
+
+    def step() -> float:
+        run.run(len(run.losses) + 1)
+        return float(run.losses[-1])
+
+    return step
+
+
+def received_by_stages(step: Callable[[], float]) -> tuple[float, float]:
+    """The loss of a step, and the bytes that this rank received of other stages."""
+    received, start = [0], BackgroundExchange.start
+
+    def counted(self: BackgroundExchange) -> None:
+        received[0] += self.received_bytes
+        start(self)
+
+    BackgroundExchange.start = counted  # type: ignore[method-assign]
+    try:
+        return step(), received[0]
+    finally:
+        BackgroundExchange.start = start  # type: ignore[method-assign]
+
+
+def fill(model: nn.Module, sizes: Any) -> None:
+    """Give a model, or a part of it, the example's first numbers."""
+    with sp.running(sp.in_process("numpy")):
+        first = example.make_parameters(
+            sizes, example.cuts(sizes, DeviceMesh.of(dp=1, tp=1)), "float32"
+        )
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            value = torch.as_tensor(first[name.removesuffix(".weight")].to_dense())
+            one.copy_(
+                value.T if ("layers" in name and value.ndim == 2) or "unembed" in name else value
+            )
+
+
+class Part(nn.Module):
+    """What one stage has of the network, under the same names."""
+
+    def __init__(self, whole: GPT, sizes: Any, stage: int, count: int) -> None:
+        super().__init__()
+        own = [str(n) for n in range(sizes.layers) if n * count // sizes.layers == stage]
+        self.layers = nn.ModuleDict({name: whole.layers[int(name)] for name in own})
+        self.is_first, self.is_last = stage == 0, stage == count - 1
+        if self.is_first:
+            self.letters, self.places = whole.letters, whole.places
+        if self.is_last:
+            self.norm, self.unembed = whole.norm, whole.unembed
+
+    def forward(self, x: Any) -> Any:
+        x = self.letters(x) + self.places if self.is_first else x
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.unembed(self.norm(x)) if self.is_last else x
+
+
+def make_pytorch_stages(sizes: Any, mesh: DeviceMesh, order: str) -> Callable[[], float]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    count, rank = mesh.size, dist.get_rank()
+    part = Part(GPT(sizes), sizes, rank, count)
+    fill(part, sizes)
+    gc.collect()
+    stage = PipelineStage(part, rank, count, torch.device("cpu"))
+    losses: list[torch.Tensor] = []
+
+    def loss_of(found: Any, targets: Any) -> Any:
+        return functional.cross_entropy(found.flatten(0, 1), targets.flatten())
+
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[order]
+    schedule = kind(stage, MICROBATCHES, loss_fn=loss_of)
+    adam = torch.optim.AdamW(part.parameters(), 1e-3, foreach=False)
+    text, step_count = example.read_text(), 0
+
+    def step() -> float:
+        nonlocal step_count
+        tokens, targets = map(torch.as_tensor, example.make_batch(text, sizes, step_count))
+        adam.zero_grad()
+        losses.clear()
+        if rank == 0:
+            schedule.step(tokens)
+        elif rank == count - 1:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step()
+        adam.step()
+        step_count += 1
+        told = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(told, count - 1)
+        return float(told)
+
+    return step
+
+
 def make_pytorch(sizes: Any, mesh: DeviceMesh) -> Callable[[], float]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
@@ -161,17 +266,7 @@ def make_pytorch(sizes: Any, mesh: DeviceMesh) -> Callable[[], float]:
     )
 
     model = GPT(sizes)
-    with sp.running(sp.in_process("numpy")):
-        first = example.make_parameters(
-            sizes, example.cuts(sizes, DeviceMesh.of(dp=1, tp=1)), "float32"
-        )
-    with torch.no_grad():
-        for name, one in model.named_parameters():
-            value = torch.as_tensor(first[name.removesuffix(".weight")].to_dense())
-            one.copy_(
-                value.T if ("layers" in name and value.ndim == 2) or "unembed" in name else value
-            )
-    del first
+    fill(model, sizes)
     torch_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=("dp", "tp"))
     plan: dict[str, Any] = {
         "letters": RowwiseParallel(input_layouts=Replicate()),
@@ -226,8 +321,15 @@ def measure(arguments: argparse.Namespace) -> None:
     mesh = DeviceMesh.parse(arguments.mesh)
     sizes = example.TINY if arguments.tiny else example.Sizes()
     before = resident_bytes("VmRSS")
-    with sp.running(sp.over_processes()):
-        if arguments.system.startswith("reshard"):
+    is_own, is_staged = arguments.system.startswith("reshard"), "pp" in mesh.axis_names
+    moved_bytes, moves = 0.0, 0
+    if is_staged:
+        mesh = DeviceMesh.of(pp=mesh.size, dp=1, tp=1)
+    with sp.running(example.runner_over(mesh) if is_staged else sp.over_processes()):
+        if is_staged:
+            make = make_own_stages if is_own else make_pytorch_stages
+            step = make(sizes, mesh, arguments.system.split()[-1])
+        elif is_own:
             step, moved_bytes, moves = make_own(sizes, mesh, int(arguments.system[-1]))
         else:
             step = make_pytorch(sizes, mesh)
@@ -240,14 +342,22 @@ def measure(arguments: argparse.Namespace) -> None:
         losses += [step() for _ in range(arguments.steps)]
         clock_s, work_s = time.perf_counter() - began, processor_s() - used
         peak = resident_bytes("VmHWM") - before
-        with Counted() as counted:
-            losses.append(step())
-    totals = torch.tensor([work_s, counted.received_bytes], dtype=torch.float64)
+        if is_staged and is_own:
+            loss, received_bytes = received_by_stages(step)
+            moves = 2 * MICROBATCHES
+        else:
+            with Counted() as counted:
+                loss = step()
+            received_bytes = counted.received_bytes
+        losses.append(loss)
+    totals = torch.tensor([work_s, received_bytes], dtype=torch.float64)
     most = torch.tensor(peak)
     dist.all_reduce(totals)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    if not arguments.system.startswith("reshard"):
-        moved_bytes, moves = totals[1].item(), counted.count
+    if is_staged or not is_own:
+        moved_bytes = totals[1].item()
+    if not is_own:
+        moves = counted.count
     if dist.get_rank() == 0:
         print(
             f"{arguments.system}, {arguments.mesh}: {clock_s / arguments.steps:.2f} s a step, "
@@ -261,16 +371,18 @@ def measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="four ranks, over dp and tp")
+    parser.add_argument("--mesh", default="dp=2,tp=2", help="four ranks, over dp and tp, or pp")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=1, help="of all systems, one after another")
+    parser.add_argument("--system", choices=SYSTEMS + STAGED, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.system:
         measure(arguments)
         return
     from live_processes import run_rank_programs
 
-    for system in SYSTEMS:
+    systems = STAGED if "pp" in DeviceMesh.parse(arguments.mesh).axis_names else SYSTEMS
+    for system in systems * arguments.turns:
         command = [sys.executable, __file__, *sys.argv[1:], "--system", system]
         print(run_rank_programs(command, 4, timeout_s=500)[0].strip(), flush=True)
         print(f"  load {os.getloadavg()[0]:.0f}", flush=True)

@@ -8,13 +8,14 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import reshard
 import reshard.spmd as sp
 from pipeline_models import make_arrays, make_stages, place, whole
 from refit_models import expect
-from reshard.errors import ReshardError, RunError
+from reshard.errors import PlanError, ReshardError, RunError
 
 RANKS = 4
 # Stages of a pipeline, and the axes of each one's mesh.
@@ -89,6 +90,54 @@ def who_fails_is_told_of(group: Any) -> None:
         expect((loss is not None) == (rank == 3), "no step after the failed one")
 
 
+def who_sends_goes_on(group: Any) -> None:
+    """The first stage makes all it has to before the second one takes any of it."""
+    rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
+    parameters, batch = make_arrays(4, 4)
+    stages = make_stages(4)
+    calls, signal = [0], torch.zeros(1)
+
+    def first(p: Any, tokens: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            dist.send(signal, 1)
+        return stages[0](p, tokens)
+
+    def second(p: Any, x: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            dist.recv(signal, 0)
+        return stages[1](p, x)
+
+    with sp.running(sp.in_process("numpy")):
+        expected, _ = whole(parameters, batch)
+    with sp.running(sp.over_processes(group)):
+        given, microbatches, specs = place(parameters, batch, meshes, rank)
+        schedule = sp.pipeline_schedule("gpipe", 4, 4)
+        pipeline = sp.Pipeline([first, second, *stages[2:]], schedule, specs)
+        loss, _ = pipeline(given, microbatches)
+        expect(loss is None or abs(float(loss) - expected) < 1e-12, f"loss {loss}")
+
+
+def other_steps_are_refused(group: Any) -> None:
+    """Ranks that mean different schedules raise before anything moves."""
+    rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
+    parameters, batch = make_arrays(4, 4)
+    with sp.running(sp.over_processes(group)):
+        given, microbatches, specs = place(parameters, batch, meshes, rank)
+        order = "gpipe" if rank == 3 else "1f1b"
+        pipeline = sp.Pipeline(make_stages(4), sp.pipeline_schedule(order, 4, 4), specs)
+        try:
+            pipeline(given, microbatches)
+        except PlanError as error:
+            expect(rank >= 2 and "do not mean the same" in str(error), str(error))
+        except RunError as error:
+            expect(rank < 2, str(error))
+        else:
+            raise SystemExit("it ended well")
+    dist.barrier()
+
+
 def begin_anew() -> None:
     """Another job of the same processes, of other ranks, whose groups are others."""
     rank, told = (dist.get_rank() + 1) % RANKS, [tempfile.mkdtemp()]
@@ -105,6 +154,8 @@ def main() -> None:
     alone = [dist.new_group([one]) for one in range(RANKS)]
     for count, inner in MESHES:
         equals_the_whole(count, inner, halves[rank // 2] if count == 2 else alone[rank])
+    who_sends_goes_on(alone[rank])
+    other_steps_are_refused(alone[rank])
     who_fails_is_told_of(alone[rank])
     dist.barrier()
     begin_anew()

@@ -1,30 +1,35 @@
 """Steps of pipelines over processes: each runs the tasks of the stages that it has.
 
-What a stage makes goes to the ranks of the next by a redistribution of the ranks of both, which
-all of them join at the task's place in the schedule's `run_order`. The order is the same for all,
-so no two wait for each other; who sends waits until who receives has come to that place.
+What a stage makes goes to the ranks of the next by messages (`stage_boundary`), which are asked for
+some tasks before they are taken. Asking follows the schedule's `run_order`, which is the same for
+all, so what one rank waits for another has begun to send, or comes to without it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import SpecError, UsageError
+from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
-from reshard.spmd.arrays.sharded_array import from_shards
-from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.spmd.programs.pipelines.stage_boundary import StageBoundary
 from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
-from reshard.torch.exchange.agreement import share
-from reshard.torch.exchange.groups import rank_group
-from reshard.torch.redistribution import redistribute
+from reshard.spmd.tracing.argument_tree import leaves
+from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.programs.sequence import agreed_sequence
+
+# How many tasks of each rank before it is taken what another stage makes is asked for.
+_AHEAD = 2
 
 
 def run_over_processes(
@@ -48,112 +53,136 @@ def run_over_processes(
     Returns:
         The mean loss, None but on the last stage's ranks, and the gradients of the stages here.
 
-    Raises as `Pipeline`, and RunError on processes that wait for one that failed.
+    Raises as `Pipeline`, PlanError where ranks beside one another mean different steps, and
+    RunError on processes that wait for one that failed.
     """
     run = _ProcessRun(stages, schedule, specs, parameters, microbatches)
     run.prepare(keeper)
     try:
-        return run.result()
+        with ExitStack() as agreed:
+            for _, among in sorted(run.among.items()):
+                agreed.enter_context(agreed_sequence(among, run.digest()))
+            return run.result()
     except BaseException as error:
-        # Ranks of the stages beside this one wait for it.
-        for among in run.among:
+        # Ranks of the stages beside this one wait for it, also where it has not agreed yet.
+        for among in run.among.values():
             among.break_off(error)
         raise
 
 
 class _ProcessRun(PipelineRun):
-    """One process's part of a step. `groups` are those of the ranks of two stages, by the first."""
+    """One process's part of a step.
+
+    `among` and `boundaries` are of the stages beside the own ones on other ranks, by the first of
+    both.
+    """
 
     def prepare(self, keeper: Runner) -> None:
-        """Find the stages that are here, and the groups with those beside them."""
-        self.rank, self.keeper = dist.get_rank(), keeper
-        self.taken = [one for one in self.specs if one is not None]
-        if len(self.taken) < len(self.stages):
+        """Find the stages that are here, and the boundaries to those beside them."""
+        rank = dist.get_rank()
+        taken = [one for one in self.specs if one is not None]
+        if len(taken) < len(self.stages):
             raise SpecError(
                 "a pipeline over processes whose first stage has no sharding; give one, whose mesh "
                 "is where the stage is"
             )
-        self.meshes = [one.mesh for one in self.taken]
-        self.kinds: dict[int, tuple[tuple[int, ...], ShardingSpec]] = {}
-        self.groups: dict[int, dist.ProcessGroup] = {}
-        for stage, (one, other) in enumerate(zip(self.meshes, self.meshes[1:], strict=False)):
+        self.meshes = meshes = [one.mesh for one in taken]
+        self.here = [rank in mesh.devices for mesh in meshes]
+        self.device = _device_of(self.parameters)
+        groups = {}
+        for stage, (one, other) in enumerate(pairwise(meshes)):
             ranks = tuple(sorted({*one.devices, *other.devices}))
             group = None if one is other else _group_of(ranks)
-            if group is not None and self.rank in ranks:
-                self.groups[stage] = group
+            if group is not None and rank in ranks:
+                groups[stage] = group
         # Known before anything can fail: what is broken is met anew.
-        self.among = [rank_group(group) for group in self.groups.values()]
+        self.among: dict[int, RankGroup] = {
+            stage: rank_group(group) for stage, group in groups.items()
+        }
+        count = len(self.microbatches)
+        self.boundaries = {
+            stage: StageBoundary(
+                stage, among, meshes[stage], taken[stage + 1], count, keeper, self.device
+            )
+            for stage, among in self.among.items()
+        }
 
-    def is_here(self, stage: int) -> bool:
-        """Whether this process has a part of a stage."""
-        return self.rank in self.meshes[stage].devices
+    def digest(self) -> bytes:
+        """Of what ranks beside one another have to mean alike."""
+        meant = [[str(task) for task in line] for line in self.schedule.tasks]
+        specs = [(one.mesh.text, str(one)) for one in self.specs if one is not None]
+        return hashlib.blake2b(repr((meant, specs)).encode(), digest_size=16).digest()
+
+    def result(self) -> tuple[Any, list[Any]]:
+        """As `PipelineRun.result`, with what crosses asked for before it is taken."""
+        order = self.schedule.run_order
+        # On devices messages have one order on both sides.
+        ahead = _AHEAD * self.schedule.n_ranks if self.device.type == "cpu" else 0
+        asked = 0
+        for place, task in enumerate(order):
+            while asked < min(len(order), place + ahead + 1):
+                if not self._ask(order[asked], asked > place):
+                    break
+                asked += 1
+            if self.here[task.stage]:
+                self.do(task)
+                for boundary in self.boundaries.values():
+                    boundary.let_go()
+        for _, boundary in sorted(self.boundaries.items()):
+            boundary.let_go(waits=True)
+        return self.found()
+
+    def _ask(self, task: PipelineTask, is_ahead: bool) -> bool:
+        """Ask for what a task makes, if another rank makes it for a stage that is here.
+
+        Returns False where that cannot be done ahead: nothing is known of it yet.
+        """
+        if self.here[task.stage] or task.work is Work.BACKWARD_WEIGHTS:
+            return True
+        is_back = task.work is not Work.FORWARD
+        boundary = self.boundaries.get(task.stage - is_back)
+        taker = task.stage - 1 if is_back else task.stage + 1
+        if boundary is None or not self.here[taker]:
+            return True
+        if is_ahead and not boundary.knows_kind:
+            return False
+        boundary.begin((task.microbatch, is_back))
+        return True
 
     def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
-        """Bring what a stage made to the next one's mesh."""
-        group = self.groups.get(stage)
-        if group is None:
-            if self.is_here(stage):
-                super().bring_forward(stage, microbatch, made)
-            return
-        if stage not in self.kinds:
-            self.kinds[stage] = self._tell_kind(stage, made, group)
-        shape, origin = self.kinds[stage]
-        if made is not None and (made.type.shape, made.type.spec) != self.kinds[stage]:
-            raise UsageError(
-                f"stage {stage} returned {made.type} for microbatch {microbatch}, and shape "
-                f"{shape}, {origin} before; cut the batch into equal microbatches"
-            )
-        found = self._move(made, origin, self.taken[stage + 1], shape, group)
-        if found is not None:
-            self.inputs[stage + 1, microbatch] = found
+        """Begin to bring what a stage made to the next one's mesh."""
+        if stage in self.boundaries:
+            self.boundaries[stage].begin((microbatch, False), made)
+        else:
+            super().bring_forward(stage, microbatch, made)
+
+    def take_input(self, stage: int, microbatch: int) -> Any:
+        """What the stage before made, once it is there."""
+        if stage - 1 in self.boundaries:
+            return self.boundaries[stage - 1].take((microbatch, False))
+        return super().take_input(stage, microbatch)
 
     def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
-        """Bring the cotangent of a stage's input to where that was made."""
-        group = self.groups.get(stage - 1)
-        if group is None:
-            if self.is_here(stage):
-                super().bring_back(stage, microbatch, slope)
-            return
-        shape, origin = self.kinds[stage - 1]
-        target = without_pending(origin)
-        found = self._move(slope, self.taken[stage], target, shape, group)
-        if found is not None:
-            self.cotangents[stage - 1, microbatch] = found
+        """Begin to bring the cotangent of a stage's input to where that was made."""
+        if stage - 1 in self.boundaries:
+            self.boundaries[stage - 1].begin((microbatch, True), slope)
+        else:
+            super().bring_back(stage, microbatch, slope)
 
-    def _tell_kind(
-        self, stage: int, made: Any, group: dist.ProcessGroup
-    ) -> tuple[tuple[int, ...], ShardingSpec]:
-        """The shape and sharding of what a stage makes, which the next one's ranks learn."""
-        mesh = self.meshes[stage]
-        own = None if made is None else made.type.spec
-        if made is not None and (own is None or own.mesh is not mesh):
-            raise UsageError(
-                f"stage {stage} returned {made.type}, which is not over its mesh {mesh!r}; shard "
-                "it there"
-            )
-        told = None if own is None else (tuple(made.type.shape), str(own))
-        shape, text = share(told, mesh.devices[0], group)
-        return shape, spec(mesh, text)
+    def take_cotangent(self, stage: int, microbatch: int) -> Any:
+        """The cotangent of what a stage made, once it is there."""
+        if stage in self.boundaries:
+            return self.boundaries[stage].take((microbatch, True))
+        return super().take_cotangent(stage, microbatch)
 
-    def _move(
-        self,
-        array: Any,
-        source: ShardingSpec,
-        target: ShardingSpec,
-        shape: tuple[int, ...],
-        group: dist.ProcessGroup,
-    ) -> Any:
-        """An array on another mesh; None on the ranks that sent it."""
-        own = None
-        if array is not None:
-            array = array if array.type.spec is source else array.shard(source)
-            (shard,) = array.shards.values()
-            own = torch.as_tensor(shard).contiguous()
-        given: dict[str, Any] = {} if own is None else {"source": source, "shape": shape}
-        found = redistribute(own, target, group=group, method="exchange", **given)
-        if self.rank not in target.mesh.devices:
-            return None
-        return from_shards({self.rank: found}, shape, target, runner=self.keeper)
+
+def _device_of(parameters: Sequence[Any]) -> torch.device:
+    """Of the parameters' shards here."""
+    given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
+    shards = (shard for leaf in given for shard in leaf._shards)
+    return next(
+        (one.device for one in shards if isinstance(one, torch.Tensor)), torch.device("cpu")
+    )
 
 
 # By the group of all processes: one that is made anew has other groups.

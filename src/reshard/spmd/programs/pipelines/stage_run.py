@@ -44,24 +44,19 @@ class PipelineRun:
     losses: list[Any] = field(default_factory=list)
     gradients: dict[int, Any] = field(default_factory=dict)
 
-    def is_here(self, stage: int) -> bool:
-        """Whether a stage is in this process."""
-        return True
-
     def do(self, task: PipelineTask) -> None:
         """Run one task, and bring what it made to the stage that takes it."""
         stage, microbatch = task.stage, task.microbatch
-        here = self.is_here(stage)
         if task.work is Work.FORWARD:
-            made = self._go_forward(stage, microbatch) if here else None
+            made = self._go_forward(stage, microbatch)
             if stage < len(self.stages) - 1:
                 self.bring_forward(stage, microbatch, made)
             return
         if task.work is not Work.BACKWARD_WEIGHTS:
-            slope = self._go_back(stage, microbatch) if here else None
+            slope = self._go_back(stage, microbatch)
             if stage:
                 self.bring_back(stage, microbatch, slope)
-        if here and task.work is not Work.BACKWARD_INPUT:
+        if task.work is not Work.BACKWARD_INPUT:
             self._add(stage, self.held.pop((stage, microbatch))())
 
     def _go_forward(self, stage: int, microbatch: int) -> Any:
@@ -71,7 +66,7 @@ class PipelineRun:
         is_last = stage == len(self.stages) - 1
         more = (targets,) if is_last else ()
         if stage:
-            x = self.inputs.pop((stage, microbatch))
+            x = self.take_input(stage, microbatch)
             made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x)
         else:
             # Tokens have no gradients, and nobody asks for those of others.
@@ -94,10 +89,14 @@ class PipelineRun:
         self.origins[stage + 1, microbatch] = made.type.spec
         self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
 
+    def take_input(self, stage: int, microbatch: int) -> Any:
+        """What the stage before made."""
+        return self.inputs.pop((stage, microbatch))
+
     def _go_back(self, stage: int, microbatch: int) -> Any:
         """The cotangent of the stage's input; the parameters' follow when asked for."""
         pullback = self.held[stage, microbatch]
-        slope, rest = pullback(self.cotangents.pop((stage, microbatch)))
+        slope, rest = pullback(self.take_cotangent(stage, microbatch))
         self.held[stage, microbatch] = rest
         return slope
 
@@ -106,6 +105,10 @@ class PipelineRun:
         origin = self.origins.pop((stage, microbatch))
         back = slope if origin is None else placed(slope, without_pending(origin))
         self.cotangents[stage - 1, microbatch] = back
+
+    def take_cotangent(self, stage: int, microbatch: int) -> Any:
+        """The cotangent of what a stage made."""
+        return self.cotangents.pop((stage, microbatch))
 
     def _add(self, stage: int, found: Any) -> None:
         """Add the gradients of one microbatch."""
@@ -116,13 +119,13 @@ class PipelineRun:
         self.gradients[stage] = found
 
     def result(self) -> tuple[Any, list[Any]]:
-        """Run all tasks: the mean loss, and the gradients of each stage; None for those elsewhere.
-
-        Each process runs those that are here in the order that one process would have, so that no
-        two wait for each other.
-        """
+        """Run all tasks, in an order in which each comes after those it needs."""
         for task in self.schedule.run_order:
             self.do(task)
+        return self.found()
+
+    def found(self) -> tuple[Any, list[Any]]:
+        """The mean loss, and the gradients of each stage; None for what is elsewhere."""
         total = None
         for one in self.losses:
             total = one if total is None else total + one
