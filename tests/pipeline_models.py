@@ -47,15 +47,16 @@ CUTS = {"up": "-, tp", "down": "tp, -", "norm": "-", "letters": "tp, -", "unembe
 def place(
     parameters: list[Any],
     batch: list[Any],
+    schedule: sp.PipelineSchedule,
     meshes: list[reshard.DeviceMesh],
     rank: int | None = None,
 ) -> tuple[list[Any], list[Any], list[reshard.ShardingSpec]]:
     """The arrays on their stages' meshes, and the sharding of what each stage takes.
 
-    For one rank, arrays on meshes that it is not in are None.
+    `meshes` are those of the schedule's ranks. For one rank, arrays on meshes that it is not in
+    are None.
     """
-    n_stages = len(parameters)
-    own = [meshes[stage % len(meshes)] for stage in range(n_stages)]
+    own = [meshes[schedule.rank_of[stage]] for stage in range(len(parameters))]
 
     def put(value: Any, mesh: reshard.DeviceMesh, cut: str) -> Any:
         is_here = rank is None or rank in mesh.devices

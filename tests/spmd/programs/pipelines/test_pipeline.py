@@ -15,7 +15,7 @@ from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.shards.operation_call import recording
 
-ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
+ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -35,7 +35,7 @@ def test_losses_and_gradients_are_those_of_the_whole(
     parameters, batch = make_arrays(schedule.n_stages, 4)
     expected_loss, expected = whole(parameters, batch)
     with sp.running(sp.in_process(library)):
-        given, microbatches, specs = place(parameters, batch, meshes)
+        given, microbatches, specs = place(parameters, batch, schedule, meshes)
         pipeline = sp.Pipeline(make_stages(schedule.n_stages), schedule, specs)
         loss, gradients = pipeline(given, microbatches)
     assert abs(float(loss) - expected_loss) < 1e-12
@@ -54,14 +54,14 @@ def test_ranks_hold_what_the_schedule_says(
     schedule = sp.pipeline_schedule(order, 2, 4, stages_per_rank=per_rank)
     parameters, batch = make_arrays(schedule.n_stages, 4)
     meshes = [reshard.DeviceMesh.of(dp=1, tp=1, devices=(n,)) for n in range(2)]
-    given, microbatches, specs = place(parameters, batch, meshes)
+    given, microbatches, specs = place(parameters, batch, schedule, meshes)
     peaks = [0, 0]
     do = pipelines.PipelineRun.do
 
     def watched(self: Any, task: sp.PipelineTask) -> None:
         do(self, task)
         for rank in range(2):
-            held = sum(1 for stage, _ in self.held if stage % 2 == rank)
+            held = sum(1 for stage, _ in self.held if schedule.rank_of[stage] == rank)
             peaks[rank] = max(peaks[rank], held)
 
     monkeypatch.setattr(pipelines.PipelineRun, "do", watched)

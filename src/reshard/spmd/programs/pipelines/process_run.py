@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +24,7 @@ from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.argument_tree import leaves
-from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.programs.sequence import agreed_sequence
+from reshard.torch.exchange.groups import rank_group
 
 # How many tasks of each rank before it is taken what another stage makes is asked for.
 _AHEAD = 2
@@ -53,19 +51,16 @@ def run_over_processes(
     Returns:
         The mean loss, None but on the last stage's ranks, and the gradients of the stages here.
 
-    Raises as `Pipeline`, PlanError where ranks beside one another mean different steps, and
-    RunError on processes that wait for one that failed.
+    Raises as `Pipeline`, PlanError where the stage before means another step, and RunError on
+    processes that wait for one that failed.
     """
     run = _ProcessRun(stages, schedule, specs, parameters, microbatches)
     run.prepare(keeper)
     try:
-        with ExitStack() as agreed:
-            for _, among in sorted(run.among.items()):
-                agreed.enter_context(agreed_sequence(among, run.digest()))
-            return run.result()
+        return run.result()
     except BaseException as error:
-        # Ranks of the stages beside this one wait for it, also where it has not agreed yet.
-        for among in run.among.values():
+        # Ranks of the stages beside this one wait for it.
+        for among in run.among:
             among.break_off(error)
         raise
 
@@ -73,8 +68,8 @@ def run_over_processes(
 class _ProcessRun(PipelineRun):
     """One process's part of a step.
 
-    `among` and `boundaries` are of the stages beside the own ones on other ranks, by the first of
-    both.
+    `boundaries` are those between an own stage and one beside it on other ranks, by the first of
+    both, and `among` the ranks of each.
     """
 
     def prepare(self, keeper: Runner) -> None:
@@ -86,7 +81,7 @@ class _ProcessRun(PipelineRun):
                 "a pipeline over processes whose first stage has no sharding; give one, whose mesh "
                 "is where the stage is"
             )
-        self.meshes = meshes = [one.mesh for one in taken]
+        meshes = [one.mesh for one in taken]
         self.here = [rank in mesh.devices for mesh in meshes]
         self.device = _device_of(self.parameters)
         groups = {}
@@ -96,22 +91,27 @@ class _ProcessRun(PipelineRun):
             if group is not None and rank in ranks:
                 groups[stage] = group
         # Known before anything can fail: what is broken is met anew.
-        self.among: dict[int, RankGroup] = {
-            stage: rank_group(group) for stage, group in groups.items()
-        }
-        count = len(self.microbatches)
+        self.among = [rank_group(group) for group in groups.values()]
+        digest = self._digest(taken)
         self.boundaries = {
             stage: StageBoundary(
-                stage, among, meshes[stage], taken[stage + 1], count, keeper, self.device
+                stage,
+                among,
+                meshes[stage],
+                taken[stage + 1],
+                len(self.microbatches),
+                digest,
+                keeper,
+                self.device,
             )
-            for stage, among in self.among.items()
+            for stage, among in zip(groups, self.among, strict=True)
         }
 
-    def digest(self) -> bytes:
-        """Of what ranks beside one another have to mean alike."""
-        meant = [[str(task) for task in line] for line in self.schedule.tasks]
-        specs = [(one.mesh.text, str(one)) for one in self.specs if one is not None]
-        return hashlib.blake2b(repr((meant, specs)).encode(), digest_size=16).digest()
+    def _digest(self, specs: Sequence[ShardingSpec]) -> str:
+        """Of what ranks of neighbouring stages have to mean alike."""
+        tasks = [[str(task) for task in line] for line in self.schedule.tasks]
+        meant = tasks, [(one.mesh.text, one.mesh.devices, str(one)) for one in specs]
+        return hashlib.blake2b(repr(meant).encode(), digest_size=16).hexdigest()
 
     def result(self) -> tuple[Any, list[Any]]:
         """As `PipelineRun.result`, with what crosses asked for before it is taken."""
@@ -128,7 +128,7 @@ class _ProcessRun(PipelineRun):
                 self.do(task)
                 for boundary in self.boundaries.values():
                     boundary.let_go()
-        for _, boundary in sorted(self.boundaries.items()):
+        for boundary in self.boundaries.values():
             boundary.let_go(waits=True)
         return self.found()
 

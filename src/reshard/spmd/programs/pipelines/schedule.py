@@ -1,9 +1,8 @@
 """A pipeline's schedule: the tasks of each rank in their order.
 
-Stage `s` of a function is on rank `s % n_ranks`, as in Megatron's interleaved schedule. A backward
-pass is one task, or two: the gradient of a stage's input, for which the stage before it waits, and
-the gradients of its weights, for which nobody does (Qi et al., "Zero Bubble Pipeline Parallelism",
-2023).
+Each stage of a function is on one rank, the one that has its tasks. A backward pass is one task, or
+two: the gradient of a stage's input, for which the stage before it waits, and the gradients of its
+weights, for which nobody does (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class PipelineSchedule:
         n_microbatches: that a step is cut into.
 
     Raises:
-        PlanError: a task that is on another rank than its stage, is missing or is there twice, or
-            an order in which ranks wait for each other for ever.
+        PlanError: a task that is on another rank than others of its stage, is missing or is there
+            twice, or an order in which ranks wait for each other for ever.
         UsageError: a number that is less than 1.
 
     >>> F, B = Work.FORWARD, Work.BACKWARD
@@ -77,6 +76,11 @@ class PipelineSchedule:
     def n_ranks(self) -> int:
         """How many ranks the stages are on."""
         return len(self.tasks)
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The rank of each stage."""
+        return {task.stage: rank for rank, line in enumerate(self.tasks) for task in line}
 
     @cached_property
     def splits_backward(self) -> frozenset[tuple[int, int]]:
@@ -157,10 +161,10 @@ def _check_tasks(schedule: PipelineSchedule) -> None:
         )
     for rank, line in enumerate(schedule.tasks):
         for task in line:
-            if task.stage % n_ranks != rank:
+            if schedule.rank_of[task.stage] != rank:
                 raise PlanError(
-                    f"{task}: on rank {rank}.\nExpected it on rank {task.stage % n_ranks}, "
-                    "the stage modulo the number of ranks."
+                    f"{task}: on rank {rank}.\nExpected it on rank "
+                    f"{schedule.rank_of[task.stage]}, which has others of its stage."
                 )
     given = Counter(task for line in schedule.tasks for task in line)
     expected = {

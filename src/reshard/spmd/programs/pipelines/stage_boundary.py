@@ -4,9 +4,10 @@
                 \\   \\   \\    /
     stage 1      F0  F1  B0  F2           a pass waits for what it takes, which was asked for before
 
-The ranks of both stages agree once, at the begin of a step, and confirm at its end. In between each
-array is an exchange in a thread of its own, whose tag both ends know. What the first stage makes
-(shape, element type, sharding) its ranks tell the next one's with the first microbatch.
+Each array is an exchange in a thread of its own, whose tag both ends know. Ahead of the first one
+the first stage's ranks tell the next one's what they make (shape, element type, sharding) and what
+step they mean; those refuse another one. Nobody waits for a neighbour at the begin or the end of a
+step but for what crosses, so a rank may be a step ahead.
 
 On devices messages run in the thread and in the order of the program, on both sides the schedule's
 `run_order`; who sends waits there for who receives.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -63,6 +64,7 @@ class StageBoundary:
         mesh: of the first stage.
         target: the sharding in which the second one takes its array.
         n_microbatches: of the step.
+        digest: of the step, as all ranks have to mean it.
         keeper: the runner of this process's arrays.
         device: of their shards.
     """
@@ -74,18 +76,20 @@ class StageBoundary:
         mesh: DeviceMesh,
         target: ShardingSpec,
         n_microbatches: int,
+        digest: str,
         keeper: Runner,
         device: torch.device,
     ) -> None:
         self._stage, self._group, self._mesh, self._target = stage, group, mesh, target
-        self._keeper, self._device = keeper, device
+        self._digest, self._keeper, self._device = digest, keeper, device
+        # The first, which both ends have also where they mean other steps.
+        self._kind_tag = next_tag(group)
         # Both ends begin crossings in orders of their own.
         self._tags = {
             (microbatch, is_back): next_tag(group)
             for microbatch in range(n_microbatches)
             for is_back in (False, True)
         }
-        self._kind_tag = next_tag(group)
         # What the first stage makes, and its sharding.
         self._kind: tuple[ArrayType, ShardingSpec] | None = None
         self._told: list[Any] = []
@@ -106,6 +110,8 @@ class StageBoundary:
         Raises:
             UsageError: an array of another shape, element type or sharding than the first one, or
                 over another mesh than its stage's.
+            PlanError: ranks of the first stage that mean another step.
+            RunError: a stage that failed.
         """
         if crossing in self._begun:
             return
@@ -176,10 +182,12 @@ class StageBoundary:
                 "shard it there"
             )
         if self._group.rank == self._mesh.devices[0]:
-            data = tensor_of(json.dumps([kind.shape, kind.dtype.name, str(kind.spec)]).encode())
-            for rank in set(self._group.ranks) - set(self._mesh.devices):
-                for part in (torch.tensor([len(data)]), data):
-                    self._told.append(self._group.send(part, rank, self._kind_tag))
+            told = [self._digest, kind.shape, kind.dtype.name, str(kind.spec)]
+            data = tensor_of(json.dumps(told).encode())
+            with self._group.errors("a message could not be sent"):
+                for rank in set(self._group.ranks) - set(self._mesh.devices):
+                    for part in (torch.tensor([len(data)]), data):
+                        self._told.append(self._group.send(part, rank, self._kind_tag))
         return kind, kind.spec
 
     def _learn_kind(self) -> tuple[ArrayType, ShardingSpec]:
@@ -190,7 +198,12 @@ class StageBoundary:
             self._group.receive(length, first, self._kind_tag).wait()
             data = torch.empty(int(length.item()), dtype=torch.uint8)
             self._group.receive(data, first, self._kind_tag).wait()
-        shape, name, text = json.loads(bytes_of(data))
+        digest, shape, name, text = json.loads(bytes_of(data))
+        if digest != self._digest:
+            raise PlanError(
+                f"stage {self._stage} is in a step of another schedule, or of other shardings, "
+                f"than stage {self._stage + 1}; give all ranks the same"
+            )
         made_as = spec(self._mesh, text)
         return ArrayType(shape, as_dtype(name), made_as), made_as
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 
 from reshard.errors import UsageError
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.text.quantities import bytes_text
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage costs for one microbatch, in seconds or any other unit, the same everywhere.
+    """What one stage costs for one microbatch: times in seconds or any other unit.
 
     Args:
         forward: of the forward pass.
         backward_input: of the gradient of the stage's input.
         backward_weights: of the gradients of its weights. A whole backward pass costs both.
         send: from a task to one of another rank that takes its result; the ranks work meanwhile.
+        activation_bytes: what the stage keeps of a microbatch for its backward pass, on each of
+            its devices.
 
     Raises:
         UsageError: a cost that is negative or not finite, or a task that costs nothing.
@@ -30,16 +35,24 @@ class StageCosts:
     backward_input: float = 1
     backward_weights: float = 1
     send: float = 0
+    activation_bytes: float = 0
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if not isfinite(cost) or cost < 0 or (cost == 0 and name != "send"):
+            may_be_none = name in ("send", "activation_bytes")
+            if not isfinite(cost) or cost < 0 or (cost == 0 and not may_be_none):
                 raise UsageError(
-                    f"{name}={cost!r}.\nExpected a cost above 0 (of `send`, 0 or more), and finite."
+                    f"{name}={cost!r}.\nExpected a number above 0 (`send` and `activation_bytes`: "
+                    "0 or more), and finite."
                 )
 
+    @property
+    def times(self) -> tuple[float, ...]:
+        """All but the bytes."""
+        return self.forward, self.backward_input, self.backward_weights, self.send
+
     def of(self, work: Work) -> float:
-        """The cost of a task."""
+        """The time of a task."""
         return {
             Work.FORWARD: self.forward,
             Work.BACKWARD: self.backward_input + self.backward_weights,
@@ -54,7 +67,10 @@ class Timetable:
 
     Args:
         schedule: whose tasks they are.
-        costs: of each task.
+        costs: of all stages alike, or of each.
+
+    Raises:
+        UsageError: costs of more or fewer stages than there are.
 
     >>> from reshard.spmd.programs.pipelines.orders import pipeline_schedule
     >>> table = Timetable(pipeline_schedule("1f1b", n_ranks=2, n_microbatches=3))
@@ -63,57 +79,116 @@ class Timetable:
     >>> print(table)
     0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
     1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+    >>> first, last = StageCosts(activation_bytes=4e6), StageCosts(2, activation_bytes=6e6)
+    >>> print(Timetable(table.schedule, (first, last)))
+    0 | F0 F1 .. .. .. B0 B0 F2 .. B1 B1 .. .. B2 B2 | 8.00 MB
+    1 | .. F0 F0 B0 B0 F1 F1 B1 B1 F2 F2 B2 B2 .. .. | 6.00 MB
     """
 
     schedule: PipelineSchedule
-    costs: StageCosts = StageCosts()
+    costs: StageCosts | Sequence[StageCosts] = StageCosts()
 
-    @property
+    def __post_init__(self) -> None:
+        if len(self.stage_costs) != self.schedule.n_stages:
+            raise UsageError(
+                f"costs of {len(self.stage_costs)} stages for a schedule of "
+                f"{self.schedule.n_stages}.\nExpected one for each, or one for all alike."
+            )
+
+    @cached_property
+    def stage_costs(self) -> tuple[StageCosts, ...]:
+        """Of each stage."""
+        if isinstance(self.costs, StageCosts):
+            return (self.costs,) * self.schedule.n_stages
+        return tuple(self.costs)
+
+    def time_of(self, task: PipelineTask) -> float:
+        """How long a task takes."""
+        return self.stage_costs[task.stage].of(task.work)
+
+    @cached_property
     def starts(self) -> dict[PipelineTask, float]:
         """When each task begins, counted from the first."""
         starts: dict[PipelineTask, float] = {}
         free = [0.0] * self.schedule.n_ranks
+        rank_of = self.schedule.rank_of
         for task in self.schedule.run_order:
-            rank = task.stage % self.schedule.n_ranks
+            rank = rank_of[task.stage]
             begin = free[rank]
             for need in self.schedule.needs(task):
-                moved = need.stage % self.schedule.n_ranks != rank
-                ready = starts[need] + self.costs.of(need.work) + self.costs.send * moved
-                begin = max(begin, ready)
+                is_sent = rank_of[need.stage] != rank
+                ready = starts[need] + self.time_of(need)
+                begin = max(begin, ready + self.stage_costs[need.stage].send * is_sent)
             starts[task] = begin
-            free[rank] = begin + self.costs.of(task.work)
+            free[rank] = begin + self.time_of(task)
         return starts
 
     @property
     def length(self) -> float:
         """From the first task's begin to the last one's end, in the unit of the costs."""
-        return max(begin + self.costs.of(task.work) for task, begin in self.starts.items())
+        return max(self._end(task) for task in self.starts)
+
+    @property
+    def period(self) -> float:
+        """What each of many steps takes, where ranks begin the next one as soon as they are done.
+
+        It is the longest time of one rank from its first task's begin to its last one's end.
+        """
+        return max(self._end(line[-1]) - self.starts[line[0]] for line in self.schedule.tasks)
 
     @property
     def bubble(self) -> float:
         """The part of all ranks' time in which they are idle: from 0 to less than 1."""
-        busy = sum(self.costs.of(task.work) for line in self.schedule.tasks for task in line)
+        busy = sum(self.time_of(task) for line in self.schedule.tasks for task in line)
         return 1 - busy / (self.schedule.n_ranks * self.length)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """For each rank, the most bytes of activations that it holds at a time.
+
+        They are held from the forward task to the backward one, or to that of the weights.
+        """
+        peaks = []
+        for line in self.schedule.tasks:
+            held = peak = 0.0
+            for task in line:
+                own = self.stage_costs[task.stage].activation_bytes
+                if task.work is Work.FORWARD:
+                    held += own
+                    peak = max(peak, held)
+                elif task.work is not Work.BACKWARD_INPUT:
+                    held -= own
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def _end(self, task: PipelineTask) -> float:
+        return self.starts[task] + self.time_of(task)
 
     def __str__(self) -> str:
         """A line a rank, a column a unit of time; `F3` is microbatch 3, `F3'` on its second stage.
 
+        At the end, where costs say what activations take, is the most that the rank holds of them.
+
         Raises:
-            UsageError: costs that are not whole numbers.
+            UsageError: times that are not whole numbers.
         """
-        if any(cost != int(cost) for cost in vars(self.costs).values()):
+        if any(time != int(time) for costs in self.stage_costs for time in costs.times):
             raise UsageError(
                 f"{self.costs}: no picture.\nExpected whole numbers, which are columns; round them."
             )
-        n_ranks = self.schedule.n_ranks
+        n_ranks, rank_of = self.schedule.n_ranks, self.schedule.rank_of
         rows = [[""] * int(self.length) for _ in range(n_ranks)]
         for task, begin in self.starts.items():
-            mark = f"{task.work.value}{task.microbatch}" + "'" * (task.stage // n_ranks)
-            for column in range(int(begin), int(begin + self.costs.of(task.work))):
-                rows[task.stage % n_ranks][column] = mark
+            before = sum(rank_of[stage] == rank_of[task.stage] for stage in range(task.stage))
+            mark = f"{task.work.value}{task.microbatch}" + "'" * before
+            for column in range(int(begin), int(self._end(task))):
+                rows[rank_of[task.stage]][column] = mark
         width = max(len(mark) for row in rows for mark in row)
         ranks = len(str(n_ranks - 1))
+        has_bytes = any(costs.activation_bytes for costs in self.stage_costs)
         return "\n".join(
-            f"{rank:{ranks}} | " + " ".join((mark or "." * width).ljust(width) for mark in row)
-            for rank, row in enumerate(rows)
+            f"{rank:{ranks}} | "
+            + " ".join((mark or "." * width).ljust(width) for mark in row)
+            + (f" | {bytes_text(held)}" if has_bytes else "")
+            for rank, (row, held) in enumerate(zip(rows, self.peak_bytes, strict=True))
         )
