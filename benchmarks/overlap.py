@@ -9,6 +9,10 @@ Four gloo processes, float32, one thread each, all orders in turns in one job:
                gathered for products and reduced of them whole, and in pieces (with a topology),
                beside DTensor's ColwiseParallel and RowwiseParallel. Its asynchronous tensor
                parallelism needs symmetric memory, which PyTorch 2.13 has on no CPU
+    stages     a pipeline of four stages and eight microbatches whose passes take 20 ms forward and
+               40 ms back without a processor, as on accelerators, between them 4 MB: sends that
+               nobody waits for, beside those for which sender and receiver wait for one another in
+               the schedule's order; and what the timetable says, without sends
 
 With `--rate`, each rank is on a host of its own, a network namespace whose link is held to so many
 megabits a second (`tests/host_network.py`, which takes root): who waits then leaves its processor.
@@ -16,8 +20,8 @@ megabits a second (`tests/host_network.py`, which takes root): who waits then le
 A line for each order: the median and the least milliseconds of the clock, and the median of all
 processors', with what the trace says that each rank holds at most.
 
-    python benchmarks/overlap.py [--repeat 9] [--case layers|training|products] [--rows 2048]
-        [--width 512] [--rate MBIT]
+    python benchmarks/overlap.py [--repeat 9] [--case layers|training|products|stages]
+        [--rows 2048] [--width 512] [--rate MBIT]
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ import torch.distributed as dist
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
+from reshard.spmd.programs.pipelines import process_run
 from reshard.topology import Link, Overhead, Topology
+from reshard.torch.exchange.exchange import MessageExchange
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -179,6 +185,59 @@ def in_dtensor(data: dict[str, Any], expected: Any) -> Callable[[], Any]:
     return run
 
 
+FORWARD_S, BACKWARD_S = 0.02, 0.04
+
+
+def make_pass(name: str, seconds_s: float, gradient: Any = None) -> Any:
+    """An operator that takes its time, and no processor, and returns what it was given."""
+
+    def local(x: Any) -> Any:
+        time.sleep(seconds_s)
+        return x.clone()
+
+    return sp.operator("([i, j]) -> ([i, j])", local, name=name, gradient=gradient)
+
+
+def stages() -> dict[str, list[Case]]:
+    """A step of four stages, likewise."""
+    back = make_pass("pass_back", BACKWARD_S)
+    forth = make_pass("pass_forth", FORWARD_S, lambda cotangent, x, result: (back(cotangent),))
+    rank, meshes = dist.get_rank(), [DeviceMesh.of(x=1, devices=(n,)) for n in range(4)]
+    specs = [spec(mesh, "x, -") for mesh in meshes]
+    functions: list[Any] = [lambda w, x: forth(w * x)] * 3
+    functions.append(lambda w, x, y: sp.mean(forth(w * x) - y))
+    groups = [dist.new_group([n]) for n in range(4)]
+    found = {}
+    with sp.running(sp.over_processes(groups[rank])):
+        x = sp.ones((1024, 1024), dtype="float32", spec=specs[rank])
+        weights = [sp.ones((), dtype="float32") if n == rank else None for n in range(4)]
+    for order in ("gpipe", "1f1b", "zb-h1"):
+        schedule = sp.pipeline_schedule(order, 4, 8)
+        pipeline = sp.Pipeline(functions, schedule, specs)
+        # The pass back is that of the input; there is next to nothing to do for the weights.
+        costs = sp.StageCosts(FORWARD_S, BACKWARD_S, 1e-6, activation_bytes=4 << 20)
+        table = sp.Timetable(schedule, costs)
+        held = int(max(table.peak_bytes))
+
+        def step(pipeline: Any = pipeline) -> None:
+            pipeline(weights, [(x, x)] * 8)
+
+        def step_blocking(step: Callable[[], None] = step) -> None:
+            # As on devices: in the thread of the program, in one order on both sides.
+            ahead, leaves = process_run._AHEAD, MessageExchange.can_leave_its_thread
+            process_run._AHEAD = 0
+            MessageExchange.can_leave_its_thread = False  # type: ignore
+            try:
+                step()
+            finally:
+                process_run._AHEAD = ahead
+                MessageExchange.can_leave_its_thread = leaves  # type: ignore
+
+        name = f"stages, {order}, {table.length * 1e3:.0f} ms said"
+        found[name] = [("blocking", step_blocking, held), ("not waited for", step, held)]
+    return found
+
+
 def processor_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
@@ -228,6 +287,9 @@ def measure(arguments: argparse.Namespace) -> None:
         if arguments.case in (None, "products"):
             for name, cases in products(arguments.rows, arguments.width, arguments.rate).items():
                 compare(name, cases, arguments.repeat)
+    if arguments.case in (None, "stages"):
+        for name, cases in stages().items():
+            compare(name, cases, arguments.repeat)
     dist.destroy_process_group()
 
 
@@ -267,7 +329,7 @@ def run_on_hosts(command: list[str], rate: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--case", choices=["layers", "training", "products"])
+    parser.add_argument("--case", choices=["layers", "training", "products", "stages"])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rate", type=int, help="megabits a second of each rank's link")
