@@ -2,8 +2,8 @@
 
 In one process, over simulated devices:  python examples/train.py --tiny --mesh pp=2,dp=2,tp=2
 Over processes:  torchrun --nproc-per-node=4 examples/train.py --mesh dp=2,tp=2 --folder run
-The text is the pages of this repository's docs. With --folder, a run saves as it goes, and goes on
-from the last save that is there, whatever mesh wrote it.
+The text is the pages of this repository's docs. With --folder, a run saves beside its steps, and
+goes on from the last save that is there, whatever mesh wrote it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -210,13 +212,13 @@ class Training:
             found["losses"] = sp.array(np.array(self.losses, np.float64), whole)
         return found
 
-    def save(self, folder: Path) -> Path:
-        """Write a checkpoint, which appears whole or not at all."""
+    def prepare_save(self, folder: Path) -> Callable[[], None]:
+        """What writes a checkpoint of this step, which appears whole or not at all.
+
+        Steps may go on meanwhile, in another thread: arrays are never changed.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"step-{len(self.losses):06}"
-        if not target.exists():
-            save_arrays(self.arrays(), self.mesh, target)
-        return target
+        return prepare_save(self.arrays(), self.mesh, folder / f"step-{len(self.losses):06}")
 
     def load(self, source: Path) -> None:
         """Go on from a checkpoint, whatever mesh and ZeRO wrote it."""
@@ -338,25 +340,32 @@ def told_by_last(losses: list[float]) -> list[float]:
     return list(told.tolist())
 
 
-def save_arrays(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> None:
-    """Write arrays in shards as a checkpoint: in one process, or by all of them, each its part."""
+def prepare_save(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> Callable[[], None]:
+    """What writes arrays in shards as a checkpoint: in one process, or in all, each its part."""
     if own_rank() is not None:
         from torch.distributed import checkpoint as dcp
 
         from reshard.torch import StorageWriter
 
-        writer = StorageWriter(target, format="sharded-safetensors")
-        among = torch_mesh(mesh)["tp", "dp"]
+        among, group = torch_mesh(mesh)["tp", "dp"], saving_group()
         state = {name: as_distributed_tensor(one, among) for name, one in arrays.items()}
-        dcp.save(state, storage_writer=writer)
-        return
+        writer = StorageWriter(target, format="sharded-safetensors")
+        return lambda: dcp.save(state, storage_writer=writer, process_group=group)
     held: dict[int, dict[str, Any]] = {rank: {} for rank in sorted(mesh.devices)}
     for name, one in arrays.items():
         for rank, shard in one.shards.items():
             held[rank][name] = np.asarray(shard)
     rules = [f"{name}={one.spec}{only_stage(one.mesh, mesh)}" for name, one in arrays.items()]
     checkpoint = reshard.checkpoint.describe_ranks(held, mesh, rules=rules)
-    reshard.checkpoint.convert(checkpoint, target, to=mesh.text, rules=rules)
+    return lambda: reshard.checkpoint.convert(checkpoint, target, to=mesh.text, rules=rules)
+
+
+@cache
+def saving_group() -> Any:
+    """All processes, who talk about saves while steps go on."""
+    import torch.distributed as dist
+
+    return dist.new_group()
 
 
 def only_stage(own: DeviceMesh, mesh: DeviceMesh) -> str:
@@ -413,15 +422,27 @@ def train(arguments: argparse.Namespace) -> Training:
         saves = sorted(arguments.folder.glob("step-??????")) if arguments.folder else []
         if saves:
             run.load(saves[-1])
-        while len(run.losses) < arguments.steps:
-            begin_s, before = time.perf_counter(), len(run.losses)
-            run.run(min(before + arguments.every, arguments.steps))
-            step_s = (time.perf_counter() - begin_s) / (len(run.losses) - before)
-            if arguments.folder:
-                run.save(arguments.folder)
-            if not own_rank():
-                print(f"step {len(run.losses)}  loss {run.losses[-1]:.4f}  {step_s:.3f} s a step")
+        # One save at a time, beside the steps that follow it.
+        with ThreadPoolExecutor(1) as saver:
+            take_steps(run, arguments, saver)
     return run
+
+
+def take_steps(run: Training, arguments: argparse.Namespace, saver: ThreadPoolExecutor) -> None:
+    """All steps that are left, saved every few of them."""
+    saving = None
+    while len(run.losses) < arguments.steps:
+        begin_s, before = time.perf_counter(), len(run.losses)
+        run.run(min(before + arguments.every, arguments.steps))
+        step_s = (time.perf_counter() - begin_s) / (len(run.losses) - before)
+        if not own_rank():
+            print(f"step {len(run.losses)}  loss {run.losses[-1]:.4f}  {step_s:.3f} s a step")
+        if saving:
+            saving.result()
+        if arguments.folder:
+            saving = saver.submit(run.prepare_save(arguments.folder))
+    if saving:
+        saving.result()
 
 
 def runner_over(mesh: DeviceMesh) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +95,42 @@ def test_resumed_on_another_mesh_in_one_process(tmp_path: Path) -> None:
     ]
     expected = losses_of_one_device("float64", STEPS)[:15]
     np.testing.assert_allclose(run.losses, expected, rtol=0, atol=1e-9)
+
+
+def test_steps_go_on_while_a_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first save is written when ten steps are taken, and has five."""
+    go_on, prepare, take = threading.Event(), train.prepare_save, train.Training.run
+
+    def prepare_late(arrays: dict[str, Any], *where: Any) -> Callable[[], None]:
+        write = prepare(arrays, *where)
+
+        def write_late() -> None:
+            assert go_on.wait(60), "the next steps waited for the save"
+            write()
+
+        return write_late
+
+    def take_steps(self: train.Training, steps: int) -> None:
+        take(self, steps)
+        if steps == 10:
+            go_on.set()
+
+    monkeypatch.setattr(train, "prepare_save", prepare_late)
+    monkeypatch.setattr(train.Training, "run", take_steps)
+    words = ["--tiny", "--dtype", "float64", "--every", "5", "--folder", str(tmp_path)]
+    train.train(train.read_arguments([*words, "--mesh", "dp=2", "--steps", "10"]))
+    expected = losses_of_one_device("float64", STEPS)
+    for steps in (5, 10):
+        saved = reshard.checkpoint.open(tmp_path / f"step-{steps:06}")
+        losses = reshard.checkpoint.read_tensor(saved, "losses")
+        np.testing.assert_allclose(losses, expected[:steps], rtol=0, atol=1e-9)
+    monkeypatch.undo()
+    # Its parameters are those of five steps, too.
+    shutil.rmtree(tmp_path / "step-000010")
+    run = train.train(train.read_arguments([*words, "--mesh", "tp=2", "--steps", "7"]))
+    np.testing.assert_allclose(run.losses, expected[:7], rtol=0, atol=1e-9)
 
 
 def test_stopped_and_resumed_on_another_mesh_over_processes(tmp_path: Path) -> None:
