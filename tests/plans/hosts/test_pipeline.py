@@ -143,7 +143,8 @@ def test_links_say_into_how_many_parts(racks: list[int] | None) -> None:
 
     # In the fan-out each of both hands 8 MiB on, in one message; the exchange has one, too.
     far = Link(1e6, 1e-3)
-    expected = np.sqrt(8 * MIB / 1e7 * 16 / (1e-3 + 1e-3))
+    # Three of its parts are still to come where the last one has crossed.
+    expected = np.sqrt(3 * 8 * MIB / 1e7 * 16 / (1e-3 + 1e-3))
     assert parts(Link(1e7, 1e-3), far, far) == min(round(float(expected)), 64)
     assert parts(Link(1e9, 1e-3), far, far) == round(float(expected) / 10)
     assert parts(None, far, far) == parts(Link(1e7, 1e-3), None, far) == parts()
@@ -168,9 +169,11 @@ def test_only_the_longest_stage_is_there_all_the_time() -> None:
     times = PipelineTimes.of(estimate, across)
     assert times.in_parts(1) == estimate.seconds_s == 50.75
     # Parts that are under way together have their latencies once.
-    assert times.in_parts(4) == 2 + 40 + 8 / 4 + 0.75
-    assert times.in_parts(17) == 2 + 40 + 8 / 17 + 2 * 0.75
+    assert times.in_parts(4) == 2 + 40 + 3 * 8 / 4 + 0.75
+    assert times.in_parts(17) == 2 + 40 + 3 * 8 / 17 + 2 * 0.75
+    # Of few parts all others are still to come.
+    assert times.in_parts(2) == times.in_parts(1)
     # Two stages on the same links take their time together.
     both = Estimate((stages[0], Part("between hosts", "direct", 1, 0.0, 0.5, 30.0), stages[1]))
     across = Part("across", "direct", 1, 0.0, 0.5, 60.0)
-    assert PipelineTimes.of(both, across).in_parts(4) == 60 + 18 / 4 + 1.25
+    assert PipelineTimes.of(both, across).in_parts(4) == 60 + 3 * 18 / 4 + 1.25

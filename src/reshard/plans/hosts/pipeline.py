@@ -32,6 +32,9 @@ LATENCIES_COUNT_BYTES = 1 << 20
 # How many steps a part is in a stage behind the one before. No rank waits at the end of a step, so
 # these only say what goes first; a part that is late does not hold up the next few.
 STEPS_BEHIND = 2
+# How many parts of all other stages are still to come where the longest stage has ended. Receivers
+# have their pieces of a part at different times, and wait for each other as many steps as that.
+_PARTS_LEFT = 1 + STEPS_BEHIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class PipelineTimes:
     Args:
         call_s: before and after all of them.
         longest_s: of what takes longest, which is there all the time.
-        rest_s: of all else, of which only one part is not beside it.
+        rest_s: of all else, of which only the last few parts are not beside it.
         latency_s: of the messages of one part, through all stages.
     """
 
@@ -181,7 +184,12 @@ class PipelineTimes:
         longest_s = max([across.transfer_s + across.copy_s, *moving_s])
         return cls(estimate.call_s, longest_s, max(sum(moving_s) - longest_s, 0.0), latency_s)
 
+    @property
+    def best_parts(self) -> int:
+        """In how many parts it takes least."""
+        return count_parts(_PARTS_LEFT * self.rest_s, self.latency_s)
+
     def in_parts(self, parts: int) -> float:
         """The seconds in so many parts: `PARTS_AT_ONCE` of them have their latencies together."""
-        at_once = -(-parts // PARTS_AT_ONCE)
-        return self.call_s + self.longest_s + self.rest_s / parts + self.latency_s * at_once
+        left, at_once = min(parts, _PARTS_LEFT), -(-parts // PARTS_AT_ONCE)
+        return self.call_s + self.longest_s + self.rest_s * left / parts + self.latency_s * at_once

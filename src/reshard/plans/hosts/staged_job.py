@@ -335,7 +335,7 @@ class StagedJob:
         links += [topology.between_racks] if topology.racks > 1 else []
         if None in links:
             return count_parts(float(self.received_bytes.max()), LATENCIES_COUNT_BYTES)
-        return count_parts(self._times.rest_s, self._times.latency_s)
+        return self._times.best_parts
 
     @property
     def pipelined_s(self) -> float:
