@@ -7,14 +7,16 @@ else between barriers that wait for it; medians of seven.
     copy      a dense copy on one device: the bandwidth that all else is compared with
     pack      the columns of one of four ranks into dense memory, and back: as exchanges do it
     nccl      `redistribute(out=)` with one rank a device, and `all_to_all_single` of the same bytes
-    gloo      the same between two ranks, on one device where there is no other: staged in the
-              host's memory
+    ipc       the same between two ranks of a group of gloo, on one device where there is no other:
+              by memory of the device that they share
+    gloo      the same with `RESHARD_SHARED_MEMORY=never`: staged in the host's memory
     host      how far the host's memory of a rank rises while messages travel by NCCL
 
 Each result is compared with what it has to be.
 
-Expected before the first run: pack at 0.6 of copy or better; nccl at 1.5 of raw; gloo as quick as
-the bus to the host; host at 0. It has not been run: no device was there.
+Expected before the first run: pack at 0.6 of copy or better; nccl at 1.5 of raw; ipc at half the
+speed of copy or better; gloo as quick as the bus to the host; host at 0. It has not been run: no
+device was there.
 
     python benchmarks/gpu.py [--size-mib 1024] [--repeat 7]
 """
@@ -108,7 +110,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         torch.rand(own.numel(), device=device),
         torch.empty(own.numel(), device=device),
     )
-    if options.part == "gloo":
+    if options.part != "nccl":
         dense, received = dense.cpu(), received.cpu()
 
     def move() -> None:
@@ -142,7 +144,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         of_raw = seconds_s["exchange"] / seconds_s["raw"]
         where = f"{ranks} ranks, {min(ranks, torch.cuda.device_count())} devices"
         tell(options.part, seconds_s["exchange"], moved_bytes, f"{of_raw:.2f} of raw, {where}")
-        note = "raw, from the host's memory" if options.part == "gloo" else "raw"
+        note = "raw, from the host's memory" if options.part != "nccl" else "raw"
         tell(f"{options.part}, all-to-all", seconds_s["raw"], moved_bytes, note)
         if options.part == "nccl":
             print(f"{'host':24} {risen_bytes / MIB:9.1f} MiB")
@@ -153,6 +155,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
 def measure_ranks(part: str, ranks: int, options: argparse.Namespace) -> int:
     """Run this program again as ranks; how they ended."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["RESHARD_SHARED_MEMORY"] = "never" if part == "gloo" else ""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     given = ["--part", part, "--size-mib", str(options.size_mib), "--repeat", str(options.repeat)]
     return subprocess.run(
@@ -164,7 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size-mib", type=int, default=1024, help="of the whole tensor")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each way")
-    parser.add_argument("--part", choices=["nccl", "gloo"], default="nccl", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--part", choices=["nccl", "ipc", "gloo"], default="nccl", help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if is_rank():
         measure_as_rank(options)
@@ -177,7 +182,8 @@ def main() -> None:
     devices = torch.cuda.device_count()
     print(f"{torch.cuda.get_device_name(0)}, {devices} of them, torch {torch.__version__}")
     measure_one_device(options)
-    ended = [measure_ranks("nccl", devices, options), measure_ranks("gloo", 2, options)]
+    given = (("nccl", devices), ("ipc", 2), ("gloo", 2))
+    ended = [measure_ranks(part, ranks, options) for part, ranks in given]
     raise SystemExit(max(ended, key=abs))
 
 

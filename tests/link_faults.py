@@ -94,10 +94,13 @@ POINTS: Mapping[str, Point] = {
         "run", f"{_EXCHANGE}.exchange:MessageExchange.finish", is_after=True, calls=4
     ),
     "when it lends memory": Point(
-        "run", f"{_EXCHANGE}.shared_memory:NearRank.lend", True, 2, sides=("trainer",)
+        "run", f"{_EXCHANGE}.one_host.shared_memory:NearRank.lend", True, 2, sides=("trainer",)
     ),
     "when it takes memory": Point(
-        "run", f"{_EXCHANGE}.shared_memory:NearMessage.give_back", calls=2, sides=("engine",)
+        "run",
+        f"{_EXCHANGE}.one_host.shared_memory:NearMessage.give_back",
+        calls=2,
+        sides=("engine",),
     ),
     "before the outcome": Point("run", "reshard.torch.links.orders:RunOutcome.read"),
     "before it verifies": Point("verify", "reshard.torch.refitting.refit:Refit.verify"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import reshard
 import reshard.torch
 from refit_models import part
+from reshard.torch.exchange.groups import rank_group
 
 SHAPE = (48, 64)
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
@@ -74,6 +75,9 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         check(device, dtype, 64 << 20)
     check(device, torch.float32, 1 << 12)
+    shared = rank_group(None).shared_memory
+    if device.type == "cuda" and sys.argv[1] == "gloo" and shared is not None:
+        assert shared.serves(device), "memory of the device is not shared"
     dist.barrier()
     dist.destroy_process_group()
 

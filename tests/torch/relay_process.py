@@ -24,7 +24,7 @@ from refit_models import expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, RunError
 from reshard.torch import BlockQuantized, MegatronModel
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.shared_memory import SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 from reshard.torch.links.relay import BucketGate
 from reshard.torch.links.sync import SyncReport, WeightSync
 

@@ -29,5 +29,9 @@ def test_ranks_with_a_device_each_exchange_by_nccl(ranks: int) -> None:
 
 
 @pytest.mark.skipif(not DEVICES, reason="no CUDA device")
-def test_two_ranks_of_one_device_exchange_by_gloo() -> None:
+@pytest.mark.parametrize("shared", ["", "never"])
+def test_two_ranks_share_a_device_or_exchange_by_gloo(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESHARD_SHARED_MEMORY", shared)
     expect_all_end_well(run_ranks("gpu_process.py", 2, "gloo", "cuda", timeout_s=300))

@@ -16,7 +16,7 @@ what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas
 3. *Whole runs.* The first run sends everything, and so does one in which any rank has other than
    what the last run left: the caller says so, of all ranks alike.
 
-4. *Ranks that share memory* (`shared_memory`) get everything with `changed_only=True`: to copy it
+4. *Ranks that share memory* (`one_host`) get everything with `changed_only=True`: to copy it
    takes less than to compare it.
 
 Messages have the order of `messages`, and both ends treat theirs in it, so no two ranks wait for

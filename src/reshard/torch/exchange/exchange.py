@@ -9,7 +9,7 @@ memory::
     receives   r0  r1  r2  r3  r4 ...
     slots      A   B   -   A   B          - is dense: sent or received where it lies
 
-Ranks that share memory (`shared_memory`) have slots for sends only, which receivers unpack from.
+Ranks that share memory (`one_host`) have slots for sends only, which receivers unpack from.
 
 1. Once, messages are listed and slots are given out; a message follows those that have its slot
    before. Several ranks that are sent the same are sent it from one slot, packed once.
@@ -32,6 +32,7 @@ slots.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ from reshard.torch.exchange.messages import (
     cells_of,
     list_messages,
 )
-from reshard.torch.exchange.shared_memory import NearMessage, SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import NearMessage, SharedMemory
 from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
 from reshard.torch.exchange.timeline import span
 
@@ -118,6 +119,9 @@ class MessageExchange:
         self._shared: SharedMemory | None = None
         if (self._is_hosted or device.type == "cpu") and not self._is_grouped:
             self._shared = among.shared_memory
+        if self._shared is not None and self._shared.serves(device):
+            # All ranks share memory of devices, and nothing passes through the host.
+            self._is_hosted = False
         if self._shared is not None and self._shared.is_complete:
             message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
         found = list_messages(
@@ -191,7 +195,8 @@ class MessageExchange:
             and self._shared is not None
             and not (half is not None and self._shared.has(half))
         ):
-            return MessageSlots(messages, True, ahead, most_bytes, self._shared.staging)
+            staging = functools.partial(self._shared.staging, device=self._device)
+            return MessageSlots(messages, True, ahead, most_bytes, staging)
 
         def allocate(size_bytes: int) -> torch.Tensor:
             if half is not None:

@@ -14,7 +14,7 @@ at its store (`meeting`), and each learns of all others
 
 What lies on the CPU travels by connections (gloo) that nobody else has, so nothing of the user's
 own can come between; the messages of exchanges, between ranks that can share memory, by that
-(`shared_memory`). A rank that fails leaves a note at the store and closes its connections. Who
+(`one_host`). A rank that fails leaves a note at the store and closes its connections. Who
 waits for it learns that at once, closes its own, and reads the notes: all raise the same cause,
 long before the group's timeout. What lies on devices travels by the backend that the group has for
 them.
@@ -39,7 +39,9 @@ from reshard.mesh import DeviceMesh
 from reshard.torch.exchange.connections import Connections, Message
 from reshard.torch.exchange.copies import empty_bytes
 from reshard.torch.exchange.meeting import RankMeeting, meet
-from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_memory
+from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
+from reshard.torch.exchange.one_host.doors import connect_shared_memory
+from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
 # Of messages that no exchange has, whose tags count from 0.
@@ -110,9 +112,12 @@ class RankGroup:
             found, is_complete = connect_shared_memory(
                 self.position, len(self.ranks), timeout_s, self.all_gather
             )
+            own = torch.frombuffer(bytearray(seen_devices()), dtype=torch.uint8)
+            seen = {bytes(one.numpy()) for one in self.all_gather(own)}
         if found:
             sockets = {self.ranks[position]: one for position, one in found.items()}
-            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete)
+            devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
+            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices)
 
     @property
     def _given(self) -> dist.ProcessGroup | None:
@@ -291,7 +296,7 @@ class RankGroup:
         is_hosted = self.is_hosted(device)
         if self.shared_memory is None or not (is_hosted or device.type == "cpu"):
             return empty_bytes(size_bytes, device, is_hosted)
-        return self.shared_memory.staging(size_bytes)
+        return self.shared_memory.staging(size_bytes, device)
 
     def swap_bytes(
         self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]

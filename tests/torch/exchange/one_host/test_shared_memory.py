@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 import torch
 
 from live_processes import expect_all_end_well, run_ranks
-from reshard.torch.exchange import shared_memory as module
-from reshard.torch.exchange.shared_memory import SharedMemory, connect_shared_memory
+from reshard.torch.exchange.one_host.segments import map_segment
+from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
 LIMIT_S = 120.0
@@ -180,72 +180,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     descriptor = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 1 << 20)
     with pytest.raises(RuntimeError, match="not sealed"):
-        module._map_segment(descriptor, 1 << 20)
-
-
-class _Gathering:
-    """All-gathers between threads."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=LIMIT_S)
-        self._rows: list[torch.Tensor] = [torch.empty(0)] * count
-        self._count = count
-
-    def of(self, position: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-        def gather(own: torch.Tensor) -> list[torch.Tensor]:
-            self._rows[position] = own.clone()
-            self._barrier.wait()
-            found = [row.clone() for row in self._rows]
-            self._barrier.wait()
-            return found
-
-        return gather
-
-
-def connect(count: int) -> dict[int, tuple[dict[int, socket.socket], bool]]:
-    gathering, found = _Gathering(count), {}
-
-    def run(position: int) -> None:
-        found[position] = connect_shared_memory(position, count, LIMIT_S, gathering.of(position))
-
-    threads = [threading.Thread(target=run, args=(position,)) for position in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    return found
-
-
-def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
-    opened = module._open_door
-    strangers: list[socket.socket] = []
-
-    def open_to_strangers(count: int) -> object:
-        door = opened(count + 1)
-        assert door is not None
-        # Somebody who found the name comes first, with any word.
-        stranger = module._reach(door.name, b"0" * 16, 0, LIMIT_S)
-        assert stranger is not None
-        strangers.append(stranger)
-        return door
-
-    monkeypatch.setattr(module, "_open_door", open_to_strangers)
-    found = connect(3)
-    for position, (sockets, is_complete) in found.items():
-        assert is_complete and set(sockets) == set(range(3)) - {position}
-    found[0][0][2].send(b"from 0")
-    assert found[2][0][0].recv(10) == b"from 0"
-    for one in [*strangers, *(one for sockets, _ in found.values() for one in sockets.values())]:
-        one.close()
-
-
-def test_nobody_shares_where_one_cannot_keep_to_what_it_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
-    monkeypatch.setattr(module._Door, "admit", lambda door, expected: {})
-    assert all(found == ({}, False) for found in connect(3).values())
+        map_segment(descriptor, 1 << 20)
 
 
 def test_exchanges_by_shared_memory_with_and_without_others() -> None:

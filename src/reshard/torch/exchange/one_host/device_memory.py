@@ -1,0 +1,117 @@
+"""Memory of CUDA devices that processes of one host share, by the handles of CUDA's IPC.
+
+What one process packs into memory of its device another one copies from there to its own, by the
+devices' own links; nothing passes through the host. Nobody waits for a device: both mark how far
+their streams are, and a stream waits for the other's mark before it reads or packs again::
+
+    sender's stream      pack   mark --- "lies at 4096" --->                     wait   pack again
+    receiver's stream                           wait   copy   mark --- "taken" --->
+
+1. *Who can.* Processes that see the same devices, each by its UUID, whatever their numbers are.
+   A process tells which it sees where it has used any (`seen_devices`): to look is to begin to use.
+2. *Handles* are torch's own, of `torch.multiprocessing`, written as JSON; nothing is unpickled.
+3. *Marks* are events that other processes can wait for. One of a process is enough: who waits for
+   it waits for all that the process had done by then.
+
+Not run on a device yet: there was none. Tests have memory of the host in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+NO_DEVICES = bytes(16)
+# The fields of a handle that are bytes.
+_BYTES = ("handle", "counter", "event")
+
+
+def seen_devices() -> bytes:
+    """A digest of the devices that this process sees, in 16 bytes: zeros where it has used none."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return NO_DEVICES
+    return hashlib.blake2b("\n".join(sorted(_numbers())).encode(), digest_size=16).digest()
+
+
+class DeviceMemory:
+    """What this process does with memory of devices that it shares; the first device it used.
+
+    All processes that it shares memory with see the same devices.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda")
+        self._event: Any = None
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether memory of a device can be shared."""
+        return device.type == "cuda" and self._device.index in (None, device.index)
+
+    def allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes on a device."""
+        found = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._device = found.device
+        return found
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """What another process opens the memory by; one for each that does."""
+        # As in `torch.multiprocessing.reductions`, which pickles it.
+        storage: Any = memory.untyped_storage()
+        number, handle, size, offset, counter, place, event, waits = storage._share_cuda_()
+        (uuid,) = (uuid for uuid, at in _numbers().items() if at == number)
+        told = {"uuid": uuid, "size": size, "offset": offset, "place": place, "waits": waits}
+        told |= dict(zip(_BYTES, (one.hex() for one in (handle, counter, event)), strict=True))
+        return json.dumps(told).encode()
+
+    def open(self, told: bytes) -> torch.Tensor:
+        """Another process's memory. Raises RuntimeError for what is no handle of it."""
+        try:
+            found = json.loads(told)
+            handle, counter, event = (bytes.fromhex(found[name]) for name in _BYTES)
+            number = _numbers()[found["uuid"]]
+            given = number, handle, int(found["size"]), int(found["offset"])
+            counted = counter, int(found["place"]), event, bool(found["waits"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(f"another rank's memory has no handle: {error!r}") from error
+        kind: Any = torch.UntypedStorage
+        storage = kind._new_shared_cuda(*given, *counted)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def mark(self) -> None:
+        """Mark how far the current stream of the device is."""
+        with torch.cuda.device(self._device):
+            if self._event is None:
+                self._event = torch.cuda.Event(interprocess=True)
+            self._event.record()
+
+    def export_mark(self) -> bytes:
+        """What another process opens the mark by, whenever it was set."""
+        (uuid,) = (uuid for uuid, at in _numbers().items() if at == self._device.index)
+        return json.dumps({"uuid": uuid, "event": self._event.ipc_handle().hex()}).encode()
+
+    def open_mark(self, told: bytes) -> Any:
+        """Another process's mark. Raises RuntimeError for what is no handle of it."""
+        try:
+            found = json.loads(told)
+            event, number = bytes.fromhex(found["event"]), _numbers()[found["uuid"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(f"another rank's mark has no handle: {error!r}") from error
+        return torch.cuda.Event.from_ipc_handle(torch.device("cuda", number), event)
+
+    def wait_for(self, mark: Any) -> None:
+        """Let the current stream of the device wait until another's is as far as its mark."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Wait for the device: memory that others may still read must not go."""
+        if self._device.index is not None:
+            torch.cuda.synchronize(self._device)
+
+
+def _numbers() -> dict[str, int]:
+    """The devices that this process sees: their numbers by UUID."""
+    count = torch.cuda.device_count()
+    return {str(torch.cuda.get_device_properties(n).uuid): n for n in range(count)}

@@ -1,0 +1,156 @@
+"""Who of a host lets whom in: processes that can share memory get a socket between each two.
+
+Every rank opens a door: a Unix socket with a random name, which ends with its process. Each tries
+the doors of the others, and shows the secret word that it got from them by the group's own
+connections. The ranks of one network namespace reach each other; no others do. Then all tell all,
+and where anything went wrong for anyone nobody shares memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from reshard.errors import RunError
+from reshard.torch.exchange.one_host.segments import HostSegment, can_be_sealed, map_segment
+
+# "never" and "always" instead of where it can be, to compare and to test.
+_VARIABLE = "RESHARD_SHARED_MEMORY"
+_WORD_BYTES = 16
+_GREETING_S = 10.0
+
+
+def connect_shared_memory(
+    position: int,
+    count: int,
+    timeout_s: float,
+    gather: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> tuple[dict[int, socket.socket], bool]:
+    """Sockets to those of `count` ranks that memory can be shared with, and whether all can.
+
+    All ranks call this. No sockets where any rank could not keep to what it had told.
+
+    Args:
+        position: this rank's.
+        timeout_s: how long one waits for another.
+        gather: gives all ranks' tensors, of one shape, in their order.
+
+    Raises:
+        RunError: a rank that cannot, where `RESHARD_SHARED_MEMORY` says "always".
+    """
+    mode = os.environ.get(_VARIABLE, "")
+    door = None if mode == "never" else _open_door(count)
+    name = secrets.token_bytes(_WORD_BYTES) if door is None else door.name
+    own = bytes([door is not None]) + name + (door.word if door is not None else name)
+    told = [
+        bytes(one.numpy()) for one in gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    ]
+    found: dict[int, socket.socket] = {}
+    if door is not None:
+        for other in range(position + 1, count):
+            is_open, name, word = told[other][0], told[other][1:17], told[other][17:]
+            if is_open and (reached := _reach(name, word, position, timeout_s)):
+                found[other] = reached
+    row = torch.zeros(count, dtype=torch.uint8)
+    row[list(found)] = 1
+    rows = gather(row)
+    is_well = True
+    if door is not None:
+        expected = {other for other in range(position) if rows[other][position]}
+        found |= door.admit(expected)
+        is_well = expected <= set(found)
+        door.close()
+    is_well_for_all = all(bool(one) for one in gather(torch.tensor([is_well])))
+    if not is_well_for_all:
+        for one in found.values():
+            one.close()
+        found = {}
+    pairs = [rows[one][other] for other in range(count) for one in range(other)]
+    is_complete = is_well_for_all and all(map(bool, pairs))
+    if mode == "always" and len(found) < count - 1:
+        raise RunError(
+            f"{_VARIABLE}=always, but {count - 1 - len(found)} of {count - 1} ranks share no "
+            "memory with this one; unset it"
+        )
+    return found, is_complete
+
+
+class _Door:
+    """Where other processes of this host come in, who know the word."""
+
+    def __init__(self, listener: socket.socket, name: bytes) -> None:
+        self._listener = listener
+        self.name = name
+        self.word = secrets.token_bytes(_WORD_BYTES)
+
+    def admit(self, expected: set[int]) -> dict[int, socket.socket]:
+        """Those that have come, by position; they all knocked before this is called."""
+        found: dict[int, socket.socket] = {}
+        self._listener.settimeout(_GREETING_S)
+        with contextlib.suppress(OSError):
+            while set(found) != expected:
+                one, _ = self._listener.accept()
+                limit_waits(one, _GREETING_S)
+                # Others of this host may find the name, but not the word.
+                with contextlib.suppress(OSError):
+                    greeting = one.recv(_WORD_BYTES + 8)
+                    other = int.from_bytes(greeting[_WORD_BYTES:])
+                    is_known = secrets.compare_digest(greeting[:_WORD_BYTES], self.word)
+                    if is_known and other in expected - set(found):
+                        found[other] = one
+                        continue
+                one.close()
+        return found
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _open_door(count: int) -> _Door | None:
+    """None where this process cannot share memory in this way."""
+    if not can_be_sealed():
+        return None
+    listener = None
+    try:
+        # What takes part must be able to map what it sends.
+        map_segment(os.dup((tried := HostSegment.make(0, 1)).descriptor), tried.size_bytes)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name = secrets.token_bytes(_WORD_BYTES)
+        listener.bind(_address_of(name))
+        listener.listen(count)
+    except (OSError, RuntimeError, ValueError):
+        if listener is not None:
+            listener.close()
+        return None
+    return _Door(listener, name)
+
+
+def _address_of(name: bytes) -> bytes:
+    # A name that begins with a zero is no file.
+    return b"\0reshard-" + name.hex().encode()
+
+
+def _reach(name: bytes, word: bytes, position: int, timeout_s: float) -> socket.socket | None:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        limit_waits(connected, min(timeout_s, _GREETING_S))
+        connected.connect(_address_of(name))
+        connected.send(word + position.to_bytes(8))
+    except OSError:
+        connected.close()
+        return None
+    return connected
+
+
+def limit_waits(connected: socket.socket, timeout_s: float) -> None:
+    """Let sends and receives fail after a time; unlike by `settimeout` each is one system call."""
+    whole = int(timeout_s)
+    limit = struct.pack("@ll", whole, int((timeout_s - whole) * 1e6))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -1,0 +1,115 @@
+"""Memory of this process that others of its host can map: of the host, or of a device.
+
+Segments of the host are files of memory without a name, sealed so that they cannot shrink. Their
+descriptors travel by sockets. Nothing is left behind, however a process ends, and `/dev/shm` may be
+small. Segments of a device are told by a handle (`device_memory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from reshard.torch.exchange.one_host.device_memory import DeviceMemory
+
+_GRANULE_BYTES = 1 << 20
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Segment:
+    """Memory of this rank that others may map. `lent` counts what they have not taken yet."""
+
+    number: int
+    size_bytes: int
+    address: int
+    known_by: set[int] = field(default_factory=set, kw_only=True)
+    lent: int = field(default=0, kw_only=True)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class HostSegment(Segment):
+    """Memory of the host: a file, by its descriptor."""
+
+    descriptor: int
+    mapped: mmap.mmap
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @classmethod
+    def make(cls, number: int, size_bytes: int) -> HostSegment:
+        """A new one, of at least so many bytes. Raises OSError where there cannot be any."""
+        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
+        descriptor = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            seals = sum(getattr(fcntl, name) for name in _SEALS)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            mapped = _map(descriptor, size_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        return cls(number, size_bytes, address, descriptor, mapped)
+
+    def lend(self, size_bytes: int, give_back: Callable[[HostSegment], None]) -> torch.Tensor:
+        """Its first bytes; it is given back once no tensor has any of them."""
+        array = np.frombuffer(self.mapped, np.uint8, size_bytes)
+        weakref.finalize(array, give_back, self).atexit = False
+        return torch.from_numpy(array)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class DeviceSegment(Segment):
+    """Memory of a device."""
+
+    memory: torch.Tensor
+    of: DeviceMemory
+
+    @classmethod
+    def make(
+        cls, number: int, size_bytes: int, device: torch.device, of: DeviceMemory
+    ) -> DeviceSegment:
+        """A new one. Raises what torch does where the device has no memory."""
+        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
+        memory = of.allocate(size_bytes, device)
+        return cls(number, size_bytes, memory.data_ptr(), memory, of)
+
+    def lend(self, size_bytes: int, give_back: Callable[[DeviceSegment], None]) -> torch.Tensor:
+        """Its first bytes; it is given back once no tensor has any of them."""
+        part = self.memory[:size_bytes]
+        weakref.finalize(part, give_back, self).atexit = False
+        # A tensor of other storage, all of whose views keep `part`.
+        return torch.from_dlpack(part)
+
+
+def can_be_sealed() -> bool:
+    """Whether this system has files of memory that cannot shrink."""
+    return all(hasattr(fcntl, name) for name in _SEALS) and hasattr(os, "memfd_create")
+
+
+def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
+    """Another rank's segment. Raises RuntimeError for one that could shrink under a reader."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size_bytes:
+            raise RuntimeError("another rank's memory is not sealed")
+        return torch.from_numpy(np.frombuffer(_map(descriptor, size_bytes), np.uint8))
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
+    found = mmap.mmap(descriptor, size_bytes)
+    with contextlib.suppress(OSError, AttributeError):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return found

@@ -1,0 +1,377 @@
+"""Memory that ranks of one host share: what one packs there, another unpacks from where it lies.
+
+By connections of the network a message is copied into the system and out of it again, beside what
+packs and unpacks it. Ranks that can share memory need only these two::
+
+    sender      pack -> | segment of the sender |        "message 7 lies at 4096"  ->
+    receiver            | the same, mapped      | -> unpack      <-  "message 7 is taken"
+
+Notes by sockets (`doors`) say what lies where in which segment (`segments`), and what is taken; who
+waits for one sleeps. A process that ends closes its sockets, which others see at once. Notes of
+several exchanges may come by one socket. Whoever waits reads for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from reshard.errors import RunError
+from reshard.torch.exchange.one_host.device_memory import DeviceMemory
+from reshard.torch.exchange.one_host.doors import limit_waits
+from reshard.torch.exchange.one_host.segments import (
+    DeviceSegment,
+    HostSegment,
+    map_segment,
+)
+
+_CPU = torch.device("cpu")
+# What is kept for the next exchange, once the last one that used it is gone.
+_KEPT_BYTES = 64 << 20
+# A kind of note, and five numbers: `tag, number, segment, offset, bytes`; handles come behind.
+_NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
+_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK = range(6)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+AnySegment: TypeAlias = HostSegment | DeviceSegment
+
+
+@dataclass(slots=True, eq=False)
+class LentMessage:
+    """A message that lies in this rank's segment until its receiver has taken it."""
+
+    peer: NearRank
+    segment: AnySegment
+    is_taken: bool = False
+
+    def wait(self) -> None:
+        """Return once it is taken. Raises RuntimeError where the receiver is gone."""
+        self.peer.wait_until(lambda: self.is_taken)
+        if isinstance(self.segment, DeviceSegment):
+            self.peer.wait_for_mark()
+
+
+@dataclass(slots=True, eq=False)
+class NearMessage:
+    """A message of another rank, to be read where it lies, and then given back."""
+
+    peer: NearRank
+    size_bytes: int
+    number: int = -1
+    place: tuple[int, int] = (-1, -1)
+
+    def wait(self) -> None:
+        """Return once it is there. Raises RuntimeError where the sender is gone."""
+        self.peer.wait_until(lambda: self.number >= 0)
+        if self.place[0] in self.peer.on_devices:
+            self.peer.wait_for_mark()
+
+    @property
+    def bytes_there(self) -> torch.Tensor:
+        """Its bytes, in the sender's memory."""
+        segment, begin = self.place
+        # Of a rank that is closed there is nothing.
+        return self.peer.mapped.get(segment, _NOTHING)[begin : begin + self.size_bytes]
+
+    def give_back(self) -> None:
+        """Let the sender use its memory again."""
+        if self.place[0] in self.peer.on_devices:
+            self.peer.tell_mark()
+        self.peer.tell(_TAKEN, 0, self.number)
+
+
+class SharedMemory:
+    """This rank's segments, and the ranks that it shares memory with, by their numbers.
+
+    Args:
+        sockets: connected, one for each.
+        timeout_s: how long to wait for any note.
+        is_complete: whether all ranks of the group share memory with all others.
+        devices: memory of devices; None where they do not all see the same ones.
+    """
+
+    def __init__(
+        self,
+        sockets: dict[int, socket.socket],
+        timeout_s: float,
+        is_complete: bool,
+        devices: DeviceMemory | None = None,
+    ) -> None:
+        self.is_complete = is_complete
+        self._devices = devices if is_complete else None
+        self._segments: dict[int, AnySegment] = {}
+        self._free: list[AnySegment] = []
+        self._count, self._is_closed = 0, False
+        self._lock = threading.Lock()
+        self.ranks = {
+            rank: NearRank(rank, one, timeout_s, self._devices) for rank, one in sockets.items()
+        }
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether what travels between tensors of a device stays on devices."""
+        return self._devices is not None and self._devices.serves(device)
+
+    def staging(self, size_bytes: int, device: torch.device = _CPU) -> torch.Tensor:
+        """Bytes in a segment of their own, which comes back once no tensor has any of them.
+
+        They are of the device where it is served, else of the host.
+        """
+        with self._lock:
+            segment = self._take_free(size_bytes, device) or self._add_segment(size_bytes, device)
+        return segment.lend(size_bytes, self._give_back)
+
+    def has(self, memory: torch.Tensor) -> bool:
+        """Whether a tensor's memory is of a segment of this rank."""
+        return self._find(memory) is not None
+
+    def send(self, memory: torch.Tensor, receiver: int, tag: int) -> LentMessage:
+        """Lend a message, which lies in a segment of this rank, until its receiver took it.
+
+        Raises RuntimeError where the receiver is gone.
+        """
+        segment = self._find(memory)
+        if segment is None:
+            raise RunError("what is sent lies in no memory that ranks share")
+        begin = memory.data_ptr() - segment.address
+        return self.ranks[receiver].lend(segment, begin, memory.numel(), tag)
+
+    def receive(self, size_bytes: int, sender: int, tag: int) -> NearMessage:
+        """Expect the next message of a tag from a rank."""
+        return self.ranks[sender].expect(size_bytes, tag)
+
+    def close(self) -> None:
+        """Let others know, who wait or will, and let go of memory that nobody has."""
+        self._is_closed = True
+        if self._devices is not None:
+            self._devices.finish()
+        for peer in self.ranks.values():
+            peer.close()
+        while self._free:
+            self._segments.pop(self._free.pop().number, None)
+
+    def _find(self, memory: torch.Tensor) -> AnySegment | None:
+        address = memory.data_ptr()
+        for one in list(self._segments.values()):
+            if one.address <= address < one.address + one.size_bytes:
+                return one
+        return None
+
+    def _take_free(self, size_bytes: int, device: torch.device) -> AnySegment | None:
+        kind = DeviceSegment if self.serves(device) else HostSegment
+        fits = [one for one in self._free if isinstance(one, kind) and one.size_bytes >= size_bytes]
+        found = min(fits, key=lambda one: one.size_bytes, default=None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+    def _add_segment(self, size_bytes: int, device: torch.device) -> AnySegment:
+        # What lies free and was too small goes.
+        while sum(one.size_bytes for one in self._free) > _KEPT_BYTES:
+            self._drop(self._free.pop(0))
+        found: AnySegment
+        if self._devices is not None and self.serves(device):
+            found = DeviceSegment.make(self._count, size_bytes, device, self._devices)
+        else:
+            found = HostSegment.make(self._count, size_bytes)
+        self._segments[found.number] = found
+        self._count += 1
+        return found
+
+    def _give_back(self, segment: AnySegment) -> None:
+        # Called wherever the last tensor goes, so without the lock: these are single steps.
+        if segment.lent or self._is_closed:
+            # A run that broke off: others may still read it.
+            self._drop(segment)
+        else:
+            self._free.append(segment)
+
+    def _drop(self, segment: AnySegment) -> None:
+        self._segments.pop(segment.number, None)
+        for rank in segment.known_by:
+            with contextlib.suppress(RuntimeError):
+                self.ranks[rank].tell(_GONE, 0, 0, segment.number)
+
+
+class NearRank:
+    """A rank that this one shares memory with: messages to and from it, in order, by tag."""
+
+    def __init__(
+        self,
+        rank: int,
+        connected: socket.socket,
+        timeout_s: float,
+        devices: DeviceMemory | None = None,
+    ) -> None:
+        self._rank, self._socket, self._devices = rank, connected, devices
+        # That rank's mark, and whether it has this one's.
+        self._mark: Any = None
+        self._is_mark_told = False
+        weakref.finalize(self, connected.close)
+        self._timeout_s = timeout_s
+        limit_waits(connected, timeout_s)
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._error, self._count = "", 0
+        self._lent: dict[int, LentMessage] = {}
+        # What is waited for, and what came before anybody did.
+        self._expected: dict[int, deque[NearMessage]] = {}
+        self._early: dict[int, deque[tuple[int, ...]]] = {}
+        # Segments of that rank, by number, and which of them are memory of devices.
+        self.mapped: dict[int, torch.Tensor] = {}
+        self.on_devices: set[int] = set()
+
+    def lend(self, segment: AnySegment, begin: int, size_bytes: int, tag: int) -> LentMessage:
+        """Say that a message lies in a segment of the own rank."""
+        with self._changed:
+            found = LentMessage(self, segment)
+            number = self._count
+            self._count += 1
+            self._lent[number] = found
+            segment.lent += 1
+            is_new = self._rank not in segment.known_by
+            segment.known_by.add(self._rank)
+        size = segment.size_bytes
+        if isinstance(segment, DeviceSegment):
+            if is_new:
+                handle = segment.of.export(segment.memory)
+                self.tell(_DEVICE_SEGMENT, 0, 0, segment.number, 0, size, handle=handle)
+            self.tell_mark()
+        elif is_new:
+            self.tell(_SEGMENT, 0, 0, segment.number, 0, size, segment.descriptor)
+        self.tell(_LENT, tag, number, segment.number, begin, size_bytes)
+        return found
+
+    def expect(self, size_bytes: int, tag: int) -> NearMessage:
+        """The next message of a tag, once it is there."""
+        found = NearMessage(self, size_bytes)
+        with self._changed:
+            early = self._early.get(tag)
+            if early:
+                self._fill(found, early.popleft())
+                if not early:
+                    del self._early[tag]
+            else:
+                self._expected.setdefault(tag, deque()).append(found)
+        return found
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Read notes until something is so. Raises RuntimeError where no more come."""
+        while not is_so():
+            with self._changed:
+                if is_so():
+                    return
+                if self._error:
+                    raise RuntimeError(self._error)
+                if self._is_read:
+                    # Another thread reads for both.
+                    self._changed.wait()
+                    continue
+                self._is_read = True
+            try:
+                self._read()
+            except (OSError, RuntimeError, ValueError) as error:
+                self._error = self._error or str(error)
+            finally:
+                with self._changed:
+                    self._is_read = False
+                    self._changed.notify_all()
+
+    def tell(
+        self,
+        kind: int,
+        tag: int,
+        number: int,
+        segment: int = 0,
+        begin: int = 0,
+        size_bytes: int = 0,
+        descriptor: int | None = None,
+        handle: bytes = b"",
+    ) -> None:
+        """Send a note. Raises RuntimeError where nobody reads it."""
+        data = _NOTE.pack(kind, tag, number, segment, begin, size_bytes) + handle
+        try:
+            if descriptor is None:
+                self._socket.send(data)
+            else:
+                socket.send_fds(self._socket, [data], [descriptor])
+        except OSError as error:
+            raise RuntimeError(self._error or f"Connection closed by peer ({error})") from error
+
+    def tell_mark(self) -> None:
+        """Mark what this rank's device has been given to do, before a note that is about it."""
+        if self._devices is not None:
+            self._devices.mark()
+            if not self._is_mark_told:
+                self._is_mark_told = True
+                self.tell(_MARK, 0, 0, handle=self._devices.export_mark())
+
+    def wait_for_mark(self) -> None:
+        """Let this rank's device wait for all that the other's had been given to do."""
+        if self._devices is not None:
+            self._devices.wait_for(self._mark)
+
+    def close(self) -> None:
+        """End the connection, for threads that wait as well."""
+        self._error = self._error or "the connection is closed"
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.mapped.clear()
+
+    def _read(self) -> None:
+        """Wait for one note, and see to it."""
+        try:
+            data, files, _, _ = socket.recv_fds(
+                self._socket, _NOTE.size + _HANDLE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:
+            # Said once where the other end closed without reading all; what it sent comes behind.
+            return
+        except BlockingIOError as error:
+            raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for a message") from error
+        if len(data) < _NOTE.size:
+            raise RuntimeError("Connection closed by peer")
+        kind, tag, number, segment, begin, size_bytes = _NOTE.unpack_from(data)
+        handle = data[_NOTE.size :]
+        with self._changed:
+            if kind == _TAKEN:
+                lent = self._lent.pop(number)
+                lent.segment.lent -= 1
+                lent.is_taken = True
+            elif kind == _LENT:
+                expected = self._expected.get(tag)
+                note = (number, segment, begin, size_bytes)
+                if expected:
+                    self._fill(expected.popleft(), note)
+                    if not expected:
+                        del self._expected[tag]
+                else:
+                    self._early.setdefault(tag, deque()).append(note)
+            elif kind == _SEGMENT:
+                self.mapped[segment] = map_segment(files[0], size_bytes)
+            elif kind == _GONE:
+                self.mapped.pop(segment, None)
+                self.on_devices.discard(segment)
+            elif self._devices is None:
+                raise RuntimeError("another rank has memory of a device that is not seen here")
+            elif kind == _MARK:
+                self._mark = self._devices.open_mark(handle)
+            else:
+                self.mapped[segment] = self._devices.open(handle)
+                self.on_devices.add(segment)
+
+    def _fill(self, message: NearMessage, note: tuple[int, ...]) -> None:
+        number, segment, begin, size_bytes = note
+        if size_bytes != message.size_bytes:
+            raise RuntimeError(
+                f"a message of {size_bytes} bytes came where {message.size_bytes} were expected"
+            )
+        message.place = (segment, begin)
+        message.number = number
