@@ -5,8 +5,9 @@
 2. A seed chooses one, the call, whether an old target is replaced, the number of threads, what the
    server cannot answer, whether the run that goes on is killed too, and whether it is on a machine
    that has nothing of the first.
-3. A reader sees the old target, the new one, or is told to wait; the same command makes the objects
-   that a folder's files would be. Where the server answers all, no part is put twice.
+3. A reader sees the old target, the new one, or is told to wait; the same command makes the
+   objects that a folder's files would be. What is in the store when a run begins is not put again
+   by it, and within a run no part is put twice but those whose answers were lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bucket_server import BUCKET, bucket_server
+from bucket_server import BUCKET, Request, bucket_server
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS
 from checkpoint.faulty_process import FaultyProcesses, Outcome
 from checkpoint.model_files import COLUMNS, ROWS, write_model
@@ -102,9 +103,17 @@ class Uploads:
             for key, content in old.items():
                 server.put(key, content)
             server.requests.clear()
+        lost: set[tuple[str, int]] = set()
         if is_faulty:
             faults = {choose.randrange(1, 60): choose.choice(_FAULTS) for _ in range(4)}
-            server.fault = lambda number, request: faults.pop(number, None)
+
+            def go_wrong(number: int, request: Request) -> int | str | float | None:
+                fault = faults.pop(number, None)
+                if fault == "lost" and request.part is not None:
+                    lost.add(request.part)
+                return fault
+
+            server.fault = go_wrong
 
         def convert_at(folder: str, kill_at: int | None = None) -> Outcome:
             return self._processes.convert(
@@ -117,23 +126,36 @@ class Uploads:
                 **options,
             )
 
-        kills = 0
+        kills = kept = 0
         try:
             for _ in range(kills_wanted):
+                before = len(server.stored_parts)
                 kills += convert_at("first", choose.randrange(calls)).was_killed
                 server.settle()
+                kept = self._count_kept(before, lost)
                 self._look(files, old if has_old else {})
+            before = len(server.stored_parts)
             again = convert_at("second" if is_elsewhere else "first")
             if again.error is not None:
                 _expect("the target exists" in again.error, again.error)
             self._check(files)
-            if not is_faulty:
-                put = server.stored_parts
-                twice = [one for one in put if put.count(one) > 1]
-                _expect(not twice, f"put twice: {twice}")
+            kept = self._count_kept(before, lost)
         finally:
             shutil.rmtree(place)
-        return Counter({"uploads": kills, name: kills, "elsewhere": kills * is_elsewhere})
+        found = {"uploads": kills, name: kills, "elsewhere": kills * is_elsewhere}
+        return Counter(found | {"parts that were there": kept})
+
+    def _count_kept(self, before: int, lost: set[tuple[str, int]]) -> int:
+        """How many parts were there before a run, which put none of them again.
+
+        `before` is how many had been put, `lost` those whose answers were lost.
+        """
+        there, put = self._server.stored_parts[:before], self._server.stored_parts[before:]
+        twice = [one for one in put if one in there]
+        _expect(not twice, f"put though they were there: {twice}")
+        repeated = [one for one in put if put.count(one) > 1 and one not in lost]
+        _expect(not repeated, f"put twice by one run: {repeated}")
+        return len(there)
 
     def _look(self, files: dict[str, bytes], old: dict[str, bytes]) -> None:
         """Nothing of the new checkpoint is seen before all of it, but by who is told to wait."""
