@@ -215,6 +215,7 @@ def test_slips_in_paths(tmp_path: Path) -> None:
     assert near.endswith(f"did you mean {tmp_path / 'llama-3-8b'}?")
     far = describe_missing(str(tmp_path / "no" / "such" / "folder" / "here"))
     assert far.endswith(f"of its folders there is {tmp_path}")
+    assert describe_missing("nothing/of/it").endswith("and no folder nothing either")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     assert "a link to" in describe_missing(str(tmp_path / "link"))
 

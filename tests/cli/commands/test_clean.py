@@ -87,5 +87,5 @@ def test_what_is_half_in_its_place_is_kept(server: BucketServer) -> None:
 
 def test_a_folder_of_this_machine(folder: Path) -> None:
     run = run_here("clean", "model")
-    assert run.code == 2 and "is a folder of this machine" in run.errors
+    assert run.code == 2 and "is a path of this machine" in run.errors
     assert "only read" in run_here("clean", "https://host/model").errors

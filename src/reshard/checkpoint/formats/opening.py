@@ -12,6 +12,7 @@ for `config.json`, in which recipes look up numbers.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -82,11 +83,10 @@ def open_checkpoint(
         found = _open(place, _source_cut(place, mesh, rules, recipe))
     except OSError as error:
         where = str(error.filename or path)
-        remedy = (
-            "see that its server runs and lets you in"
-            if "://" in where
-            else "give this user access"
-        )
+        remedy = "give this user access"
+        if "://" in where:
+            is_setting = error.errno == errno.EINVAL
+            remedy = "set that right" if is_setting else "see that its server runs and lets you in"
         raise CheckpointError(
             f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error

@@ -221,6 +221,8 @@ s3://bucket/model'
                 return f"{text}; to read a model of the Hub, pip install 'reshard[hf]'"
             while not parent.is_dir() and parent != parent.parent:
                 parent = parent.parent
+            if parent == Path():
+                return f"{text}, and no folder {path.parts[0]} either"
             return f"{text}; of its folders there is {parent}"
         near = difflib.get_close_matches(path.name, list_names(parent), 1)
         if near:

@@ -49,7 +49,7 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     folder = as_path(url)
     if not isinstance(folder, PlacePath):
         raise UsageError(
-            f"{url} is a folder of this machine; a conversion that did not end left a hidden "
+            f"{url} is a path of this machine; a conversion that did not end left a hidden "
             "folder beside its target, which the same command with --restart throws away"
         )
     found = find_abandoned(folder)

@@ -75,3 +75,12 @@ def test_a_model_that_is_not_there(hub: ObjectServer) -> None:
     with pytest.raises(CheckpointError, match="hf://org/none: the Hub") as raised:
         checkpoint.open("hf://org/none")
     assert "hf_secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
+def test_a_hub_that_nobody_answers_for(
+    hub: ObjectServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(CheckpointError, match="hf://org/model: the Hub does not answer"):
+        checkpoint.open("hf://org/model")

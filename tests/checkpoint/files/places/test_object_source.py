@@ -10,8 +10,10 @@ from object_server import ObjectServer, object_server
 
 pytest.importorskip("obstore")
 
+from reshard import checkpoint
 from reshard.checkpoint.files.places import object_source
 from reshard.checkpoint.files.places.object_source import BucketSource, open_bucket
+from reshard.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -76,3 +78,24 @@ def test_a_web_server_is_asked_for_usual_names(server: ObjectServer) -> None:
     assert set(found.objects) == {"config.json"}
     assert not found.is_whole
     assert source_of(server).look_at("model/odd name.txt") is not None
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "value"),
+    [
+        ("s3://bucket/model", "AWS_ENDPOINT_URL", "nonsense"),
+        ("s3://bucket/model", "AWS_ENDPOINT_URL", "http://a host"),
+        ("s3://bucket/model", "AWS_PROFILE", "nobody's"),
+        ("az://container/model", "AZURE_STORAGE_ENDPOINT", "nonsense"),
+        ("az://container/model", "AWS_PROFILE", ""),
+        ("gs://bucket/model", "STORAGE_EMULATOR_HOST", "a host"),
+        ("https://host:port/model", "AWS_PROFILE", ""),
+    ],
+)
+def test_settings_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, address: str, name: str, value: str
+) -> None:
+    pytest.importorskip("boto3")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="set that right, or give another path"):
+        checkpoint.open(address)

@@ -93,7 +93,8 @@ def open_hub(organisation: str, model: str) -> HubSource:
             f"the Hub has no such {what}, or shows it to others only: log in with `hf auth login`",
             f"hf://{organisation}/{model}",
         ) from error
-    except (OSError, ValueError) as error:
+    # What the Hub refuses is an error of whatever library asks, and so is it when nobody answers.
+    except (OSError, ValueError, *errors.HfHubHTTPError.__bases__) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(
             errno.EIO, f"the Hub does not answer: {line}", f"hf://{organisation}/{model}"

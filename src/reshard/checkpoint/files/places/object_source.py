@@ -223,7 +223,7 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
 
     try:
         if scheme == "s3":
-            endpoint = _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+            endpoint = _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
             given = {"endpoint": endpoint} if endpoint else {}
             return BucketSource(
                 stores.S3Store(name, **given, **_find_credentials(), **client(endpoint), **shared)
@@ -233,13 +233,32 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
             store = stores.GCSStore(name, **given, **client(endpoint), **shared)
             return BucketSource(store, has_tags=False)
         if scheme == "az":
-            endpoint = _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+            endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
             given = {"endpoint": endpoint} if endpoint else {}
             return BucketSource(stores.AzureStore(name, **given, **client(endpoint), **shared))
         url = f"{scheme}://{name}"
-        return BucketSource(stores.HTTPStore(url, **client(url), **shared), lists=False)
+        try:
+            return BucketSource(stores.HTTPStore(url, **client(url), **shared), lists=False)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, f"this is no address: {error}") from error
     except obstore.exceptions.BaseError as error:
-        raise OSError(errno.EINVAL, _say(error)) from error
+        remedy = "; set AZURE_STORAGE_ACCOUNT_NAME" if "Account must be" in str(error) else ""
+        raise OSError(errno.EINVAL, f"{_say(error)}{remedy}") from error
+
+
+def _endpoint(*names: str, otherwise: str = "") -> str:
+    """The first of these variables that is set, an address; empty where none is.
+
+    `otherwise` begins one that has no scheme.
+    """
+    found = _environment(*names)
+    if found and "://" not in found:
+        found = f"{otherwise}{found}"
+    # obstore panics at others.
+    if found and not re.fullmatch(r"https?://[^\s/]+\S*", found):
+        name = next(name for name in names if os.environ.get(name))
+        raise OSError(errno.EINVAL, f"{name} is no address such as http://127.0.0.1:9000")
+    return found
 
 
 def _environment(*names: str) -> str:
@@ -252,21 +271,24 @@ def _find_credentials() -> dict[str, Any]:
         return {"skip_signature": True}
     try:
         import boto3
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         return {}
-    session = boto3.Session()
-    if session.get_credentials() is None:
-        return {}
+    try:
+        session = boto3.Session()
+        if session.get_credentials() is None:
+            return {}
+    except BotoCoreError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
     return {"credential_provider": Boto3CredentialProvider(session)}
 
 
 def _find_emulator() -> tuple[dict[str, Any], str]:
     """The server that stands for Google's, as its own libraries are told of one."""
-    endpoint = _environment("STORAGE_EMULATOR_HOST")
+    endpoint = _endpoint("STORAGE_EMULATOR_HOST", otherwise="http://")
     if not endpoint:
         return {}, ""
-    endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
     key = (
         f'{{"gcs_base_url": "{endpoint}", "disable_oauth": true, "client_email": "", '
         '"private_key": "", "private_key_id": ""}'

@@ -40,6 +40,7 @@ from reshard.checkpoint.files.places.place_stream import PlaceStream
 from reshard.errors import UsageError
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_PLACE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 #: The name of a model of the Hub, and its revision.
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(@[\w./-]+)?")
 
@@ -242,6 +243,13 @@ def as_path(given: str | os.PathLike[str]) -> Path:
             f"the address of {names[0].rpartition('@')[2]} has a user's name in it; give "
             "credentials as the store's own tools take them, such as by the environment"
         )
+    if not _PLACE_NAME.fullmatch(names[0]) and scheme not in ("http", "https"):
+        raise UsageError(
+            f"the address {text!r} has the name {names[0]!r}; names are of letters, "
+            "digits, `.`, `-` and `_`"
+        )
+    if any(character.isspace() for character in names[0]):
+        raise UsageError(f"the address {text!r} has a space in its host; give it without")
     if scheme in ("http", "https") and ("?" in text or "#" in text):
         raise UsageError(
             f"the address {text.partition('?')[0]!r} has a query; give one without, or fetch the "
