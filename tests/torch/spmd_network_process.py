@@ -19,8 +19,12 @@ from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError
 from spmd.network_cases import CASES
 
-MESHES = {2: DeviceMesh.of(x=2), 4: DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])}
-SHARDINGS = {2: 2, 4: 2}
+MESHES = {
+    2: DeviceMesh.of(x=2),
+    # One of three processes has no place in it.
+    3: DeviceMesh.of(x=2, devices=[2, 0]),
+    4: DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1]),
+}
 
 
 def check_ring(mesh: DeviceMesh) -> None:
@@ -115,11 +119,12 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = MESHES[dist.get_world_size()]
     with sp.running(sp.over_processes()):
-        check_ring(mesh)
-        check_halos(mesh)
-        check_experts(mesh)
+        if mesh.size == dist.get_world_size():
+            check_ring(mesh)
+            check_halos(mesh)
+            check_experts(mesh)
         for case in CASES:
-            for given in case.shardings(mesh, SHARDINGS[mesh.size]):
+            for given in case.shardings(mesh, 2):
                 try:
                     case.check(given, mesh)
                 except BaseException as error:

@@ -48,7 +48,8 @@ def main() -> None:
     rank = dist.get_rank()
     with sp.running(sp.over_processes()):
         x = sp.array(np.arange(15.0).reshape(3, 5), spec(MESH, "x, -"))
-        assert list(x.shards) == [rank]
+        # A fifth process has no place in the mesh, and joins what all do.
+        assert list(x.shards) == ([rank] if rank in MESH.devices else [])
         partial = sp.sum(x, axis=0)
         assert partial.spec is not None and partial.spec.partial_axes
         assert float(sp.sum(partial + partial)) == 210.0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.errors import MeshError, PlanError, ReshardError, RunError, UsageError
+from reshard.errors import ArrayIndexError, MeshError, PlanError, ReshardError, RunError, UsageError
 from reshard.topology import Device, Link, Topology
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.programs.run import ProgramRun
@@ -366,8 +366,69 @@ def check_other_meshes() -> None:
     whole = sp.array(torch.arange(4.0), spec(four, "z"))
     there = whole.shard(spec(MESH, "x y"))
     assert float(there.shards[dist.get_rank()][0]) == float([1, 3, 0, 2][dist.get_rank()])
-    with pytest.raises(MeshError, match="between meshes of the same ranks"):
-        whole.runner._cross_meshes(whole.type, four, spec(DeviceMesh.of(w=2), "w"))
+
+
+def check_meshes_of_some_ranks() -> None:
+    """Stages on meshes of other ranks: who has no part of an array joins what all do."""
+    first, second = DeviceMesh.of(x=2), DeviceMesh("later", (3,), ("y",), (3, 1, 2))
+    random = np.random.default_rng(5)
+    data = [random.normal(size=shape) for shape in ((6, 4), (4, 5), (5, 3))]
+    cuts = [spec(first, "x, -"), spec(first, "-, x"), spec(second, "y, -")]
+
+    def function(x: Any, w: Any, v: Any) -> Any:
+        # Contributions over a part of the processes, a norm and a sort there, and back again.
+        hidden = sp.rms_norm(sp.tanh(x.shard(spec(first, "-, x")) @ w.shard(spec(first, "x, -"))))
+        there = hidden.shard(spec(second, "-, y"))
+        made = sp.silu(there @ v) * sp.max(there)
+        back = sp.sum(made * 2.0, axis=0).shard(spec(first, "x"))
+        return sp.sum(sp.square(back)) + 1.0
+
+    with sp.running(sp.in_process("numpy")):
+        expected = sp.value_and_grad(function, (0, 1, 2))(*map(sp.array, data, cuts))
+        expected = [one.to_dense() for one in (expected[0], *expected[1])]
+    arrays = [sp.array(one, cut) for one, cut in zip(data, cuts, strict=True)]
+    rank = dist.get_rank()
+    assert set(arrays[0].shards) == ({rank} if rank < 2 else set())
+    step = sp.value_and_grad(function, (0, 1, 2))
+    steps = [step] + [
+        sp.jit(step, strategy=strategy, overlap=overlap)
+        for strategy in ("eager", "basic")
+        for overlap in (0, 2)
+    ]
+    for run in steps:
+        for _ in range(3):
+            value, slopes = run(*arrays)
+            for one, right in zip((value, *slopes), expected, strict=True):
+                np.testing.assert_allclose(one.to_dense(), right, 1e-11, 1e-12)
+            assert all(a.spec is b.spec for a, b in zip(slopes, arrays, strict=True))
+    # From the shards that there are, and to any other ranks.
+    own = {rank: torch.full((2,), float(rank))} if rank in second.devices else {}
+    moved = sp.from_shards(own, (6,), spec(second, "y"), dtype="float32")
+    assert moved.shard(spec(first, "x")).to_dense().tolist() == [3.0] * 2 + [1.0] * 2 + [2.0] * 2
+    for index, what in enumerate(data[0]):
+        found = sp.array(what, spec(second, "y"))
+        order = np.argsort(what)
+        assert sp.argsort(found).to_dense().tolist() == order.tolist(), index
+        values, places = sp.top_k(found.shard(spec(second, "-")), 2)
+        assert places.to_dense().tolist() == order[::-1][:2].tolist()
+        assert values.shape == (2,)
+    # What elements decide on some ranks, all learn of: an infinite factor, a wrong index.
+    pending = sp.array(np.ones((3, 4)), spec(first, "-, x")) @ sp.array(
+        np.array([[1.0], [1.0], [1.0], [-1.0]]), spec(first, "x, -")
+    )
+    for number in (2.0, np.inf):
+        factor = sp.array(np.full((3, 1), number), spec(first, "-, -"))
+        assert (pending * factor).to_dense().ravel().tolist() == [2.0 * number] * 3
+    with pytest.raises(ArrayIndexError, match="7"):
+        sp.take(arrays[2].shard(spec(second, "-, -")), sp.array([7]), axis=0)
+    # PyTorch's gradients would not come back.
+    leaf = torch.ones(6, requires_grad=True)
+    with pytest.raises(UsageError, match="without some of the processes"):
+        sp.array(leaf, spec(first, "x"))
+    with pytest.raises(MeshError, match="none of 4 processes"):
+        sp.array(data[0], spec(DeviceMesh.of(w=5), "w, -"))
+    with pytest.raises(MeshError, match="use a mesh of all processes"):
+        sp.expert_routing(sp.array([0, 1], spec(first, "x")), 2)
 
 
 def main() -> None:
@@ -375,6 +436,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
         check_other_meshes()
+        check_meshes_of_some_ranks()
         check_overlap()
         check_pieces()
         check_memory()

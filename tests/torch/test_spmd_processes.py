@@ -5,15 +5,16 @@ import pytest
 from live_processes import expect_all_end_well, run_ranks
 
 
-def test_every_operator_over_processes() -> None:
-    expect_all_end_well(run_ranks("spmd_process.py", 4))
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_every_operator_over_processes(ranks: int) -> None:
+    expect_all_end_well(run_ranks("spmd_process.py", ranks))
 
 
 def test_what_one_rank_s_elements_refuse_is_raised_on_all() -> None:
     expect_all_end_well(run_ranks("spmd_failure_process.py", 4))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_networks_are_made_of_over_processes(ranks: int) -> None:
     expect_all_end_well(run_ranks("spmd_network_process.py", ranks))
 

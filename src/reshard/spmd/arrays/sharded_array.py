@@ -76,7 +76,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
     @property
     def device(self) -> str:
         """The device of this process's shards."""
-        return str(getattr(self._shards[0], "device", "cpu"))
+        return str(getattr(next(iter(self._shards), None), "device", "cpu"))
 
     @property
     def spec(self) -> ShardingSpec | None:
@@ -122,7 +122,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
         Raises:
             SpecError: another number of dimensions, or a sharding that some device has no part in.
-            MeshError: over processes, a mesh of other ranks than it is sharded over.
+            MeshError: over processes, a mesh of ranks that are none of them.
         """
         spec = _read_spec(target, dims)
         # Without elements, what is asked for is known to a recorder though nothing moves.
@@ -328,14 +328,17 @@ def from_shards(
     shape: Sequence[int],
     spec: ShardingSpec,
     *,
+    dtype: object = None,
     runner: Runner | None = None,
 ) -> ShardedArray:
     """An array in shards, from the shards that are here.
 
     Args:
-        shards: by rank; of every rank of the mesh in one process, of this rank over processes.
+        shards: by rank; of every rank of the mesh in one process, of this rank over processes, and
+            none where it has no place in the mesh.
         shape: of the whole array.
         spec: its sharding.
+        dtype: its element type, where shards do not say it: on a process without any.
         runner: as of `array`.
 
     Raises:
@@ -358,7 +361,12 @@ def from_shards(
             f"shards of ranks {sorted(shards)}; an array of each of {sorted(ranks)} was expected"
         )
     arrays = tuple(keeper.library.array(shards[rank]) for rank in ranks)
-    kind = ArrayType(shape, keeper.library.dtype_of(arrays[0]), plain)
+    if not arrays and dtype is None:
+        raise ShardError(
+            f"no shards, on a process that {plain.mesh!r} has no place for; give dtype= there"
+        )
+    known = as_dtype(dtype) if dtype is not None else keeper.library.dtype_of(arrays[0])
+    kind = ArrayType(shape, known, plain)
     # Shards of other shapes or types would fail only in some later operation, on one rank.
     for rank, one in zip(ranks, arrays, strict=True):
         expected = kind.layout.local_shape(rank)

@@ -108,7 +108,7 @@ def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int
     """The bytes of samples and of all elements, which move at most; None of types without these."""
     if x.dtype.name not in _SAMPLED:
         return None
-    if x.runner.library.name == "torch" and records_gradient(x._shards[0]):
+    if x.runner.library.name == "torch" and any(map(records_gradient, x._shards)):
         return None
     size_bytes, count = int(x.dtype.itemsize_bytes), int(x.shape[0])
     exchanged_bytes = count * (size_bytes + (_PLACES.itemsize_bytes if wants_places else 0))

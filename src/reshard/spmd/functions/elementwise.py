@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 def whole(x: ArrayValue, array: Any) -> Any:
     """A library's array as one beside `x`, not sharded."""
     library = x.runner.library
-    shard = library.array(array, beside=x._shards[0])
+    shard = library.array(array, beside=next(iter(x._shards), None))
     kind = ArrayType(shard.shape, library.dtype_of(shard))
     return type(x).of_shards(kind, (shard,), x.runner)
 
@@ -61,9 +61,8 @@ def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
             read(one)
     mesh = None if one.type.spec is None else one.type.spec.mesh
     shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
-    made = [
-        runner.library.array(shards[rank], beside=first._shards[0]) for rank in runner.ranks(mesh)
-    ]
+    beside = next(iter(first._shards), None)
+    made = [runner.library.array(shards[rank], beside=beside) for rank in runner.ranks(mesh)]
     found: ArrayValue = type(one).of_shards(one.type, tuple(made), runner)
     return found
 

@@ -107,6 +107,11 @@ class ExpertRouting:
                 f"experts over {', '.join(names)}; different axes of a mesh of "
                 f"{', '.join(known) or 'none'} were expected"
             )
+        if not which.runner.has_everyone(self.mesh):
+            raise MeshError(
+                f"experts over {self.mesh!r}, in which some processes have no place: how many rows "
+                "there are would not be known there; use a mesh of all processes"
+            )
         self.count = count
         self.tokens = int(which.shape[0])
         self.chosen = which.shape[1] if which.ndim == 2 else None

@@ -187,12 +187,15 @@ class Operator:
         found = self.local(work)
         return found if isinstance(found, list) else [found] * len(work.ranks)
 
-    def may_fail(self, work: LocalWork) -> bool:
+    def may_fail(self, work: LocalWork, has_everyone: bool = True) -> bool:
         """Whether one rank's elements alone may make it fail, so that all ranks must agree.
+
+        `has_everyone` is whether all processes have shards of the operands.
 
         An index is out of range, a matrix singular, a whole number divided by 0.
         """
-        if self.fails == "never" or not any(x is not None and x.is_cut for x in work.operands):
+        is_cut = any(x is not None and x.is_cut for x in work.operands)
+        if self.fails == "never" or (has_everyone and not is_cut):
             # Without a cut every rank has the same elements, and fails alike.
             return False
         return self.fails == "any" or all(x is None or "int" in x.dtype.name for x in work.operands)

@@ -373,8 +373,9 @@ def _make_call(
 ) -> Run:
     """What an operation does on registers; common cases have short functions of their own."""
     name, functions = called.name, called.functions
-    function = functions[0]
-    is_same = all(one is function for one in functions)
+    # Without shards here there are no functions.
+    is_same = len({id(one) for one in functions}) == 1
+    function: Callable[..., Any] = functions[0] if is_same else compute
     if called.is_single and is_same and not called.shares_failure and len(reads) <= 2:
         made = makes[0]
         if len(reads) == 1:
@@ -403,7 +404,8 @@ def _make_call(
         if called.is_single:
             values[makes[0]] = tuple(rows)
         else:
-            for register, shards in zip(makes, zip(*rows, strict=True), strict=True):
-                values[register] = shards
+            # Without shards here there are no rows.
+            for number, register in enumerate(makes):
+                values[register] = tuple([row[number] for row in rows])
 
     return run

@@ -70,8 +70,9 @@ def make_run(
     name = operator.name
     result = results[0]
     new = wrap.__new__
-    function = functions[0]
-    is_same = all(one is function for one in functions)
+    # Without shards here there are no functions.
+    is_same = len({id(one) for one in functions}) == 1
+    function: Callable[..., Any] = functions[0] if is_same else compute
     arrays_only = all(one is not None for one in types)
     # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
     # elementwise operations on arrays that lie alike, which are most of a program.

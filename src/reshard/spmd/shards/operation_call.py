@@ -36,6 +36,7 @@ from reshard.spmd.operators.table import operator_of, row_of
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.compiled_run import RunCall, compute, make_run, mark_views, take_column
+from reshard.spmd.shards.element_types import find_result_types
 from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.pending_sums import (
     are_finite,
@@ -363,7 +364,7 @@ def _compile(
         for operand, move, spec in zip(operands, movements, runs_with, strict=True)
     ]
     # 5. The first run, which shows the results' element types.
-    shares_failure = operator.may_fail(work)
+    shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
     try:
         rows = compute(name, functions, columns, operands, runner, shares_failure)
     except ReshardError as error:
@@ -371,9 +372,13 @@ def _compile(
             check_shapes(operator, types, attributes, error)
         raise
     # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
-    is_single = not isinstance(rows[0], tuple | list)
-    made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-    results = _find_result_types(work, made, mesh, layout, runner)
+    if rows:
+        is_single = not isinstance(rows[0], tuple | list)
+        made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
+        results = _find_result_types(work, made, mesh, layout, runner)
+    else:
+        made = []
+        results, is_single = _suppose_result_types(operator, work, operands, layout)
     if layout is not None and layout.keeps_pending and not types_may_pend(types, results):
         return _compile(name, operands, attributes, options, runner, key, False)
     # 7. Keep what runs it the next time.
@@ -414,6 +419,21 @@ def _compile(
     if recorders:
         _notify(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
+
+
+def _suppose_result_types(
+    operator: Operator, work: LocalWork, operands: Sequence[Any], layout: _Layout | None
+) -> tuple[tuple[ArrayType, ...], bool]:
+    """The results' types, and whether there is one alone, where no shard is in this process."""
+    if layout is None:
+        raise MeshError(
+            f"{work.name}, which has no sharding rule, over a mesh without this process: what "
+            "comes out is not known here; use a mesh of all processes"
+        )
+    numbers = [x for x in operands if not isinstance(x, ArrayValue)]
+    dtypes, is_single = find_result_types(operator, work, numbers, len(layout.result_shapes))
+    kinds = zip(layout.result_shapes, dtypes, layout.result_specs, strict=True)
+    return tuple(ArrayType(*kind) for kind in kinds), is_single
 
 
 def _find_result_types(

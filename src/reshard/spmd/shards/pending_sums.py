@@ -103,7 +103,7 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
 
     Where they are cut, ranks tell each other. Without elements, arrays are taken for finite.
     """
-    all_are, is_cut = True, False
+    all_are, may_differ = True, False
     for number in factors:
         factor = operands[number]
         if not isinstance(factor, ArrayValue):
@@ -112,8 +112,10 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
             # Copies of one array are looked at once.
             shards = {id(shard): shard for shard in factor._shards}.values()
             all_are = all_are and all(map(runner.library.is_finite, shards))
-            is_cut = is_cut or factor.type.is_cut
-    return not runner.on_any_rank(not all_are) if is_cut else all_are
+            kind = factor.type
+            has_everyone = kind.spec is None or runner.has_everyone(kind.spec.mesh)
+            may_differ = may_differ or kind.is_cut or not has_everyone
+    return not runner.on_any_rank(not all_are) if may_differ else all_are
 
 
 def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:

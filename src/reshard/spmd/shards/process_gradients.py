@@ -91,6 +91,10 @@ def with_gradient(
     after = spec.layout(source.shape)
 
     def moved(shards: Shards) -> Shards:
+        meshes = [spec.mesh, *([] if source.spec is None else [source.spec.mesh])]
+        if not all(map(runner.has_everyone, meshes)):
+            refuse_gradient(runner, source, shards)
+            return move(shards)
         (tensor,) = shards
         if not isinstance(tensor, torch.Tensor) or not records_gradient(tensor):
             return move(shards)
@@ -108,6 +112,18 @@ def with_gradient(
         return (TransposedMovement.apply(tensor, lambda x: move((x,))[0], back),)
 
     return moved
+
+
+def refuse_gradient(runner: Runner, kind: ArrayType, shards: Shards) -> None:
+    """Raises UsageError where PyTorch records what only some processes have shards of.
+
+    The others would not know that they are to take part on the way back.
+    """
+    if any(isinstance(one, torch.Tensor) and records_gradient(one) for one in shards):
+        raise UsageError(
+            f"a tensor that records gradients, as a shard of {kind} over a mesh without some of "
+            "the processes: PyTorch's gradients do not go there; use sp.grad, or detach it"
+        )
 
 
 def _spread(
@@ -145,6 +161,8 @@ def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
     """A shard that a program gives: its gradient is that of all copies of it together."""
     if not records_gradient(tensor) or kind.spec is None:
         return tensor
+    if not runner.has_everyone(kind.spec.mesh):
+        refuse_gradient(runner, kind, (tensor,))
     _check(kind, kind.spec)
     outside = without_pending(kind.spec)
     return _cross(runner, kind, kind.spec, outside, tensor, lambda x: x, enters=True)

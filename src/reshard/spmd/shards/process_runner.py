@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import library
 from reshard.spmd.shards.chosen_program import chosen_program
-from reshard.spmd.shards.process_gradients import given, taken, with_gradient
+from reshard.spmd.shards.process_gradients import given, refuse_gradient, taken, with_gradient
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import Intent, agree, share
@@ -46,12 +46,20 @@ class OverProcesses(Runner):
         self.rank = dist.get_rank()
 
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        if self.rank not in mesh.devices:
+        missing = set(mesh.devices) - set(self._everyone)
+        if missing:
             raise MeshError(
-                f"rank {self.rank} is not in {mesh!r}; every process that computes needs a place "
-                "in the mesh"
+                f"{mesh!r} has rank {min(missing)}, which is none of {len(self._everyone)} "
+                "processes; give a mesh of theirs"
             )
-        return (self.rank,)
+        return (self.rank,) if self.rank in mesh.devices else ()
+
+    @cached_property
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.group or dist.group.WORLD))
+
+    def has_everyone(self, mesh: DeviceMesh | None) -> bool:
+        return mesh is None or len(mesh.devices) == len(self._everyone)
 
     def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         move = super()._new_movement(source, spec)
@@ -61,15 +69,14 @@ class OverProcesses(Runner):
         # Nothing moves, such as from a whole copy to a part of it: no message, nor any waiting.
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
+            if not ranks:
+                return lambda shards: ()
             return copies(plan, ranks, ranks, self.library)
         return with_gradient(self, source, spec, self._move_by_messages(source, spec))
 
     def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
         if set(mesh.devices) != set(spec.mesh.devices):
-            raise MeshError(
-                f"{source} over {mesh!r}, which has other ranks than {spec.mesh!r}: over processes "
-                "arrays move between meshes of the same ranks; see sp.Pipeline for stages on others"
-            )
+            return with_gradient(self, source, spec, self._move_by_messages(source, spec))
         plan = LayoutChange(source.layout, spec.layout(source.shape))
         if plan.source is plan.target:
             return lambda shards: shards
@@ -84,10 +91,10 @@ class OverProcesses(Runner):
         def moved(shards: Shards) -> Shards:
             if is_exchange and self._has_hosts():
                 return by_hosts(shards)
-            own = torch.as_tensor(shards[0]).contiguous()
             agreed = _agreed.get()
             is_own = agreed is not None and agreed.runner is self
-            return (prepared.run(own, agreed.group if agreed and is_own else None),)
+            made = prepared.run(_read_own(shards), agreed.group if agreed and is_own else None)
+            return () if made is None else (made,)
 
         return moved
 
@@ -110,9 +117,11 @@ class OverProcesses(Runner):
 
     def _move_by_exchange(self, source: ArrayType, target: Layout) -> Movement:
         def moved(shards: Shards) -> Shards:
-            own = torch.as_tensor(shards[0]).contiguous()
-            found = redistribute(own, target, source=source.layout, group=self.group)
-            return (found,)
+            own = _read_own(shards)
+            dtype = getattr(torch, source.dtype.name)
+            options: dict[str, Any] = {"source": source.layout, "group": self.group, "dtype": dtype}
+            found = redistribute(own, target, **options)
+            return () if found is None else (found,)
 
         return moved
 
@@ -129,7 +138,7 @@ class OverProcesses(Runner):
 
             def begin(move: Movement, shards: Shards) -> Callable[[], Shards]:
                 # Streams of a device belong to threads.
-                is_here = shards[0].device.type != "cpu"
+                is_here = any(one.device.type != "cpu" for one in shards)
                 return sequence.begin(partial(move, shards), is_here).wait
 
             with _set_agreed(_Agreed(self, sequence.group)):
@@ -167,12 +176,14 @@ class OverProcesses(Runner):
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:
             return shards[0]
-        everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         # A copy on each process of the group, also on those that are not in the mesh.
-        whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
+        whole = Layout.whole(source.shape, self._everyone, max(self._everyone) + 1)
         if source.layout is whole:
             return taken(self, source, shards[0], lambda shard: shard)
         gather = self._move_by_exchange(source, whole)
+        if not self.has_everyone(source.spec.mesh):
+            refuse_gradient(self, source, shards)
+            return gather(shards)[0]
         return taken(self, source, shards[0], lambda shard: gather((shard,))[0])
 
     def given(self, kind: ArrayType, shards: Shards) -> Shards:
@@ -189,6 +200,11 @@ class OverProcesses(Runner):
 
     def __repr__(self) -> str:
         return f"over_processes() of rank {self.rank}"
+
+
+def _read_own(shards: Shards) -> torch.Tensor | None:
+    """This rank's shard; None where it has none."""
+    return torch.as_tensor(shards[0]).contiguous() if shards else None
 
 
 class _Agreed(NamedTuple):

@@ -75,9 +75,8 @@ class Runner:
     def ranks(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
         """The ranks of a mesh whose shards are here, in the mesh's order.
 
-        An array without a mesh has one shard: all of it.
-
-        Raises MeshError for a mesh without this process.
+        An array without a mesh has one shard: all of it. One over a mesh without this process has
+        none here: its operations compute nothing, and join what all ranks do.
         """
         found = self._ranks.get(mesh)
         if found is None and mesh is not None:
@@ -86,6 +85,8 @@ class Runner:
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """The functions that the ranks here compute of an operation."""
+        if not work.ranks:
+            return []
         if self.library.name == "numpy":
             return widened_functions(operator, work)
         return operator.local_functions(work)
@@ -121,6 +122,10 @@ class Runner:
     def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
         """A movement from a mesh to another. Raises MeshError where there is none."""
         raise NotImplementedError
+
+    def has_everyone(self, mesh: DeviceMesh | None) -> bool:
+        """Whether every process has shards of arrays over a mesh."""
+        return True
 
     def on_any_rank(self, is_so: bool) -> bool:
         """Whether a condition holds on any rank. All ranks ask, and get the same answer."""

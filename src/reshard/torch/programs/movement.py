@@ -18,10 +18,10 @@ from reshard.collectives.program import Program
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
-from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
 from reshard.torch.exchange.usability import is_usable
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.run import ProgramRun, least_extra_bytes
@@ -56,8 +56,10 @@ class PreparedMovement:
             }
         )
 
-    def run(self, tensor: torch.Tensor, agreed: RankGroup | None = None) -> torch.Tensor:
-        """This rank's part of the result, from its part of the source.
+    def run(
+        self, tensor: torch.Tensor | None, agreed: RankGroup | None = None
+    ) -> torch.Tensor | None:
+        """This rank's part of the result, from its part of the source; None where it has none.
 
         Args:
             tensor: dense, of the dtype, and of the shape that the program's source has here.
@@ -77,9 +79,9 @@ class PreparedMovement:
                 made = self._make_result(tensor, group.rank)
             else:
                 made = self._agree_on_result(tensor, group)
-            run = ProgramRun(
-                self.program, tensor, made, made.dtype, group, tensor.device, self.extra_bytes
-            )
+            device = next((x.device for x in (tensor, made) if x is not None), CPU)
+            dtype = getattr(torch, self.dtype.name)
+            run = ProgramRun(self.program, tensor, made, dtype, group, device, self.extra_bytes)
             try:
                 run.finish()
             except BaseException as error:
@@ -87,7 +89,9 @@ class PreparedMovement:
                 raise
             return made
 
-    def _agree_on_result(self, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    def _agree_on_result(
+        self, tensor: torch.Tensor | None, group: RankGroup
+    ) -> torch.Tensor | None:
         try:
             made = self._make_result(tensor, group.rank)
         except Exception as error:
@@ -97,18 +101,26 @@ class PreparedMovement:
         agree(self._intent, group)
         return made
 
-    def _make_result(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        before, after = (layout.local_shape(rank) for layout in (self._source, self._target))
-        if after is None or tuple(tensor.shape) != before or as_dtype(tensor.dtype) != self.dtype:
+    def _make_result(self, tensor: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+        before, after = (
+            layout.local_shape(rank) if rank < layout.slots else None
+            for layout in (self._source, self._target)
+        )
+        given = None if tensor is None else tuple(tensor.shape)
+        if given != before or (tensor is not None and as_dtype(tensor.dtype) != self.dtype):
+            said = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise ShardError(
-                f"a shard, {tensor.dtype} of shape {list(tensor.shape)}, where {self.dtype.name} "
-                f"of shape {before} moves to shape {after}; give shards as the arrays have them"
+                f"a shard, {said}, where {self.dtype.name} of shape {before} moves to shape "
+                f"{after}; give shards as the arrays have them"
             )
-        if not is_usable(tensor):
+        if tensor is not None and not is_usable(tensor):
             raise ShardError(
                 f"a shard, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and partly "
                 "old after a run into it that failed; fill it again"
             )
-        made = empty_result(after, tensor.dtype, tensor.device)
+        if after is None:
+            return None
+        device = device_of(self._group) if tensor is None else tensor.device
+        made = empty_result(after, getattr(torch, self.dtype.name), device)
         # No message has padding.
         return made.zero_() if self._target.is_padded else made
