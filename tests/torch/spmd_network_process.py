@@ -27,11 +27,11 @@ MESHES = {
 }
 
 
-def check_ring(mesh: DeviceMesh) -> None:
+def check_ring(mesh: DeviceMesh, rule: str) -> None:
     """Ring attention of a sequence that is cut in uneven parts, and its gradients."""
     draw = np.random.default_rng(0)
     arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (4, 2, 2)]
-    cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}, -")
+    cut = spec(mesh, f"-, -, {' '.join(mesh.axis_names)}{rule}, -")
 
     def weigh(*heads: Any) -> Any:
         return sp.sum(sp.square(sp.attention(*heads, is_causal=True)))
@@ -120,7 +120,8 @@ def main() -> None:
     mesh = MESHES[dist.get_world_size()]
     with sp.running(sp.over_processes()):
         if mesh.size == dist.get_world_size():
-            check_ring(mesh)
+            for rule in ("", "@zigzag"):
+                check_ring(mesh, rule)
             check_halos(mesh)
             check_experts(mesh)
         for case in CASES:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
@@ -75,6 +76,40 @@ def test_second_derivatives_and_gradients_of_programs() -> None:
     for program in (sp.jit(sp.grad(steep)), sp.grad(sp.jit(steep)), sp.jit(sp.grad(sp.jit(steep)))):
         for _ in range(2):
             np.testing.assert_allclose(program(x).to_dense(), expected, 1e-9, 1e-11)
+
+
+def test_within_loops_and_by_name() -> None:
+    x, router, _ = given(0)
+
+    @sp.eagerly
+    def send_back(x: Any, *, which: Any, count: int = COUNT) -> Any:
+        routing = sp.expert_routing(which, count, axes="y")
+        return {"back": routing.back(routing.send(x)) * 0.5, "same": [x]}
+
+    def turn(x: Any) -> Any:
+        found = send_back(x, which=sp.argmax(x @ router, axis=-1))
+        return found["back"] + found["same"][0]
+
+    def turns(x: Any) -> Any:
+        return sp.scan(lambda x, _: (turn(x), None), x, length=3)[0]
+
+    program = sp.jit(turns)
+    remade = sp.jit(sp.grad(lambda x: sp.sum(sp.rematerialized(turns)(x))))
+    for _ in range(2):
+        np.testing.assert_allclose(program(x).to_dense(), x.to_dense() * 1.5**3, 1e-12)
+        np.testing.assert_allclose(remade(x).to_dense(), np.full(x.shape, 1.5**3), 1e-12)
+
+
+def test_pytorchs_own_gradients_go_through() -> None:
+    leaf = torch.tensor(np.random.default_rng(0).normal(size=(TOKENS, WIDTH)), requires_grad=True)
+    program = sp.jit(lambda *arguments: sp.sum(sp.sin(layer(*arguments))))
+    with sp.running(sp.in_process("torch")):
+        x, router, matrices = given(0)
+        expected = sp.grad(lambda x: sp.sum(sp.sin(layer(x, router, matrices))))(x)
+        for _ in range(2):
+            leaf.grad = None
+            program(sp.array(leaf, spec(MESH, "x, -")), router, matrices).to_dense().backward()
+            np.testing.assert_allclose(leaf.grad, expected.to_dense(), 1e-10, 1e-12)
 
 
 def test_a_trace_says_what_even_experts_move() -> None:

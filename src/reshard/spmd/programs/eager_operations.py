@@ -75,11 +75,12 @@ def eagerly(function: Function) -> Function:
         )
 
     @functools.wraps(function)
-    def called(*arguments: Any) -> Any:
+    def called(*arguments: Any, **options: Any) -> Any:
         recorder = listening_recorder()
-        if recorder is None or not any(x.runner.is_abstract for x in arrays_of(arguments)):
-            return function(*arguments)
-        return _EagerOperation(function, arguments).record(recorder)
+        given = [list(arguments), options]
+        if recorder is None or not any(x.runner.is_abstract for x in arrays_of(given)):
+            return function(*arguments, **options)
+        return _EagerOperation(function, given).record(recorder)
 
     return called
 
@@ -110,13 +111,13 @@ def eager_operation(
 
 
 class _EagerOperation:
-    """A function as one operation, for certain arguments."""
+    """A function as one operation, for a list of its arguments and those given by name."""
 
-    def __init__(self, function: Function, arguments: Sequence[Any]) -> None:
+    def __init__(self, function: Function, arguments: list[Any]) -> None:
         self._function = function
         self._name = getattr(function, "__name__", repr(function))
         self._operands: list[Any] = []
-        self._arguments = replaced(list(arguments), self._enter)
+        self._arguments = replaced(arguments, self._enter)
         self._results: Any = None
         self._kinds: dict[tuple[ArrayType, ...], Kinds] = {}
 
@@ -127,7 +128,8 @@ class _EagerOperation:
         return ValuePlace(len(self._operands) - 1)
 
     def _call(self, *arrays: Any) -> Any:
-        return self._function(*filled(self._arguments, arrays))
+        given, options = filled(self._arguments, arrays)
+        return self._function(*given, **options)
 
     def record(self, recorder: GraphRecorder) -> Any:
         """The results, without elements, of the operation that a recorder and tapes write down."""

@@ -90,9 +90,11 @@ def with_gradient(
 
     after = spec.layout(source.shape)
 
+    meshes = [spec.mesh, *([] if source.spec is None else [source.spec.mesh])]
+    has_everyone = all(map(runner.has_everyone, meshes))
+
     def moved(shards: Shards) -> Shards:
-        meshes = [spec.mesh, *([] if source.spec is None else [source.spec.mesh])]
-        if not all(map(runner.has_everyone, meshes)):
+        if not has_everyone:
             refuse_gradient(runner, source, shards)
             return move(shards)
         (tensor,) = shards
