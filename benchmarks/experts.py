@@ -12,7 +12,7 @@ tests/spmd/transformer_block.py has them:
 For each mesh, forward and with its gradient: median milliseconds of a processor, all in turns in
 one process, and the bytes that ranks receive by the trace.
 
-    python benchmarks/experts.py [--repeat 5] [--tokens 2048]
+    python benchmarks/experts.py [--repeat 5] [--tokens 2048] [--mesh "tp=4"]
 """
 
 from __future__ import annotations
@@ -129,10 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--mesh", nargs="*", choices=[*MESHES], default=[*MESHES])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with sp.running(sp.in_process("torch")):
-        for name in MESHES:
+        for name in arguments.mesh:
             measure(name, arguments.tokens, arguments.repeat)
 
 
