@@ -16,6 +16,8 @@ import reshard.spmd as sp
 from pipeline_models import make_arrays, make_stages, place, whole
 from refit_models import expect
 from reshard.errors import PlanError, ReshardError, RunError
+from reshard.spmd.programs.pipelines import process_run
+from reshard.torch.exchange.exchange import MessageExchange
 
 RANKS = 4
 # Stages of a pipeline, and the axes of each one's mesh.
@@ -119,6 +121,16 @@ def who_sends_goes_on(group: Any) -> None:
         expect(loss is None or abs(float(loss) - expected) < 1e-12, f"loss {loss}")
 
 
+def in_one_order_on_both_sides(group: Any) -> None:
+    """The same where messages may not leave the thread of the program, as on devices."""
+    ahead, leaves = process_run._AHEAD, MessageExchange.can_leave_its_thread
+    process_run._AHEAD, MessageExchange.can_leave_its_thread = 0, False  # type: ignore
+    try:
+        equals_the_whole(2, (1, 2), group)
+    finally:
+        process_run._AHEAD, MessageExchange.can_leave_its_thread = ahead, leaves  # type: ignore
+
+
 def other_steps_are_refused(group: Any) -> None:
     """A rank that means another schedule than the stage before raises, and others hear of it."""
     rank, meshes = dist.get_rank(), make_meshes(4, (1, 1))
@@ -154,6 +166,7 @@ def main() -> None:
     alone = [dist.new_group([one]) for one in range(RANKS)]
     for count, inner in MESHES:
         equals_the_whole(count, inner, halves[rank // 2] if count == 2 else alone[rank])
+    in_one_order_on_both_sides(halves[rank // 2])
     who_sends_goes_on(alone[rank])
     other_steps_are_refused(alone[rank])
     who_fails_is_told_of(alone[rank])

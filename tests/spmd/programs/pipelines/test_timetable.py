@@ -139,6 +139,9 @@ def test_a_picture_of_stages_of_one_rank() -> None:
 def test_costs_that_cannot_be_are_refused(cost: float) -> None:
     with pytest.raises(UsageError, match="forward="):
         StageCosts(forward=cost)
+    if cost:
+        with pytest.raises(UsageError, match="activation_bytes="):
+            StageCosts(activation_bytes=cost)
 
 
 def test_costs_of_other_stages_are_refused() -> None:

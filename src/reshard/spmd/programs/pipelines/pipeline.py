@@ -20,9 +20,11 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
 from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
+from reshard.spmd.programs.pipelines.timetable import StageCosts
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.argument_tree import leaves
+from reshard.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,7 @@ class Pipeline:
             SpecError: over processes, a first stage without a sharding.
             RunError: over processes, a stage beside this one that failed.
         """
-        if len(parameters) != len(self.stages):
-            raise UsageError(
-                f"parameters of {len(parameters)} stages for {len(self.stages)}; give a tree for "
-                "each, an empty list for none"
-            )
+        self._check_parameters(parameters)
         if len(microbatches) != self.schedule.n_microbatches:
             raise UsageError(
                 f"{len(microbatches)} microbatches for a schedule of "
@@ -120,3 +118,51 @@ class Pipeline:
         from reshard.spmd.programs.pipelines.process_run import run_over_processes
 
         return run_over_processes(*own, parameters, microbatches, keeper)
+
+    def costs(
+        self,
+        parameters: Sequence[Any],
+        microbatch: tuple[Any, Any],
+        topology: Topology,
+        library: str = "nccl",
+    ) -> tuple[StageCosts, ...]:
+        """What each stage costs for a microbatch in seconds, found without running it.
+
+        `sp.Timetable(pipeline.schedule, pipeline.costs(...))` has the bubble, and what ranks hold.
+        What a stage keeps is what its way back reads of its array and of what it made of that.
+
+        Args:
+            parameters: a tree for each stage, of arrays or of what `sp.abstract` makes.
+            microbatch: what the first stage takes and the last stage's targets, likewise.
+            topology: of all meshes' ranks, which knows of their devices.
+            library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
+
+        Raises:
+            UsageError: a topology that knows of no device, or what `sp.trace` and `sp.vjp` refuse.
+
+        >>> import reshard, reshard.cost, reshard.spmd as sp
+        >>> meshes = [reshard.DeviceMesh.of(tp=2), reshard.DeviceMesh.of(tp=2, devices=(2, 3))]
+        >>> specs = [reshard.spec(mesh, "-, -") for mesh in meshes]
+        >>> weights = [sp.abstract((64, 64), "float32", spec) for spec in specs]
+        >>> pipeline = sp.Pipeline(
+        ...     [lambda w, x: sp.tanh(x @ w), lambda w, x, y: sp.mean((x @ w - y) ** 2)],
+        ...     sp.pipeline_schedule("1f1b", n_ranks=2, n_microbatches=2),
+        ...     specs,
+        ... )
+        >>> x, y = (sp.abstract((32, 64), "float32", spec) for spec in specs)
+        >>> topology = reshard.cost.load_preset("h100-8").topology()
+        >>> [int(one.activation_bytes) for one in pipeline.costs(weights, (x, y), topology)]
+        [8192, 16384]
+        """
+        from reshard.spmd.programs.pipelines.stage_costs import find_stage_costs
+
+        self._check_parameters(parameters)
+        own = self.stages, self.specs, parameters
+        return find_stage_costs(*own, microbatch, topology, library)
+
+    def _check_parameters(self, parameters: Sequence[Any]) -> None:
+        if len(parameters) != len(self.stages):
+            raise UsageError(
+                f"parameters of {len(parameters)} stages for {len(self.stages)}; give a tree for "
+                "each, an empty list for none"
+            )

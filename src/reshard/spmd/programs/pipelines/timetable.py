@@ -25,7 +25,7 @@ class StageCosts:
             its devices.
 
     Raises:
-        UsageError: a cost that is negative or not finite, or a task that costs nothing.
+        UsageError: a number that is negative or not finite, or a forward pass that costs nothing.
 
     >>> StageCosts(forward=1, backward_input=1, backward_weights=0.5).of(Work.BACKWARD)
     1.5
@@ -39,17 +39,26 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            may_be_none = name in ("send", "activation_bytes")
-            if not isfinite(cost) or cost < 0 or (cost == 0 and not may_be_none):
+            if not isfinite(cost) or cost < 0 or (cost == 0 and name == "forward"):
                 raise UsageError(
-                    f"{name}={cost!r}.\nExpected a number above 0 (`send` and `activation_bytes`: "
-                    "0 or more), and finite."
+                    f"{name}={cost!r}.\nExpected a finite number, 0 or more (`forward`: more)."
                 )
 
     @property
     def times(self) -> tuple[float, ...]:
         """All but the bytes."""
         return self.forward, self.backward_input, self.backward_weights, self.send
+
+    def rounded(self, unit: float) -> StageCosts:
+        """Times as whole numbers of a unit, as pictures need them: 1 where there is any.
+
+        >>> StageCosts(2e-3, 4.2e-3, 1e-4).rounded(1e-3).times
+        (2, 4, 1, 0)
+        """
+        forward, back, weights, send = (
+            max(round(time / unit), int(time > 0)) for time in self.times
+        )
+        return StageCosts(forward, back, weights, send, self.activation_bytes)
 
     def of(self, work: Work) -> float:
         """The time of a task."""
@@ -174,7 +183,8 @@ class Timetable:
         """
         if any(time != int(time) for costs in self.stage_costs for time in costs.times):
             raise UsageError(
-                f"{self.costs}: no picture.\nExpected whole numbers, which are columns; round them."
+                f"{self.costs}: no picture.\n"
+                "Expected whole numbers, which are columns; round them by StageCosts.rounded."
             )
         n_ranks, rank_of = self.schedule.n_ranks, self.schedule.rank_of
         rows = [[""] * int(self.length) for _ in range(n_ranks)]
