@@ -6,7 +6,10 @@ shard, less the same kernels called in a loop by hand, all in turns in one run; 
 the transformer block of tests/spmd/transformer_block.py, forward and with its gradient: bytes that
 move by the trace, time of tracing and preparing, and of a run on PyTorch's shards, both ways.
 
-    python benchmarks/spmd_programs.py [--repeat 200] [--without-block]
+`--compiled`, alone: elementwise layers of a gated MLP's kind on 4 PyTorch shards of 512 x 1024, and
+the block forward, as `torch.compile` compiles what is between movements, beside plain programs.
+
+    python benchmarks/spmd_programs.py [--repeat 200] [--without-block] [--compiled]
 """
 
 from __future__ import annotations
@@ -90,6 +93,57 @@ def overhead(library: str, ranks: int, repeat: int) -> None:
     )
 
 
+def gated(x: Any, gate: Any) -> Any:
+    for _ in range(4):
+        x = sp.rms_norm(sp.silu(x) * gate + x)
+    return x
+
+
+def compiled(repeat: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    mesh = DeviceMesh.of(tp=4)
+    random = np.random.default_rng(0)
+    rows = spec(mesh, "tp, -")
+    with sp.running(sp.in_process("torch")):
+        given: tuple[Any, ...] = tuple(
+            sp.array(random.normal(size=(2048, 1024)).astype("float32"), rows) for _ in range(2)
+        )
+        compare_compiled("elementwise layers", gated, given, repeat)
+        block = import_module("transformer_block")
+        sizes = block.Sizes(4, 128, 512, 8, 4, 1024, 8, 4096)
+        shardings = block.shardings(mesh)
+        p = {
+            name: sp.array(one, shardings[name])
+            for name, one in block.make_parameters(sizes, "float32").items()
+        }
+        batch = [sp.array(one, block.batch_sharding(mesh)) for one in block.make_batch(sizes)]
+
+        def loss(p: Any, tokens: Any, targets: Any) -> Any:
+            return block.loss(p, tokens, targets, sizes)
+
+        compare_compiled("the block, forward", loss, (p, *batch), repeat)
+
+
+def compare_compiled(name: str, function: Any, given: tuple[Any, ...], repeat: int) -> None:
+    ways = {"eager": function, "program": sp.jit(function)}
+    ways["compiled"] = sp.jit(function, compile=True)
+    ways["compiled"](*given)
+    start = time.perf_counter()
+    ways["compiled"](*given)
+    first_s = time.perf_counter() - start
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeat):
+        for way, action in ways.items():
+            start = time.process_time()
+            action(*given)
+            taken[way].append(time.process_time() - start)
+    found = {way: statistics.median(times) * 1e3 for way, times in taken.items()}
+    said = ", ".join(f"{way} {one:.1f} ms of processor" for way, one in found.items())
+    print(f"{name}, tp=4: {said}; compiled in {first_s:.0f} s")
+
+
 def transformer(axes: dict[str, int]) -> None:
     import torch
 
@@ -134,7 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--without-block", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
+    if options.compiled:
+        compiled(min(options.repeat, 9))
+        return
     for library in ("numpy", "torch"):
         for ranks in (1, 4, 8):
             overhead(library, ranks, options.repeat)

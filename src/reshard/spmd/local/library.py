@@ -102,7 +102,7 @@ class Library:
         """A new array of one number, of the element type and on the device of `beside`."""
         if self.name == "numpy":
             return np.full(shape, value, dtype=beside.dtype)
-        return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
+        return beside.new_full(shape, value)
 
     def state_of(self, arrays: tuple[Any, ...]) -> Any:
         """What differs once one of its arrays may have been written to, or is differentiated anew.

@@ -57,6 +57,7 @@ def jit(
     live_bytes: int | None = None,
     overlap: int = 0,
     donate: int | Sequence[int] = (),
+    compile: bool | str = False,
 ) -> JittedFunction:
     """A function that is traced once for arguments of a kind, and then runs as a program.
 
@@ -88,6 +89,10 @@ def jit(
             such an array cannot be used, also where the program fails. An array that is returned
             as it is stays. What the caller keeps of their memory, by `x.shards` or in what
             `sp.array` was given, is not freed.
+        compile: whether what each rank computes between movements is one function that
+            `torch.compile` compiles, where the program runs first; or by which of its backends.
+            Of PyTorch's shards. Operators that it cannot take run as they are, with a warning that
+            names them.
 
     Raises:
         UsageError: what is no function, an unknown strategy or library, what is no limit or no
@@ -109,7 +114,14 @@ def jit(
     check_limit(live_bytes)
     check_overlap(overlap)
     places = _read_places(donate)
-    return JittedFunction(function, strategy, topology, library, live_bytes, overlap, places)
+    if not isinstance(compile, bool | str):
+        raise UsageError(
+            f"compile={compile!r}; give True, or the name of a backend of torch.compile, such as "
+            "'inductor'"
+        )
+    return JittedFunction(
+        function, strategy, topology, library, live_bytes, overlap, places, compile
+    )
 
 
 def _read_places(donate: Any) -> frozenset[int]:
@@ -135,6 +147,7 @@ class JittedFunction:
         live_bytes: int | None,
         overlap: int,
         donate: frozenset[int] = frozenset(),
+        backend: bool | str = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -144,6 +157,7 @@ class JittedFunction:
         self._live_bytes = live_bytes
         self._overlap = overlap
         self._donate = donate
+        self._backend = backend
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -283,7 +297,9 @@ class JittedFunction:
                 )
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = RecordedProgram(recorded, shardings, self._overlap)
+            found = self._programs[key] = RecordedProgram(
+                recorded, shardings, self._overlap, self._backend
+            )
             return found
 
     def __repr__(self) -> str:

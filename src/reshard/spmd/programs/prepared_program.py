@@ -40,6 +40,11 @@ from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.graph_recording import RunFunction
 from reshard.spmd.tracing.memory import held_bytes
 
+RunAndFrees = tuple[Run, tuple[int, ...]]
+ChangeRuns = Callable[
+    [Sequence[Action], Sequence[ProgramStep], dict[int, Any], Sequence[RunAndFrees]],
+    Iterable[RunAndFrees],
+]
 Agreed = Callable[[bytes], AbstractContextManager[Begin | None]]
 
 
@@ -190,7 +195,18 @@ class Preparation:
         ]
         makes = [self._add(x.type) for x in made]
         run = _make_call(called, kinds, reads, makes, self._runner)
-        self._add_step(run, reads, makes, "together" if called.shares_failure else "here")
+        self.steps.append(
+            ProgramStep(
+                run,
+                reads,
+                makes,
+                "together" if called.shares_failure else "here",
+                self._operation,
+                name=called.name,
+                functions=called.functions,
+                is_single=called.is_single,
+            )
+        )
         if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
         return makes
@@ -254,18 +270,27 @@ class Preparation:
         return overlapped_order(self.steps, kept, overlap)
 
     def program(
-        self, inputs: Sequence[int], outputs: Iterable[int], overlap: int
+        self,
+        inputs: Sequence[int],
+        outputs: Iterable[int],
+        overlap: int,
+        change_runs: ChangeRuns | None = None,
     ) -> PreparedProgram:
-        """The program, from the shards of inputs to those of outputs, by their numbers."""
+        """The program, from the shards of inputs to those of outputs, by their numbers.
+
+        `change_runs` makes what is run of the actions, the steps and what they do one by one.
+        """
         returned = self.registers(outputs)
         order = self.order(outputs, overlap)
         for action in order:
             # Ranks that begin or wait otherwise would wait for one another.
             if self.steps[action.step].travel != "here":
                 self._meant.update(f"{action.kind} {action.step} ".encode())
+        runs = [(_make_run(one, self.steps[one.step]), one.frees) for one in order]
+        if change_runs is not None:
+            runs = list(change_runs(order, self.steps, self._constants, runs))
         return PreparedProgram(
-            self.steps,
-            order,
+            runs,
             self._count,
             self._constants,
             self.registers(inputs),
@@ -281,8 +306,7 @@ class PreparedProgram:
     """Steps on registers of shards. Made by a `Preparation`.
 
     Args:
-        steps: all of them.
-        order: what is done of them.
+        runs: what is done one after the other, each with the registers that nobody reads after it.
         count: of registers.
         constants: numbers for all ranks, by register.
         inputs: registers of the inputs' shards.
@@ -295,8 +319,7 @@ class PreparedProgram:
 
     def __init__(
         self,
-        steps: Sequence[ProgramStep],
-        order: Sequence[Action],
+        runs: Sequence[RunAndFrees],
         count: int,
         constants: dict[int, Any],
         inputs: Sequence[int],
@@ -308,7 +331,6 @@ class PreparedProgram:
     ) -> None:
         self._agreed = agreed
         self._digest = digest
-        self.step_count = len(steps)
         self.may_stop = may_stop
         self.outputs_view = [register in viewing for register in outputs]
         self._inputs = inputs
@@ -316,7 +338,7 @@ class PreparedProgram:
         self._first: Registers = [None] * (count + 1)
         for register, value in constants.items():
             self._first[register] = value
-        self._runs = [(_make_run(one, steps[one.step]), one.frees) for one in order]
+        self._runs = runs
 
     def run(self, inputs: list[Shards]) -> list[Shards]:
         """The outputs' shards, from those of the inputs; the list of these is empty afterwards."""

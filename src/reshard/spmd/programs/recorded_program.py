@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.programs.prepared_program import (
+    ChangeRuns,
     Preparation,
     PreparedProgram,
     UnforeseenElementsError,
@@ -22,11 +24,19 @@ from reshard.spmd.tracing.trace import Shardings, carry_out
 class RecordedProgram:
     """A recorded function with its shardings, and its program once it was carried out.
 
-    `overlap` movements at most are under way beside others.
+    `overlap` movements at most are under way beside others, and `backend` of `torch.compile`
+    compiles what ranks compute: True for its default, False for none.
     """
 
-    def __init__(self, recorded: Recording, shardings: Shardings, overlap: int = 0) -> None:
+    def __init__(
+        self,
+        recorded: Recording,
+        shardings: Shardings,
+        overlap: int = 0,
+        backend: bool | str = False,
+    ) -> None:
         self._overlap = overlap
+        self._backend = backend
         self._recorded = recorded
         self._shardings = shardings
         self._program: PreparedProgram | None = None
@@ -120,7 +130,17 @@ class RecordedProgram:
         """The results of the first run, after which there is a program."""
         kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
         preparation = Preparation(runner, kinds)
+        compiled = self._find_compiling(runner)
         values = self._compute(arrays, runner, preparation)
         self._types = tuple(values[number].type for number in self._outputs)
-        self._program = preparation.program(self._inputs, self._outputs, self._overlap)
+        self._program = preparation.program(self._inputs, self._outputs, self._overlap, compiled)
         return filled(self._recorded.results, values)
+
+    def _find_compiling(self, runner: Runner) -> ChangeRuns | None:
+        """What compiles the program's runs, if something does."""
+        if self._backend is False:
+            return None
+        # With PyTorch, which programs of NumPy do without.
+        from reshard.spmd.programs.compiled_work import compiled_runs, compiler
+
+        return partial(compiled_runs, compile_whole=compiler(self._backend, runner))

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.local_work import Function
 from reshard.spmd.shards.runner import Travel
 from reshard.spmd.shards.shard_copies import Movement
 
@@ -45,6 +46,9 @@ class ProgramStep:
         move: of a movement.
         moved: of a movement: the array before, and the sharding after it.
         grows: whether the result of a movement is larger than its source, on the fullest ranks.
+        name: of the operator, of what ranks compute.
+        functions: what each rank here computes, of its shards; None of what is no operator.
+        is_single: whether these return one result, not a tuple of them.
     """
 
     run: Run
@@ -55,6 +59,9 @@ class ProgramStep:
     move: Movement | None = None
     moved: tuple[ArrayType, ShardingSpec] | None = None
     grows: bool = False
+    name: str = ""
+    functions: Sequence[Function] | None = None
+    is_single: bool = True
 
 
 @dataclass(frozen=True, slots=True)
