@@ -80,7 +80,7 @@ def compiled_runs(
         own = [steps[one.step] for one in order[number:end]]
         frees = {register for one in order[number:end] for register in one.frees}
         made = {register for one in own for register in one.makes}
-        work = _Work(own, made - frees, constants, compile_whole)
+        work = _CompiledWork(own, made - frees, constants, compile_whole)
         yield work, tuple(frees)
         number = end
 
@@ -89,7 +89,7 @@ def _is_work(action: Action, step: ProgramStep) -> bool:
     return action.kind == "run" and step.functions is not None and step.travel == "here"
 
 
-class _Work:
+class _CompiledWork:
     """Steps that follow one another, compiled where they run first.
 
     Args:
@@ -166,8 +166,8 @@ class _Work:
         first, second = self._steps[:middle], self._steps[middle:]
         between = {register for one in second for register in one.reads}
         halves = [
-            _Work(first, between.union(self._makes), self._constants, self._compile),
-            _Work(second, self._makes, self._constants, self._compile),
+            _CompiledWork(first, between.union(self._makes), self._constants, self._compile),
+            _CompiledWork(second, self._makes, self._constants, self._compile),
         ]
 
         def run(values: Registers) -> None:
