@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import clip, where
+from reshard.spmd.functions.networks import sigmoid
 from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep
 from reshard.spmd.shards.array_value import ArrayValue
 
@@ -54,6 +55,11 @@ def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
     if not isinstance(x, ArrayValue):
         return g * (r * (math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
     return g * where(e.equal(x, 0), 0.0, r * e.log(where(e.equal(x, 0), 1.0, x)))
+
+
+def _pull_silu(g: Any, x: Any, r: Any) -> Any:
+    share = sigmoid(x)
+    return g * (share + r * (1.0 - share))
 
 
 def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
@@ -116,6 +122,7 @@ PULLBACKS: dict[str, Pullback] = {
     "square": _of_one(lambda g, x, r: g * (2.0 * x)),
     "tan": _of_one(lambda g, x, r: g * (r * r + 1.0)),
     "sigmoid": _of_one(lambda g, x, r: g * r * (1.0 - r)),
+    "silu": _of_one(_pull_silu),
     "tanh": _of_one(lambda g, x, r: g * (1.0 - r * r)),
     "negative": _of_one(lambda g, x, r: -g),
     **{name: _of_one(_pass) for name in ("positive", "real", "conj", "copy", "identity", "astype")},
@@ -158,7 +165,6 @@ CONSTANT = frozenset(_CONSTANT.split())
 REFUSED: dict[str, str] = {
     "nextafter": "the next number is a rounding apart, which has no slope",
     "relu": "sp.relu is sp.maximum(x, 0)",
-    "silu": "sp.silu is made of sp.sigmoid",
     "gelu": "sp.gelu is made of tanh",
     **dict.fromkeys(_OF_GRAPHS.split(), OF_GRAPHS),
 }

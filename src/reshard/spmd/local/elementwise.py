@@ -37,6 +37,14 @@ def sigmoid(work: LocalWork) -> Function:
     return function
 
 
+def silu(work: LocalWork) -> Function:
+    """`x * sigmoid(x)`, in one pass where PyTorch has it: of floating numbers."""
+    own, (operand,) = sigmoid(work), work.operands
+    if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
+        return import_module("torch").nn.functional.silu  # type: ignore[no-any-return]
+    return lambda x: x * own(x)
+
+
 def imag(work: LocalWork) -> Function:
     """The imaginary part."""
     space, (operand,) = work.library.namespace, work.operands

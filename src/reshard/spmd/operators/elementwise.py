@@ -158,6 +158,7 @@ def _same_type(**attributes: Any) -> bool:
 _LOCAL: dict[str, MakeLocal] = {
     "imag": elementwise_functions.imag,
     "sigmoid": elementwise_functions.sigmoid,
+    "silu": elementwise_functions.silu,
 }
 _INTEGERS_FAIL = ("floor_divide", "remainder")  # By 0.
 
