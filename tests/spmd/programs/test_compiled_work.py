@@ -71,7 +71,7 @@ def test_its_default_backend() -> None:
     program = sp.jit(function, compile=True)
     for _ in range(2):
         expect_same(program(x, w), function(x, w))
-    assert compiled_counts(program) == [5]
+    assert compiled_counts(program) == [4]
 
 
 def test_gradients_without_a_warning() -> None:
