@@ -20,9 +20,9 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
-from reshard.spmd.programs.decomposed_products import overlapped
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
-from reshard.spmd.programs.overlapped_trace import check_overlap
+from reshard.spmd.programs.overlap.decomposed_products import overlapped
+from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import recorders, unrecorded

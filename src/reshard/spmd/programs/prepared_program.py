@@ -21,7 +21,7 @@ from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import row_of
-from reshard.spmd.programs.step_order import (
+from reshard.spmd.programs.steps.step_order import (
     Action,
     ProgramStep,
     Registers,

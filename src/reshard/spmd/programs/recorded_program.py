@@ -141,6 +141,6 @@ class RecordedProgram:
         if self._backend is False:
             return None
         # With PyTorch, which programs of NumPy do without.
-        from reshard.spmd.programs.compiled_work import compiled_runs, compiler
+        from reshard.spmd.programs.steps.compiled_work import compiled_runs, compiler
 
         return partial(compiled_runs, compile_whole=compiler(self._backend, runner))

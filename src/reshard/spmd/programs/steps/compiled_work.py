@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from reshard.errors import UsageError
-from reshard.spmd.programs.step_order import Action, ProgramStep, Registers, Run
+from reshard.spmd.programs.steps.step_order import Action, ProgramStep, Registers, Run
 from reshard.spmd.shards.runner import Runner
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

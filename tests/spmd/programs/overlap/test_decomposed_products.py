@@ -11,8 +11,8 @@ import pytest
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.spmd.programs.decomposed_products import decomposed, overlapped
-from reshard.spmd.programs.overlapped_trace import with_overlap
+from reshard.spmd.programs.overlap.decomposed_products import decomposed, overlapped
+from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
 from reshard.spmd.tracing.trace import Trace
 from reshard.topology import Device, Link, Topology
 from spmd.traced_functions import FUNCTIONS, MESH, Traced

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from reshard.spmd.programs.step_order import Action, ProgramStep, blocking_order, overlapped_order
+from reshard.spmd.programs.steps.step_order import (
+    Action,
+    ProgramStep,
+    blocking_order,
+    overlapped_order,
+)
 
 
 def step(

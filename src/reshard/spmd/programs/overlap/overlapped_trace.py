@@ -19,7 +19,7 @@ from reshard.errors import UsageError
 from reshard.runs import IntArray
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.prepared_program import Preparation
-from reshard.spmd.programs.step_order import Action, ProgramStep
+from reshard.spmd.programs.steps.step_order import Action, ProgramStep
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.memory import extra_bytes_of, held_bytes
 from reshard.spmd.tracing.trace import Trace, carry_out

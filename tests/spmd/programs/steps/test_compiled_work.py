@@ -14,7 +14,7 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, UsageError
-from reshard.spmd.programs.compiled_work import _CompiledWork
+from reshard.spmd.programs.steps.compiled_work import _CompiledWork
 
 MESH = DeviceMesh.of(x=2, y=2)
 RANDOM = np.random.default_rng(0)

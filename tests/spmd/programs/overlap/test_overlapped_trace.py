@@ -11,7 +11,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import UsageError
-from reshard.spmd.programs.overlapped_trace import with_overlap
+from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
 from spmd.traced_functions import FUNCTIONS, Traced
 
 MESH = DeviceMesh.of(x=4)

@@ -27,7 +27,7 @@ from typing import Any
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.programs.overlapped_trace import with_overlap
+from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.tracing.graph_recording import WITH_SHARDING, RecordedCall
