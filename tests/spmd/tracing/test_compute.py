@@ -14,7 +14,7 @@ from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError
 from reshard.spmd.local.library import library
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.local.local_work import Function, LocalWork, stretches_of
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operators, rule_of
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
@@ -295,6 +295,42 @@ def test_shapes_of_ranks() -> None:
     assert shapes_of(sp.abstract((7, 5)), (0, 1)) == ((7, 5), (7, 5))
     few = sp.abstract((1, 5), "float32", spec(MESH, "x, -"))
     assert shapes_of(few, (0, 3)) == ((1, 5), (0, 5))
+
+
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "window": 5}])
+@pytest.mark.parametrize("rule", ["", "@zigzag"])
+def test_turns_of_ring_attention_work_on_pairs_that_see_each_other(
+    rule: str, mask: dict[str, Any]
+) -> None:
+    """On the busiest rank of each turn, counted one by one."""
+    parts, size, heads, width = 3, 12, 2, 4
+    cut = spec(DeviceMesh.of(x=parts), f"-, -, x{rule}, -")
+    places = [
+        [at for start, stop in one for at in range(start, stop)]
+        for one in stretches_of(cut, 2, size)
+    ]
+    reach = mask.get("window", size)
+
+    def sees(query: int, key: int) -> bool:
+        return not mask or 0 <= query - key < reach
+
+    busiest = [
+        max(
+            sum(sees(q, k) for q in places[rank] for k in places[(rank + turn) % parts])
+            for rank in range(parts)
+        )
+        for turn in range(parts)
+    ]
+    x = sp.abstract((1, heads, size, width), "float32", cut)
+
+    def weigh(x: Any) -> Any:
+        return sp.sum(sp.attention(x, x, x, **mask))
+
+    for function, times in ((weigh, 1), (sp.grad(weigh), 5)):
+        traced = sp.trace(function, x, topology=on(OPERATIONS.device, parts))
+        turns = [one for one in traced.operations if one.operation.operator.startswith("attention")]
+        total = sum(one.busiest_s for one in turns)
+        assert total == times * sum(busiest) * heads * 2 * (width + width)
 
 
 @pytest.mark.parametrize("cut", [1, 2])

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from reshard.spmd.local.by_name import by_name
 from reshard.spmd.local.library import Library
 from reshard.spmd.local.local_work import Function, LocalWork
@@ -62,6 +64,20 @@ class SeenKeys:
         """The least and the greatest number of places that a key lies before a query."""
         reach = math.inf if self.window is None else self.window - 1
         return (0 if self.is_causal else -reach), reach
+
+    def count_pairs(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+        """How many pairs of a query of a block and a key of a block see each other.
+
+        >>> SeenKeys(is_causal=True).count_pairs((0, 4), (0, 4))
+        10
+        """
+        ahead = self.query_start - self.key_start
+        low, high = self.limits
+        places = np.arange(*queries) + ahead
+        # Of each query the first key that it sees, and the one behind the last.
+        first = np.maximum(places - high, keys[0])
+        stop = np.minimum(places - low + 1, keys[1])
+        return int(np.maximum(stop - first, 0).sum())
 
     def mask(self, space: Any, queries: tuple[int, int], keys: tuple[int, int], beside: Any) -> Any:
         """Truth values `[queries, keys]` of blocks."""

@@ -36,6 +36,16 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
     )
 
 
+def count_pairs(attributes: Any) -> int:
+    """How many pairs of a query and a key meet on the busiest rank of a turn."""
+    queries, keys = attributes["query_parts"], attributes["key_parts"]
+    seen = seen_keys(attributes)
+    return max(
+        sum(seen.count_pairs(one, other) for one in part for other in keys[turned % len(keys)])
+        for turned, part in enumerate(queries, attributes["turn"])
+    )
+
+
 class _Turn:
     """One rank's part of a turn: its stretches, in the order in which they lie here."""
 

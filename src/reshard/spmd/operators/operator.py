@@ -88,6 +88,7 @@ class Operator:
             they have; its rule alone when not given.
         fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
         work: additions and multiplications, from the rule and the sizes of its factors on a rank.
+        repeats: how often the busiest rank does that, from the attributes; once when None.
         reads_part: whether it reads no more of its first operand than it writes.
         result_types: of the results' elements; as the library promotes when None.
         example: small shapes and attributes, for the page of rules and for tests.
@@ -109,6 +110,7 @@ class Operator:
     placed: Placed | None = None
     fails: Fails = "never"
     work: Work = no_operations
+    repeats: Callable[[Mapping[str, Any]], float] | None = None
     reads_part: bool = False
     result_types: ResultTypes | None = None
     example: Example | None = None

@@ -55,6 +55,12 @@ def of_attention_gradient(rule: OpShardingRule, sizes: Sizes) -> float:
     return 2 * of_attention(rule, sizes)
 
 
+def of_pair(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Of attention, for a query and a key of each head; none on a rank without keys."""
+    queries, keys, values = (_dimensions(mapping, sizes) for mapping in rule.operands[:3])
+    return float(2 * math.prod(queries[:-2]) * (queries[-1] + values[-1]) * (keys[-2] > 0))
+
+
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
     """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
 

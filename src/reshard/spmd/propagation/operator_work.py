@@ -14,7 +14,9 @@ a kernel takes time, and few kernels reach a peak.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from reshard.dtypes import DType
 from reshard.spmd.operators.table import row_of
@@ -22,13 +24,19 @@ from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.topology import Device
 
 
-def operations_of(name: str, rule: OpShardingRule, sizes: Sequence[int] | None = None) -> float:
+def operations_of(
+    name: str,
+    rule: OpShardingRule,
+    sizes: Sequence[int] | None = None,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
+) -> float:
     """Additions and multiplications of an operator on one device; 0 for one that reads and writes.
 
     Args:
         name: of the operator.
         rule: for the shapes of the whole operands.
         sizes: of the rule's factors on the device; all of them when None.
+        attributes: of the operation, where the work depends on them.
 
     >>> from reshard.spmd.operators.table import rule_of
     >>> rule = rule_of("matmul", [(4, 8), (8, 16)])
@@ -37,7 +45,9 @@ def operations_of(name: str, rule: OpShardingRule, sizes: Sequence[int] | None =
     >>> operations_of("exp", rule_of("exp", [(4, 8)]))
     0.0
     """
-    return row_of(name).work(rule, rule.sizes if sizes is None else sizes)
+    row = row_of(name)
+    found = row.work(rule, rule.sizes if sizes is None else sizes)
+    return found * row.repeats(attributes) if row.repeats is not None and attributes else found
 
 
 def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> int:

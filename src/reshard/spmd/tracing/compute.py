@@ -75,7 +75,7 @@ def _estimate_shapes(
     name, rule = one.operation.operator, one.operation.rule
     count = len(one.operands)
     moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
-    operations = operations_of(name, rule, local_sizes(rule, shapes))
+    operations = operations_of(name, rule, local_sizes(rule, shapes), one.operation.attributes)
     return least_s(device, operations, moved, dtypes)
 
 

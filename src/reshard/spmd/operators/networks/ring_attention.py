@@ -16,6 +16,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
 from reshard.spmd.local.local_work import Stretch, stretches_of
 from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.work import of_pair
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 
@@ -171,6 +172,8 @@ OPERATORS: tuple[Operator, ...] = (
         "attention_turn",
         attention_turn,
         (_EVEN, _TURN),
+        work=of_pair,
+        repeats=ring_attention.count_pairs,
         local=ring_attention.attention_turn,
         placed=_place_forward,
         note=_TURNS,
@@ -179,6 +182,9 @@ OPERATORS: tuple[Operator, ...] = (
         "attention_turn_gradient",
         attention_turn_gradient,
         ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),
+        # As much again for the gradients of queries, and for those of keys and values.
+        work=lambda rule, sizes: 4 * of_pair(rule, sizes),
+        repeats=ring_attention.count_pairs,
         local=ring_attention.attention_turn_gradient,
         placed=_place_back,
         note=_TURNS,
