@@ -38,6 +38,7 @@ def layer_in_eager_steps() -> Trace:
 
     traced = sp.trace(mlp, x, up, down, topology=load_preset("h100-8").topology())
     print(traced)
+    print(traced.reasons())
     assert traced.moved_bytes == 2 * 4 * (2 * 3 * 2048 * 1024 // 4) * 2
     return traced
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.tracing.reshard_reasons import reason_of
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
@@ -71,9 +72,9 @@ def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
         "operands": list(one.operation.operands),
         "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
         "results": [{"value": number, **_write_array(kind)} for number, kind in results],
-        "before": [_write_reshard(reshard) for reshard in one.before],
+        "before": [_write_reshard(one, reshard) for reshard in one.before],
         "reused": [{"value": x.value, "target": str(x.target)} for x in one.reused],
-        "after": [_write_reshard(reshard) for reshard in one.after],
+        "after": [_write_reshard(one, reshard) for reshard in one.after],
         "live_bytes": list(one.live_bytes),
         "compute_s": list(one.compute_s) or None,
         "inserted_s": one.inserted_s if is_timed else None,
@@ -87,12 +88,13 @@ def _as_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _write_reshard(one: InsertedReshard) -> dict[str, Any]:
+def _write_reshard(one: TracedOperation, reshard: InsertedReshard) -> dict[str, Any]:
     return {
-        "value": one.value,
-        "source": str(one.program.source),
-        "target": str(one.target),
-        "steps": [str(step) for step in one.program.steps],
-        "moved_bytes": one.moved_bytes,
-        "seconds_s": None if one.estimate is None else one.seconds_s,
+        "value": reshard.value,
+        "source": str(reshard.program.source),
+        "target": str(reshard.target),
+        "steps": [str(step) for step in reshard.program.steps],
+        "reason": reason_of(one, reshard),
+        "moved_bytes": reshard.moved_bytes,
+        "seconds_s": None if reshard.estimate is None else reshard.seconds_s,
     }

@@ -48,6 +48,7 @@ from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.mesh_parts import meshes_of, place_parts, ranks_of
 from reshard.spmd.tracing.operation_watcher import OperationWatcher
 from reshard.spmd.tracing.page import trace_page
+from reshard.spmd.tracing.reshard_reasons import reason_lines
 from reshard.spmd.tracing.table import trace_table
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.topology import Topology
@@ -126,6 +127,17 @@ class Trace(TraceRecord):
             arrays[number] = ShardedArray.of_shards(placed.type, placed._shards, keeper)
         values = carry_out(self.recording, self.shardings, arrays)
         return filled(self.recording.results, values)
+
+    def reasons(self) -> str:
+        """Why values are resharded, a line for each reshard that moves something.
+
+        >>> from reshard import DeviceMesh, spec
+        >>> from reshard.spmd import abstract
+        >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
+        >>> print(trace(lambda x: x @ x, x).reasons())
+        %1 = matmul: %0 all-to-all(x) to `x, -`: x cuts [k] of %0
+        """
+        return "\n".join(reason_lines(self.operations))
 
     def html(self, title: str = "") -> str:
         """A page that shows it, without scripts or anything from elsewhere."""
