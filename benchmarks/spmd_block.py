@@ -8,12 +8,17 @@ an all-reduce counted as a reduce-scatter and an all-gather:
 - jax: `jax.jit`, collectives read from the compiled text, on four devices of the CPU;
 - dtensor: CommDebugMode, and the tensors of what it counts, on a fake process group of four ranks;
 - eager, basic, aggressive, cost: the trace; hand: eager with the placements of `place_by_hand`;
-- bytes: by cost on links so slow (1 GB/s, 1 us) that the bytes are what takes time.
+- bytes: by cost on links so slow (1 GB/s, 1 us) that the bytes are what takes time;
+- fsdp: by cost, parameters cut over dp as well;
+- auto, auto-bytes: shardings that `sp.auto` chooses on both kinds of links, without a limit, and
+  within nine tenths of the memory that a rank holds then.
 
-`--times` runs eager, `sp.jit` and `jax.jit` in turns in one process, on a smaller batch: medians of
-five of processor time.
+Estimated times are those of the trace.
 
-    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,bytes,hand] [--times]
+`--times` runs eager, `sp.jit`, `sp.auto` and `jax.jit` in turns in one process, on a smaller batch:
+medians of five of processor time.
+
+    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,bytes,hand,fsdp,auto] [--times]
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, ShardingSpec
+from reshard.cost import load_preset
 from reshard.topology import Link, Topology
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
@@ -49,6 +55,7 @@ LARGE = block.Sizes(4, 512, 512, 8, 4, 1024, 8, 4096)
 SMALL = block.Sizes(4, 128, 512, 8, 4, 1024, 8, 4096)
 MESHES: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4})
 SLOW = Topology.of(hosts=1, ranks_per_host=RANKS, within_host=Link(1e9, 1e-6))
+FAST = load_preset("h100-8").topology()
 STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all"
@@ -83,8 +90,43 @@ def place_by_hand(mesh: DeviceMesh, p: dict[str, Any]) -> tuple[dict[str, Any], 
     return p | small, lambda name, x: x.with_sharding(mesh, places[name])
 
 
+def count_chosen(mesh: DeviceMesh, backward: bool, topology: Topology) -> str:
+    """With shardings that `sp.auto` chooses: without a limit, and in nine tenths of the memory."""
+    p = {name: sp.abstract(shape) for name, shape in LARGE.shapes().items()}
+    tokens = sp.abstract((LARGE.batch, LARGE.length), "int64")
+
+    def loss(p: Any, tokens: Any, targets: Any) -> Any:
+        return block.loss(p, tokens, targets, LARGE)
+
+    function = sp.value_and_grad(loss) if backward else loss
+    lines, limit = [], None
+    for _ in range(2):
+        began = time.process_time()
+        found = sp.auto(function, mesh, p, tokens, tokens, topology=topology, live_bytes=limit)
+        took = time.process_time() - began
+        lines.append(f"{said_of(found.trace)}; chosen in {took:.1f} s")
+        limit = max(found.trace.peak_bytes.values()) * 9 // 10
+    return "\n    ".join(lines)
+
+
+def said_of(traced: sp.Trace) -> str:
+    steps = Counter(
+        str(step).split("(")[0]
+        for one in traced.operations
+        for reshard in one.reshards
+        if reshard.moved_bytes
+        for step in reshard.program.steps
+    )
+    peak = max(traced.peak_bytes.values()) / 1e6
+    time_ms = traced.seconds_s * 1e3
+    return f"{said(traced.moved_bytes, steps)}; {time_ms:.3f} ms, a rank holds {peak:.0f} MB"
+
+
 def count_here(mesh: DeviceMesh, way: str, backward: bool) -> str:
-    given = block.shardings(mesh)
+    topology = SLOW if way in ("bytes", "auto-bytes") else FAST
+    if way.startswith("auto"):
+        return count_chosen(mesh, backward, topology)
+    given = block.shardings(mesh, way == "fsdp")
     p = {name: sp.abstract(shape, "float32", given[name]) for name, shape in LARGE.shapes().items()}
     tokens = sp.abstract((LARGE.batch, LARGE.length), "int64", block.batch_sharding(mesh))
 
@@ -95,20 +137,12 @@ def count_here(mesh: DeviceMesh, way: str, backward: bool) -> str:
         return block.loss(p, tokens, targets, LARGE, place)
 
     function = sp.value_and_grad(loss) if backward else loss
-    strategy = {"hand": "eager", "bytes": "cost"}.get(way, way)
-    topology = SLOW if way == "bytes" else None
+    strategy = {"hand": "eager", "bytes": "cost", "fsdp": "cost"}.get(way, way)
     sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
     began = time.process_time()
     traced = sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
     took = time.process_time() - began
-    steps = Counter(
-        str(step).split("(")[0]
-        for one in traced.operations
-        for reshard in one.reshards
-        if reshard.moved_bytes
-        for step in reshard.program.steps
-    )
-    return f"{said(traced.moved_bytes, steps)}; traced again in {took:.2f} s"
+    return f"{said_of(traced)}; traced again in {took:.2f} s"
 
 
 def said(moved_bytes: float, kinds: Counter[str]) -> str:
@@ -317,6 +351,11 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
         for strategy in ("eager", "cost"):
             jitted = sp.jit(function, strategy=strategy)
             ways[f"sp.jit, {strategy}"] = lambda jitted=jitted: jitted(p, *batch)
+        shapes = {name: sp.abstract(one.shape) for name, one in p.items()}
+        tokens = sp.abstract(batch[0].shape, batch[0].dtype)
+        found = sp.auto(function, mesh, shapes, tokens, tokens)
+        placed = found.place(p, *batch)
+        ways["sp.auto"] = lambda: found.program(*placed)
         first = {name: run() for name, run in ways.items()}
         values = {name: float(one[0] if backward else one) for name, one in first.items()}
         if max(values.values()) - min(values.values()) > 1e-3:
@@ -335,7 +374,7 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ",".join(("jax", "dtensor", *STRATEGIES, "bytes", "hand"))
+    every = ",".join(("jax", "dtensor", *STRATEGIES, "bytes", "hand", "fsdp", "auto", "auto-bytes"))
     parser.add_argument("--ways", default=every)
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()

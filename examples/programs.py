@@ -118,6 +118,19 @@ def training() -> None:
     assert float(value) < losses[0] and peaks[1] <= peaks[0]
 
 
+def chosen_shardings() -> None:
+    mesh = DeviceMesh.of(dp=2, tp=4)
+    w, x, y = sp.abstract((1024, 4096)), sp.abstract((8192, 1024)), sp.abstract((8192, 4096))
+    value_and_slope = sp.value_and_grad(loss)
+    found = sp.auto(value_and_slope, mesh, w, x, y)
+    whole = max(found.trace.peak_bytes.values())
+    limited = sp.auto(value_and_slope, mesh, w, x, y, live_bytes=whole * 3 // 4)
+    print(*found.specs, sep="; ")
+    print(*limited.specs, sep="; ")
+    assert limited.trace.seconds_s >= found.trace.seconds_s
+    assert max(limited.trace.peak_bytes.values()) <= whole * 3 // 4
+
+
 def second_stage() -> None:
     first = DeviceMesh.of(tp=2)
     second = DeviceMesh.of(dp=2, tp=2, devices=range(2, 6))
@@ -141,6 +154,7 @@ def main() -> None:
     loops()
     own_operator()
     training()
+    chosen_shardings()
     second_stage()
 
 

@@ -56,6 +56,7 @@ _NAMES_OF = {
     "gradients.optimizers": "AdamW SGD specs_over",
     "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
+    "programs.automatic.auto": "AutoPlacement auto",
     "programs.control_flow": "cond scan while_loop",
     "programs.eager_operations": "eagerly",
     "programs.jit": "jit",

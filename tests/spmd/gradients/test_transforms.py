@@ -11,6 +11,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import SpecError, UsageError
+from spmd import transformer_block as block
 
 MESH = DeviceMesh.of(dp=2, tp=2)
 
@@ -157,6 +158,19 @@ def test_every_strategy_places_gradients() -> None:
         again, other = traced.run(w, x)
         np.testing.assert_allclose(float(again), float(value), rtol=1e-12)
         np.testing.assert_allclose(other.to_dense(), found.to_dense(), rtol=1e-12)
+
+
+def test_gradients_end_so_by_a_strategy_where_they_lie_so_by_themselves() -> None:
+    """What is whole without being asked for is whole, though parts of it would be less to move."""
+    sizes = block.Sizes(4, 128, 256, 8, 4, 512, 8, 2048)
+    for mesh in (DeviceMesh.of(dp=4), DeviceMesh.of(tp=4)):
+        given = block.shardings(mesh)
+        shapes = sizes.shapes()
+        p = {name: sp.abstract(shape, "float32", given[name]) for name, shape in shapes.items()}
+        batch = sp.abstract((4, 128), "int64", block.batch_sharding(mesh))
+        step = sp.value_and_grad(lambda p, x, y: block.loss(p, x, y, sizes))
+        traced = sp.trace(step, p, batch, batch, strategy="cost")
+        assert [one.spec for one in traced.outputs[1:]] == [given[name] for name in p]
 
 
 X = sp.array(np.ones(3))

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.cost import load_preset
 from reshard.cost.collective import collective_cost
+from reshard.dtypes import dtype
+from reshard.spmd.operators.table import operators, rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.cost_model import CostModel, Machine, PartBits
+from reshard.spmd.propagation.operator_work import operations_of
 
 MESH = DeviceMesh.of(x=2, y=4)
 TEXTS = [
@@ -100,3 +103,15 @@ def test_more_parts_than_bits_are_counted_too() -> None:
     masks = np.array([many.of(tuple(parts[:3])), many.of(tuple(parts[60:])), 0], dtype=object)
     assert many.sizes(masks).tolist() == [8, 1024, 1]
     assert many.parts(int(masks[1])) == tuple(parts[60:])
+
+
+def test_a_turn_of_ring_attention_computes_what_its_attributes_say() -> None:
+    shapes, attributes = operators["attention_turn"].example or ([], {})
+    rule = rule_of("attention_turn", shapes, **attributes)
+    made = [*shapes, (*shapes[0][:-1], shapes[2][-1]), shapes[0][:-1]]
+    tensors = [(tuple(shape), dtype("float32")) for shape in made]
+    machine = Machine(operations_per_s=1.0, memory_bytes_per_s=1e12)
+    model = CostModel(AxisTable.of(DeviceMesh.of(x=2)), machine)
+    cuts = [()] * len(rule.sizes)
+    found_s = model.compute_s("attention_turn", rule, cuts, tensors, attributes)
+    assert found_s == operations_of("attention_turn", rule, None, attributes) > 0

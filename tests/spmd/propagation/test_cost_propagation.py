@@ -31,6 +31,7 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology
 
 MESH = DeviceMesh.of(x=2, y=2)
+ONE_AXIS = DeviceMesh.of(x=2)
 CUTS = ["-, -", "x, -", "-, y", "x, y", "y, x", "x y, -", "y x, -", "-, x y"]
 SPECS = [spec(MESH, text) for text in CUTS]
 SPECS += [spec(MESH, f"{text} | sum(x)") for text in ("-, -", "y, -", "-, y")]
@@ -230,7 +231,7 @@ def test_a_machine_computes_as_its_topology_says() -> None:
     own = Machine(topology, operations_per_s=5.0).device
     assert own.memory_bytes_per_s == 1e9 and own.operations_for("float32") == 5.0
     graph = Graph.of([(64, 64)] * 2, [("matmul", [0, 1], dot(64, 64, 64))], [2])
-    given = {0: spec(MESH, "x, -"), 1: spec(MESH, "-, -"), 2: spec(MESH, "x, -")}
+    given = {n: spec(ONE_AXIS, text) for n, text in enumerate(("x, -", "-, -", "x, -"))}
     found = propagate_by_cost(graph, given, machine=Machine(topology))
     assert found.seconds_s == pytest.approx(2 * 32 * 64 * 64 / 1e6)
 
@@ -282,11 +283,30 @@ def test_annotations_and_outputs_are_kept() -> None:
     assert by_name == found
 
 
+def test_axes_that_nothing_is_cut_over_count() -> None:
+    """What is whole is cut where devices compute much less then, over axes of no annotation too."""
+    graph = Graph.of([(4096, 4096)] * 2, [("matmul", [0, 1], dot(4096, 4096, 4096))], [2])
+    given = dict.fromkeys(range(3), spec(MESH, "-, -"))
+    found = propagate_by_cost(graph, given, machine=Machine(links(1e12).topology))
+    one = propagate_by_cost(graph, dict.fromkeys(range(3), spec(DeviceMesh.of(x=1), "-, -")))
+    assert found.is_exact and found.seconds_s < one.seconds_s / 3
+
+
+def test_what_only_a_result_has_is_made_whole_and_cut() -> None:
+    """A broadcast's new rows: the model takes as long as the program that is run."""
+    rule = "([j]) -> ([i, j]) {i=65536, j=64}"
+    graph = Graph.of([(64,)], [("broadcast_to", [0], rule)], [1])
+    given = {0: spec(ONE_AXIS, "-"), 1: spec(ONE_AXIS, "x, -")}
+    found = propagate_by_cost(graph, given)
+    memory_bytes_per_s = Machine().device.memory_bytes_per_s
+    assert found.seconds_s == pytest.approx(4 * 64 * 65537 / memory_bytes_per_s, rel=1e-12)
+
+
 def test_the_small_operand_moves() -> None:
     """Two operands disagree: whichever is the small one is moved, whatever its place."""
     for small, large in ((0, 1), (1, 0)):
         shapes = [(8, 4096), (8, 4096)]
-        given = {small: spec(MESH, "x, -"), large: spec(MESH, "-, x")}
+        given = {small: spec(ONE_AXIS, "x, -"), large: spec(ONE_AXIS, "-, x")}
         shapes[small] = (8, 1)
         rules = {0: "([i, 1], [i, j]) -> ([i, j])", 1: "([i, j], [i, 1]) -> ([i, j])"}
         graph = Graph.of(shapes, [("add", [0, 1], f"{rules[small]} {{i=8, j=4096}}")], [2])
@@ -305,8 +325,8 @@ def test_contributions_are_combined_once_behind_an_addition() -> None:
         ],
         [6],
     )
-    given = {n: spec(MESH, "-, x" if n % 2 == 0 else "x, -") for n in range(4)}
-    given[6] = spec(MESH, "-, -")
+    given = {n: spec(ONE_AXIS, "-, x" if n % 2 == 0 else "x, -") for n in range(4)}
+    given[6] = spec(ONE_AXIS, "-, -")
     found = propagate_by_cost(graph, given, machine=links(1e9))
     assert [str(found.propagated.values[n]) for n in (4, 5)] == ["-, - | sum(x)"] * 2
     assert len(explicit_reshards(found.propagated).moved) == 1

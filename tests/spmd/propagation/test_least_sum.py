@@ -50,6 +50,29 @@ def test_descent_ends_where_no_single_change_helps(one: CostSum, data: st.DataOb
             assert one.value(chosen) <= one.value(changed)
 
 
+@given(sums(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_window_of_all_that_hangs_together_has_the_least(
+    one: CostSum, data: st.DataObject
+) -> None:
+    start = data.draw(st.sampled_from(every_choice(one)))
+    least = min(map(one.value, every_choice(one)))
+    every = range(len(start))
+    assert one.value(one.descended_in_windows(start, every)) == least
+    assert one.value(one.descended_in_windows(start, every, window=2)) <= one.value(start)
+
+
+def test_variables_with_one_choice_make_no_axes() -> None:
+    """More of them than an array may have axes hang together with one that has two choices."""
+    tables = [CostTable((0, n), np.array([[1.0], [0.0]])) for n in range(1, 100)]
+    tables += [CostTable((98, 99), np.array([[7.0]])), CostTable((0,), np.array([0.0, 3.0]))]
+    one = CostSum((2, *[1] * 99), tables)
+    assert one.eliminated() == (1, *[0] * 99)
+    least_s = one.least_of_choices()
+    assert least_s is not None
+    assert [own_s.tolist() for own_s in least_s[:2]] == [[106.0, 10.0], [10.0]]
+
+
 def test_elimination_stops_before_a_table_is_too_large() -> None:
     tables = [CostTable((a, b), np.zeros((4, 4))) for a, b in itertools.combinations(range(4), 2)]
     one = CostSum((4,) * 4, tables)

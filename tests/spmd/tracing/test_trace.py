@@ -27,13 +27,12 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.local.library import library
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
-from reshard.spmd.tracing.graph_recording import WITH_SHARDING
 from reshard.spmd.tracing.traced_operation import InsertedReshard
 from reshard.topology import Link, Topology
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs

@@ -27,7 +27,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.functions.elementwise import sqrt
 from reshard.spmd.functions.filling import zeros_like
-from reshard.spmd.gradients.tape import is_real_floating, placed
+from reshard.spmd.gradients.tape import ended, is_real_floating, placed
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
@@ -156,8 +156,10 @@ class _Optimizer:
                 here, there = (_bring(one, at, wide) for one in (parameter, slope))
                 found, after = self._move(here, there, own, step)
                 found = astype(found, parameter.type.dtype)
-                if parameter.type.spec is not None:
-                    found = placed(found, parameter.type.spec)
+                found, *after = (
+                    one if old.type.spec is None else ended(one, old.type.spec, old)
+                    for one, old in zip((found, *after), (parameter, *own), strict=True)
+                )
             moved.append(found)
             for slot_of_all, one in zip(kept, after, strict=True):
                 slot_of_all.append(one)

@@ -29,13 +29,12 @@ from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.functions.manipulation import reshape
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.propagation.graph import WITH_SHARDING
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.settling import settles
-
-WITH_SHARDING = "with_sharding"
 
 OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
 """Why many rows of the table of operators have no pullback."""
@@ -357,6 +356,26 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
 def placed(x: Any, spec: ShardingSpec) -> Any:
     """An array in a sharding; itself where it lies so, which a trace would show as an operation."""
     return x if x.type.spec is spec else x.shard(spec)
+
+
+def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
+    """What a function returns, in the sharding that it is to have.
+
+    A strategy that places all values hears of that also where `x` lies so by itself.
+
+    Args:
+        x: an array.
+        spec: the sharding.
+        like: the array whose sharding that is, such as a gradient's parameter.
+    """
+    if settles():
+        return placed(x, spec)
+    made = x.shard(spec)
+    for recorder in recorders:
+        record_end = getattr(recorder, "record_end", None)
+        if record_end is not None and like is not None:
+            record_end(made, like)
+    return made
 
 
 def _fit(cotangent: Any, kind: ArrayType) -> Any:

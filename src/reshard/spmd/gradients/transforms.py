@@ -19,7 +19,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.filling import ones_like, zeros_like
 from reshard.spmd.gradients.table import find_pullback
-from reshard.spmd.gradients.tape import Tape, is_real_floating, placed
+from reshard.spmd.gradients.tape import Tape, ended, is_real_floating
 from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
@@ -319,5 +319,6 @@ def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
     """A gradient, in its parameter's sharding or the one that was asked for."""
     found = zeros_like(parameter) if cotangent is None else cotangent
     own = parameter.type.spec
-    wanted = spec if spec is not None or own is None else without_pending(own)
-    return found.reduced() if wanted is None else placed(found, wanted)
+    if spec is not None:
+        return ended(found, spec)
+    return found.reduced() if own is None else ended(found, without_pending(own), parameter)

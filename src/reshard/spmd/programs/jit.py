@@ -31,6 +31,7 @@ from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
+    Starts,
     Trace,
     check_trace_options,
     record_for,
@@ -113,7 +114,7 @@ def jit(
     check_trace_options(strategy, topology, library)
     check_limit(live_bytes)
     check_overlap(overlap)
-    places = _read_places(donate)
+    places = read_places(donate)
     if not isinstance(compile, bool | str):
         raise UsageError(
             f"compile={compile!r}; give True, or the name of a backend of torch.compile, such as "
@@ -124,7 +125,7 @@ def jit(
     )
 
 
-def _read_places(donate: Any) -> frozenset[int]:
+def read_places(donate: Any) -> frozenset[int]:
     """The positions of arguments that are given up. Raises UsageError for what are none."""
     places = [donate] if isinstance(donate, int) else donate
     is_list = isinstance(places, list | tuple)
@@ -148,6 +149,7 @@ class JittedFunction:
         overlap: int,
         donate: frozenset[int] = frozenset(),
         backend: bool | str = False,
+        starts: Starts = (),
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -158,6 +160,7 @@ class JittedFunction:
         self._overlap = overlap
         self._donate = donate
         self._backend = backend
+        self._starts = starts
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -231,7 +234,8 @@ class JittedFunction:
 
         def trace_by(strategy: str) -> Trace:
             recorded = self._record(strategy, arguments, options)
-            return trace_recorded(recorded, strategy, self._topology, self._library)
+            topology, library = self._topology, self._library
+            return trace_recorded(recorded, strategy, topology, library, self._starts)
 
         donated = self._find_donated(arguments)
 
@@ -282,7 +286,9 @@ class JittedFunction:
             moves_beside = self._overlap > 0 and not key[-1].has_every_shard
             if self._live_bytes is None and not (moves_beside and self._topology is not None):
                 recorded = self._record(self._strategy, arguments, options)
-                shardings = shardings_of(recorded, self._strategy, self._topology, self._library)
+                shardings = shardings_of(
+                    recorded, self._strategy, self._topology, self._library, self._starts
+                )
             else:
                 traced = self._trace_program(arguments, options, moves_beside)
                 recorded, shardings = traced.recording, traced.shardings

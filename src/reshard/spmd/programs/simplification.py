@@ -46,8 +46,8 @@ def simplified(recorded: Recording) -> Recording:
     first: list[tuple[Operation, RecordedCall]] = []
     for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
         operands = tuple(same[number] for number in operation.operands)
-        said = (_freeze(action.attributes), _freeze(action.options), action.target, action.run)
-        key: tuple[Any, ...] = (action.name, operands, said)
+        said = (_freeze(action.attributes), _freeze(action.options), action.target, action.like)
+        key: tuple[Any, ...] = (action.name, operands, said, action.run)
         # Merged, what `rematerialized` computes again would be kept from the first time on.
         if action.name == "identity":
             key = (*key, operation.results)
@@ -88,7 +88,10 @@ def simplified(recorded: Recording) -> Recording:
         tuple(names[number][0] for number in inputs),
         tuple(names[number][1] for number in inputs),
         MappingProxyType({new[n]: x for n, x in recorded.constants.items() if n in new}),
-        tuple(action for _, action in kept),
+        tuple(
+            action if action.like is None else replace(action, like=new.get(action.like))
+            for _, action in kept
+        ),
         _renumber(recorded.arguments, same, new),
         _renumber(recorded.results, same, new),
     )

@@ -135,6 +135,32 @@ def pieces_of(shardings: Iterable[Sharding]) -> Parts:
     return tuple(found)
 
 
+def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
+    """Pieces, and as a whole each axis of the mesh of which there is none.
+
+    >>> every_piece(((1, 1, 2, 0), (1, 2, 2, 0)), DeviceMesh.of(x=2, y=4))
+    ((0, 1, 2, 0), (1, 1, 2, 0), (1, 2, 2, 0))
+    """
+    used = {part[0] for part in pieces}
+    whole = [(axis, 1, size, 0) for axis, size in enumerate(mesh.shape) if size > 1]
+    return tuple(sorted((*pieces, *(part for part in whole if part[0] not in used))))
+
+
+def cuts_of(shape: Sequence[int], pieces: Parts) -> Iterator[Sharding]:
+    """Every way to cut an array by some pieces of axes, each one dimension or none.
+
+    >>> [one.dims for one in cuts_of((4, 3), ((0, 1, 2, 0),))]
+    [((), ()), (((0, 1, 2, 0),), ())]
+    """
+    for chosen in itertools.product((None, *range(len(shape))), repeat=len(pieces)):
+        dims: list[Parts] = [()] * len(shape)
+        for piece, dim in zip(pieces, chosen, strict=True):
+            if dim is not None:
+                dims[dim] = joined(dims[dim], piece)
+        if all(size % size_of(axes) == 0 for size, axes in zip(shape, dims, strict=True)):
+            yield Sharding(tuple(dims), (True,) * len(dims))
+
+
 def ways_of(
     operation: Operation,
     shapes: Sequence[tuple[int, ...]],
@@ -235,8 +261,13 @@ def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) ->
                 whole.update(dim)
     # Cut along a factor that it lacks and that is not reduced, a result would be incomplete.
     of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
+    of_operands = {factor for mapping in rule.operands for dim in mapping for factor in dim}
     for factor in range(len(rule.sizes)):
         if factor not in rule.reduction and not all(factor in one for one in of_results):
+            whole.add(factor)
+        # What a device makes follows from what it is given: of a factor that only results have, as
+        # of a broadcast, it makes all, which is cut then.
+        if factor not in of_operands:
             whole.add(factor)
     return frozenset(range(len(rule.sizes))) - whole
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -354,6 +355,7 @@ class CostModel:
         rule: OpShardingRule,
         cuts: Sequence[Parts],
         tensors: Sequence[tuple[tuple[int, ...], DType]],
+        attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> float:
         """The time that the busiest device takes for an operator cut so along its factors.
 
@@ -361,6 +363,7 @@ class CostModel:
             name, rule: of the operator.
             cuts: axes of each factor.
             tensors: shapes of the whole operands and results, and their element types.
+            attributes: of the operation.
         """
         # Sizes on the busiest device, which has a part rounded up of each factor.
         counts = [size_of(axes) for axes in cuts]
@@ -377,7 +380,8 @@ class CostModel:
         moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
         given = [element for shape, element in tensors[:count] if shape]
         dtypes = given or [element for _, element in tensors]
-        return least_s(self._device, operations_of(name, rule, sizes), moved, dtypes)
+        operations = operations_of(name, rule, sizes, attributes)
+        return least_s(self._device, operations, moved, dtypes)
 
 
 class PartBits:

@@ -13,7 +13,8 @@ A model repeats its layers: equal operations in equal surroundings share their w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +23,16 @@ import numpy as np
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
-from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
+from reshard.spmd.propagation.cost_candidates import (
+    RunOption,
+    cuts_of,
+    every_piece,
+    pieces_of,
+    shardings_of,
+    ways_of,
+)
 from reshard.spmd.propagation.cost_model import CostModel
-from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
 from reshard.spmd.propagation.movement_tables import Move, ValueMovements
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
@@ -84,11 +92,13 @@ class _Ends(NamedTuple):
     Args:
         value, way: variables; no way where a sharding was asked for.
         between: the number of the movements.
+        number: of the value, which may have the variable of another.
     """
 
     value: int
     way: int | None
     between: int
+    number: int
 
 
 class CostProblem:
@@ -102,6 +112,7 @@ class CostProblem:
         self.values: list[list[Sharding]] = []
         self.ways: list[_Ways] = []
         self.known: list[list[Sharding]] = []
+        self.variables = list(range(len(graph.values)))
         self.asked: dict[int, Sharding] = {}
         self._seconds: dict[object, FloatArray] = {}
         self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
@@ -116,13 +127,26 @@ class CostProblem:
         annotations: Mapping[int, ShardingSpec],
         asked: Mapping[int, ShardingSpec],
         bases: Sequence[PropagatedGraph],
+        free: Collection[int] = (),
+        ties: Mapping[int, int] | None = None,
     ) -> None:
-        """Find what may be chosen."""
+        """Find what may be chosen.
+
+        Args:
+            annotations: shardings of some values, by their numbers.
+            asked: those of outputs, by their position.
+            bases: what other strategies say.
+            free: inputs that may be cut over all axes of the mesh, whatever else is.
+            ties: values that have the sharding of an input, by the numbers of both.
+        """
         graph, table = self.graph, self.table
+        for value, input_ in (ties or {}).items():
+            self.variables[value] = input_
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
-        self.asked = {place: _close(table.encoded(spec)) for place, spec in asked.items()}
-        # The axes in the pieces that annotations use, and what the other strategies chose.
-        pieces = pieces_of([*given.values(), *self.asked.values()])
+        self.asked = {place: close(table.encoded(spec)) for place, spec in asked.items()}
+        # The axes in the pieces that annotations use, others as a whole.
+        used = pieces_of([*given.values(), *self.asked.values()])
+        pieces = every_piece(used, table.mesh)
         # Equal ones are one object, by which they are told apart below.
         alike: dict[object, Sharding] = {}
 
@@ -130,7 +154,7 @@ class CostProblem:
             key = len(shape) if spec is None else spec
             found = alike.get(key)
             if found is None:
-                found = _make_whole(shape) if spec is None else _close(table.encoded(spec))
+                found = _make_whole(shape) if spec is None else close(table.encoded(spec))
                 found = alike[key] = alike.setdefault(found, found)
             return found
 
@@ -166,16 +190,22 @@ class CostProblem:
             self.ways.append(ways)
             # What a way reads and makes becomes a candidate of the values around it.
             for value, shardings in zip(places, ways.different, strict=True):
-                around[value].append(shardings)
+                around[self.variables[value]].append(shardings)
         outputs = set(graph.outputs)
         known_values: dict[object, list[Sharding]] = {}
         for number in range(len(graph.values)):
-            own, is_output = given.get(number), number in outputs
+            if self.variables[number] != number:
+                # Inputs come first.
+                self.values.append(self.values[self.variables[number]])
+                continue
+            own, is_output = given.get(number), number in outputs or number in free
             bases_of = [base[number] for base in self.known]
             value_key = (own, is_output, *map(id, bases_of), *map(id, around[number]))
             candidates = known_values.get(value_key)
             if candidates is None:
                 every = dict.fromkeys(itertools.chain.from_iterable(around[number]))
+                if number in free:
+                    every |= dict.fromkeys(cuts_of(graph.values[number].shape, pieces))
                 candidates = shardings_of(own, every, bases_of, is_output)
                 known_values[value_key] = candidates
             self.values.append(candidates)
@@ -197,7 +227,11 @@ class CostProblem:
             one.moves.table(one.own, one.others, one.is_read).seconds_s for one in self._between
         ]
         if self._sum is None:
-            choices = (*map(len, self.values), *(len(ways.options) for ways in self.ways))
+            own = [
+                len(shardings) if self.variables[number] == number else 1
+                for number, shardings in enumerate(self.values)
+            ]
+            choices = (*own, *(len(ways.options) for ways in self.ways))
             tables = [*self._computing]
             for ends in self._ends:
                 if ends.way is None:
@@ -219,6 +253,24 @@ class CostProblem:
             tables.append(old)
         self._sum = self._sum.replaced(tables)
         return self._sum
+
+    def shared_sum(self) -> CostSum:
+        """The sum where a value that several operations read moves once for all of them.
+
+        Each has its share of the seconds, so that it is never more than what a program takes that
+        moves a value to a sharding once.
+        """
+        total = self.sum()
+        readers = Counter(n for one in self.graph.operations for n in one.operands)
+        shares: dict[tuple[int, int], FloatArray] = {}
+        tables = total.tables[: len(self._computing)]
+        for table, ends in zip(total.tables[len(self._computing) :], self._ends, strict=True):
+            count = max(readers[ends.number], 1) if self._between[ends.between].is_read else 1
+            key = (id(table.seconds_s), count)
+            if key not in shares:
+                shares[key] = table.seconds_s / count
+            tables.append(CostTable(table.variables, shares[key]))
+        return CostSum(total.choices, tables)
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
@@ -243,6 +295,8 @@ class CostProblem:
     def _tabulate_compute(self, number: int) -> FloatArray:
         """Seconds that an operation computes in each of its ways."""
         operation, ways = self.graph.operations[number], self.ways[number]
+        if operation.operator == WITH_SHARDING:
+            return np.zeros(len(ways.options))
         places = (*operation.operands, *operation.results)
         tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
         key = (id(ways), operation.operator, tensors)
@@ -251,7 +305,7 @@ class CostProblem:
             name, rule = operation.operator, operation.rule
             # Ways that differ in contributions alone compute the same.
             seconds_s = {
-                cuts: self.model.compute_s(name, rule, cuts, tensors)
+                cuts: self.model.compute_s(name, rule, cuts, tensors, operation.attributes)
                 for cuts in dict.fromkeys(way.cuts for way in ways.options)
             }
             found = np.array(
@@ -308,27 +362,38 @@ class CostProblem:
                     found = find_numbers(moves, others)
                     numbered.append(find_between(moves, own[value], found, is_read))
             for value, between in zip(places, numbered, strict=True):
-                yield _Ends(value, count + number, between)
+                yield _Ends(self.variables[value], count + number, between, value)
         for place, target in self.asked.items():
             value = self.graph.outputs[place]
             moves = self._kinds[value]
             between = find_between(moves, own[value], moves.numbers([target]), True)
-            yield _Ends(value, None, between)
+            yield _Ends(self.variables[value], None, between, value)
 
     def start(self, base: int) -> tuple[int, ...]:
         """The choices nearest to what another strategy says."""
+        return self.nearest(self.known[base])
+
+    def nearest(self, wanted_shardings: Sequence[Sharding]) -> tuple[int, ...]:
+        """The choices nearest to shardings of all values."""
         chosen = []
-        for number, shardings in enumerate(self.values):
-            wanted = self.known[base][number]
+        for number, (shardings, wanted) in enumerate(
+            zip(self.values, wanted_shardings, strict=True)
+        ):
             # Compared by their cuts alone: candidates are closed and without replicated axes.
             place = next((i for i, one in enumerate(shardings) if one.dims == wanted.dims), 0)
-            chosen.append(place)
+            chosen.append(place if self.variables[number] == number else 0)
         return (*chosen, *([0] * len(self.ways)))
+
+    def shardings(self, chosen: Sequence[int]) -> list[Sharding]:
+        """The sharding of each value in an answer."""
+        return [
+            own[chosen[variable]] for own, variable in zip(self.values, self.variables, strict=True)
+        ]
 
     def answer(self, chosen: Sequence[int], base: PropagatedGraph) -> PropagatedGraph:
         """The graph with what was chosen."""
         count = len(self.graph.values)
-        shardings = [own[place] for own, place in zip(self.values, chosen, strict=False)]
+        shardings = self.shardings(chosen)
         runs = tuple(
             ways.run(place, len(operation.operands))
             for operation, ways, place in zip(
@@ -336,14 +401,15 @@ class CostProblem:
             )
         )
         outputs = tuple(
-            self.table.decoded(self.asked.get(place, _close(shardings[value])))
+            self.table.decoded(self.asked.get(place, close(shardings[value])))
             for place, value in enumerate(self.graph.outputs)
         )
         values = tuple(map(self.table.decoded, shardings))
         return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
 
 
-def _close(sharding: Sharding) -> Sharding:
+def close(sharding: Sharding) -> Sharding:
+    """A sharding as an array has it: without open dimensions and replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 

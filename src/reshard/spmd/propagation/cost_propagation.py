@@ -23,7 +23,7 @@ answer's seconds are those of its programs. There is no clock in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.cost_problem import CostProblem
+from reshard.spmd.propagation.cost_problem import CostProblem, close
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import (
     PropagatedGraph,
@@ -47,6 +47,10 @@ MOST_ROUNDS = 256
 SLACK = 1e-6
 # How often what formulas chose is changed.
 MOST_CHANGES = 4
+# Up to how many times the least sum others descend in windows too.
+NEAR = 1.02
+# Values between the centres of two windows of descent.
+CENTRES_APART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ def propagate_by_cost(
     outputs: Mapping[int, ShardingSpec] | None = None,
     machine: Machine | None = None,
     exact: bool | None = None,
+    starts: Sequence[Sequence[ShardingSpec]] = (),
 ) -> CostedGraph:
     """The shardings of least estimated time.
 
@@ -84,6 +89,7 @@ def propagate_by_cost(
         outputs: shardings in which outputs are asked for, by their position.
         machine: links and devices; hosts of eight H100 when None.
         exact: False never looks for the exact answer; else it is looked for first.
+        starts: shardings of all values, near which to look as well.
 
     Raises:
         SpecError: as `propagate_graph` does.
@@ -119,13 +125,15 @@ def propagate_by_cost(
     problem.fill(bounds=False)
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
-    starts = [problem.start(number) for number in range(len(bases))]
-    others = [total.descended(start, ways, sweeps=0) for start in starts]
+    nearest = [problem.start(number) for number in range(len(bases))]
+    others = [total.descended(one, ways, sweeps=0) for one in nearest]
     problem.price(others)
     total = problem.sum()
     others_s = {other: total.value(other) for other in others}
     # 4. What formulas choose, corrected by prices of programs.
-    chosen, seconds_s = _solve_nearly(problem, others_s, exact)
+    near = [problem.nearest([close(table.encoded(one)) for one in start]) for start in starts]
+    begun = [*others, *(total.descended(one, ways, sweeps=0) for one in near)]
+    chosen, seconds_s = _solve_nearly(problem, {one: total.value(one) for one in begun}, exact)
     # 5. What is better, or the proof that nothing is, where the graph is small enough.
     is_exact = False
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
@@ -186,23 +194,28 @@ def _solve_exactly(
 
 
 def _solve_nearly(
-    problem: CostProblem, others_s: Mapping[Choices, float], exact: bool | None
+    problem: CostProblem, begun_s: Mapping[Choices, float], exact: bool | None
 ) -> tuple[Choices, float]:
     """The least sum by formulas, changed as long as prices of programs show something better."""
     total = problem.sum()
     ways = range(len(problem.graph.values), len(total.choices))
     chosen = None if exact is False else total.eliminated()
+    centres = [] if chosen is not None or exact is False else range(0, ways.start, CENTRES_APART)
     if chosen is None:
-        chosen = min((total.descended(other, ways) for other in others_s), key=total.value)
+        # Windows take long: what is far above another is left.
+        lowest_s = {one: total.value(one) for one in (total.descended(o, ways) for o in begun_s)}
+        near = [one for one in lowest_s if lowest_s[one] <= NEAR * min(lowest_s.values())]
+        ended = (total.descended_in_windows(one, centres, ways) for one in near)
+        chosen = min(ended, key=total.value)
     # Seconds of answers whose movements are priced, which stay as they are.
     seen_s: dict[Choices, float] = {}
     for _ in range(MOST_CHANGES + 1):
         is_changed = problem.price([chosen])
         total = problem.sum()
         seen_s[chosen] = total.value(chosen)
-        seen_s.update(others_s)
+        seen_s.update(begun_s)
         best = min(seen_s, key=seen_s.__getitem__)
         if not is_changed:
             break
-        chosen = total.descended(best, ways)
+        chosen = total.descended_in_windows(best, centres, ways)
     return best, seen_s[best]

@@ -21,6 +21,9 @@ from typing import Any
 from reshard.errors import NotationError, SpecError
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
+WITH_SHARDING = "with_sharding"
+"""The operator whose result is its operand in a sharding that was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:

@@ -15,7 +15,8 @@ Forwards again, each joined table gets what lies outside of it, and then shows t
 every single choice: a choice whose least sum is above one that is known can be left out.
 
 *Descent* starts from given choices and changes one variable at a time, with the inner ones beside
-it, as long as that helps.
+it, as long as that helps. In *windows*, all variables near one are chosen at once, by elimination
+of their tables.
 
 Both give the same answer on every machine: sums are made in one order, and of equals the first
 choice is taken.
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,8 +37,11 @@ import numpy as np
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-# Entries of the largest table that elimination makes.
+# Entries of the largest table that elimination makes, of all variables and of a window's.
 LARGEST_TABLE = 1 << 19
+LARGEST_OF_WINDOW = 1 << 16
+# How often all windows are looked at.
+MOST_PASSES = 3
 
 
 class CostTable(NamedTuple):
@@ -128,10 +133,13 @@ class CostSum:
         if taken is None:
             return None
         # Variables that share no table, directly or by others, are sums of their own.
-        whole_s = math.fsum(float(one.left.seconds_s) for one in taken if not one.left.variables)
+        parts_s = [float(one.left.seconds_s) for one in taken if not one.left.variables]
+        # Tables of variables that have one choice alone are in none of those.
+        parts_s += [one.seconds_s.item() for one in self.tables if one.seconds_s.size == 1]
+        whole_s = math.fsum(parts_s)
         made = {id(one.left) for one in taken}
         outside_s: dict[int, FloatArray] = {}
-        found: list[FloatArray] = [np.zeros(0)] * len(self.choices)
+        found: list[FloatArray] = [np.full(1, whole_s)] * len(self.choices)
         for one in reversed(taken):
             # All tables of the sum, for choices of these variables: those below, and those outside.
             total = self._join(one.joined, one.scope)
@@ -172,12 +180,14 @@ class CostSum:
         # of variables by the size of their joined table.
         of = [{number: self.tables[number] for number in numbers} for numbers in self._of]
         beside = [{variable} for variable in range(len(choices))]
+        # Variables with one choice stay: without them, scopes are as few axes as they can be.
         for variables, _ in self.tables:
-            if len(variables) > 1:
-                for variable in variables:
-                    beside[variable].update(variables)
+            open_ = [variable for variable in variables if choices[variable] > 1]
+            if len(open_) > 1:
+                for variable in open_:
+                    beside[variable].update(open_)
         sizes = [math.prod([choices[v] for v in some]) for some in beside]
-        waiting = [(size, variable) for variable, size in enumerate(sizes)]
+        waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
         heapq.heapify(waiting)
         taken: list[Elimination] = []
         while waiting:
@@ -198,7 +208,7 @@ class CostSum:
             key = [place, choices[variable]]
             for variables, seconds_s in joined:
                 key.append(id(seconds_s))
-                key += [axes[v] for v in variables]
+                key += [axes[v] for v in variables if v in axes]
             found = known.get(tuple(key))
             if found is None:
                 total = self._join(joined, scope)
@@ -247,21 +257,97 @@ class CostSum:
             chosen[variable] = self._find_least(variable, chosen, known, least)
         if not sweeps:
             return tuple(chosen)
-        outer = [v for v in range(len(chosen)) if not is_inner[v]]
+        outer = [v for v, count in enumerate(self.choices) if count > 1 and not is_inner[v]]
         beside = {v: self._find_beside(v, is_inner) for v in outer}
+        # All are looked at once, then those near which something has changed since.
+        waiting = set(outer)
         for _ in range(sweeps):
-            has_changed = False
-            for variable in outer:
+            for variable in sorted(waiting):
+                waiting.discard(variable)
                 costs = self._sum_costs(variable, chosen, beside[variable], known)
                 best = int(costs.argmin())
                 if costs[best] < costs[chosen[variable]]:
-                    has_changed = True
                     chosen[variable] = best
                     for other in beside[variable]:
                         chosen[other] = self._find_least(other, chosen, known, least)
-            if not has_changed:
+                    waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
+                    waiting.discard(variable)
+            if not waiting:
                 break
         return tuple(chosen)
+
+    def descended_in_windows(
+        self,
+        start: Sequence[int],
+        centres: Sequence[int],
+        inner: Sequence[int] = (),
+        window: int = 32,
+    ) -> tuple[int, ...]:
+        """Choices where changing all variables of a window at once helps no more.
+
+        Args:
+            start: the choices to begin with, which descend by single variables first.
+            centres: variables, around each of which a window lies.
+            inner: as for `descended`.
+            window: how many variables one has, fewer where a table would be too large.
+        """
+        chosen = self.descended(start, inner)
+        known: dict[object, tuple[int, ...]] = {}
+        windows = [self._find_window(centre, window) for centre in centres]
+        for _ in range(MOST_PASSES):
+            before = chosen
+            for one in windows:
+                chosen = self._solve_window(one, chosen, known)
+            if chosen == before:
+                break
+        return chosen
+
+    def _find_window(self, centre: int, most: int) -> list[int]:
+        """A variable and those nearest to it by the tables that they share."""
+        found = {centre: None}
+        waiting = deque([centre])
+        while waiting and len(found) < most:
+            for number in self._of[waiting.popleft()]:
+                for other in self.tables[number].variables:
+                    if other not in found and self.choices[other] > 1:
+                        found[other] = None
+                        waiting.append(other)
+        return list(found)[:most]
+
+    def _solve_window(
+        self, window: Sequence[int], chosen: tuple[int, ...], known: dict[object, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The best choices of a window's variables, all others being chosen."""
+        inside = {variable: place for place, variable in enumerate(sorted(window))}
+        tables, key = [], []
+        for number in dict.fromkeys(n for v in inside for n in self._of[v]):
+            variables, seconds_s = self.tables[number]
+            at = [slice(None) if v in inside else chosen[v] for v in variables]
+            own = tuple([inside[v] for v in variables if v in inside])
+            tables.append(CostTable(own, seconds_s[tuple(at)]))
+            key.append((id(seconds_s), own, *[chosen[v] for v in variables if v not in inside]))
+        before = tuple([chosen[v] for v in inside])
+        # Layers alike have windows alike.
+        whole_key = (before, *key)
+        found = known.get(whole_key)
+        if found is None:
+            part = CostSum(tuple([self.choices[v] for v in inside]), tables)
+            solved = part.eliminated(LARGEST_OF_WINDOW)
+            is_better = solved is not None and part.value(solved) < part.value(before)
+            found = known[whole_key] = solved if solved is not None and is_better else before
+            if solved is None and len(window) > 2:
+                return self._solve_window(window[: len(window) * 2 // 3], chosen, known)
+        if found == before:
+            return chosen
+        changed = list(chosen)
+        for variable, place in inside.items():
+            changed[variable] = found[place]
+        return tuple(changed)
+
+    def _find_near(self, some: Iterable[int]) -> set[int]:
+        """The variables that some share a table with, and those themselves."""
+        numbers = {number for variable in some for number in self._of[variable]}
+        return {variable for number in numbers for variable in self.tables[number].variables}
 
     def _find_beside(self, variable: int, is_inner: Sequence[bool]) -> list[int]:
         """The inner variables that a variable shares a table with."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
 from reshard.spmd.local.library import library_of
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import (
@@ -40,8 +40,6 @@ from reshard.spmd.shards.operation_call import (
 )
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves, replaced
-
-WITH_SHARDING = "with_sharding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,8 @@ class RecordedCall:
         name: of the operator.
         attributes, options: as `reshard.spmd.shards.operation_call.call` takes them.
         target: the sharding of a `with_sharding`; None for other operators.
+        like: the input where the result of a `with_sharding` is to lie, whatever sharding that has,
+            by number; None where the target was asked for by itself.
         run: of an operation that is a function itself (a loop or a branch); None for operators.
     """
 
@@ -104,6 +104,7 @@ class RecordedCall:
     attributes: Attributes
     options: Attributes
     target: ShardingSpec | None = None
+    like: int | None = None
     run: RunFunction | None = None
 
 
@@ -143,6 +144,8 @@ class GraphRecorder:
         self.operations: list[Operation] = []
         self.recorded_calls: list[RecordedCall] = []
         self._number_of: dict[Any, int] = {}
+        # Inputs, and what is the same in another array.
+        self._input_of: dict[int, int] = {}
         # Arrays are known by their identity, so none of them may be freed.
         self._kept: list[Any] = []
 
@@ -150,6 +153,7 @@ class GraphRecorder:
         """A new input of the graph."""
         index = self._add_value(array, () if kind is None else kind.shape, _dtype_name(array, kind))
         self.inputs.append(index)
+        self._input_of[index] = index
         self.names.append(name)
         self.types.append(kind)
         return index
@@ -193,6 +197,14 @@ class GraphRecorder:
         action = RecordedCall(WITH_SHARDING, {}, {}, spec)
         self.add(action, [operand], [result], rule, {"sharding": str(spec)})
 
+    def record_end(self, result: ArrayValue, like: ArrayValue) -> None:
+        """What was just resharded is to lie where an input does."""
+        made, input_ = (self._number_of.get(_identify(one)) for one in (result, like))
+        if made is None or input_ is None or self.operations[-1].results != (made,):
+            return
+        known = self._input_of.get(input_)
+        self.recorded_calls[-1] = replace(self.recorded_calls[-1], like=known)
+
     def add(
         self,
         action: RecordedCall,
@@ -209,6 +221,8 @@ class GraphRecorder:
         said = {name: _as_text(value) for name, value in attributes.items()}
         self.operations.append(Operation(action.name, reads, makes, rule, MappingProxyType(said)))
         self.recorded_calls.append(action)
+        if action.name == "identity" and reads[0] in self._input_of:
+            self._input_of[makes[0]] = self._input_of[reads[0]]
 
     def add_run(
         self,

@@ -25,8 +25,7 @@ from reshard.collectives.steps import Permute
 from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.tracing.graph_recording import WITH_SHARDING
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 Ranks = tuple[int, ...]

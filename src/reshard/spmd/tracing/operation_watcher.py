@@ -8,12 +8,12 @@ from typing import Any
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import row_of
-from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.propagation.graph import WITH_SHARDING, Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.tracing.graph_recording import WITH_SHARDING, RunFunction
+from reshard.spmd.tracing.graph_recording import RunFunction
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 

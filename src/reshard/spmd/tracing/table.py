@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import Operation
-from reshard.spmd.tracing.graph_recording import WITH_SHARDING
+from reshard.spmd.propagation.graph import WITH_SHARDING, Operation
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import TracedOperation
 from reshard.text.quantities import bytes_text, count_text, duration_text, table

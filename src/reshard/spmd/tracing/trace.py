@@ -55,6 +55,7 @@ from reshard.topology import Topology
 
 STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 Spec = ShardingSpec | None
+Starts = Sequence[Sequence[ShardingSpec]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +235,16 @@ def record_for(
 
 
 def shardings_of(
-    recorded: Recording, strategy: str, topology: Topology | None, library: str
+    recorded: Recording,
+    strategy: str,
+    topology: Topology | None,
+    library: str,
+    starts: Starts = (),
 ) -> Shardings:
-    """The sharding of each value of a recorded function by a strategy."""
+    """The sharding of each value of a recorded function by a strategy.
+
+    `starts` are shardings of all values near which "cost" looks as well, where they are as many.
+    """
     if strategy == "eager" or not meshes_of(recorded):
         return keep_given(recorded)
     machine = Machine(topology, library)
@@ -244,7 +252,8 @@ def shardings_of(
     def place(
         graph: Graph, known: dict[int, ShardingSpec], mesh: DeviceMesh
     ) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
-        return _propagate(graph, known, mesh, strategy, machine)
+        near = [one for one in starts if len(one) == len(graph.values)]
+        return _propagate(graph, known, mesh, strategy, machine, near)
 
     values, operands = place_parts(recorded, place)
     return Shardings(tuple(values), tuple(operands))
@@ -255,18 +264,18 @@ def trace_recorded(
     strategy: str,
     topology: Topology | None,
     library: str,
-    runner: AbstractRunner | None = None,
+    starts: Starts = (),
 ) -> Trace:
     """The trace of a recorded function.
 
     Args:
         recorded: the function.
         strategy, topology, library: see `trace`.
-        runner: that recorded it, whose compiled operations are used; a new one when None.
+        starts: see `shardings_of`.
     """
     # What each value is to be sharded by.
-    shardings = shardings_of(recorded, strategy, topology, library)
-    return trace_placed(recorded, shardings, strategy, topology, library, runner)
+    shardings = shardings_of(recorded, strategy, topology, library, starts)
+    return trace_placed(recorded, shardings, strategy, topology, library)
 
 
 def trace_placed(
@@ -331,10 +340,11 @@ def _propagate(
     mesh: DeviceMesh,
     strategy: str,
     machine: Machine,
+    starts: Starts,
 ) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
     """Shardings of all values and operands, from those of the inputs and the `with_sharding`s."""
     if strategy == "cost":
-        found = propagate_by_cost(graph, known, machine=machine).propagated
+        found = propagate_by_cost(graph, known, machine=machine, starts=starts).propagated
     else:
         found = keep_pending(propagate_graph(graph, known, strategy=strategy))
     values = tuple(

@@ -28,9 +28,9 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
-from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
-from reshard.spmd.tracing.graph_recording import WITH_SHARDING, RecordedCall
+from reshard.spmd.tracing.graph_recording import RecordedCall
 from reshard.spmd.tracing.trace import Shardings, Trace, trace_placed
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
