@@ -96,7 +96,7 @@ bench: venv
 # has to be a build for CUDA.
 gpu: venv
 	$(VENV)/bin/python -m pytest -q -rs -n 0 tests/torch/exchange/test_devices.py \
-		tests/torch/test_gpu_processes.py
+		tests/torch/exchange/one_host/test_device_memory.py tests/torch/test_gpu_processes.py
 	$(VENV)/bin/python benchmarks/gpu.py
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".

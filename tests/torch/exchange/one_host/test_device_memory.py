@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import socket
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -139,8 +140,57 @@ def test_who_has_used_no_device_tells_of_none(monkeypatch: pytest.MonkeyPatch) -
     assert seen_devices() != found
 
 
-def test_only_one_device_of_a_process_is_served() -> None:
+def test_the_first_device_that_is_asked_for_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     devices = DeviceMemory()
-    assert devices.serves(CUDA) and not devices.serves(torch.device("cpu"))
-    devices._device = CUDA
-    assert devices.serves(CUDA) and not devices.serves(torch.device("cuda", 1))
+    assert not devices.serves(torch.device("cpu"))
+    assert devices.serves(torch.device("cuda"))
+    assert devices.serves(torch.device("cuda", 1)) and not devices.serves(CUDA)
+
+
+class FakeEvent:
+    """A CUDA event that notes what it is asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, interprocess: bool = False) -> None:
+        self.asked.append("interprocess" if interprocess else "event")
+
+    def record(self, stream: object = None) -> None:
+        self.asked.append(f"record {stream or 'current'}")
+
+    def ipc_handle(self) -> bytes:
+        return b"event handle"
+
+    def query(self) -> bool:
+        self.asked.append("query")
+        return self.asked.count("query") > 2
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> str:
+        return f"{handle.decode()} on {device}"
+
+
+def test_marks_are_events_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeEvent.asked.clear()
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(device_memory, "_numbers", lambda: {"GPU-a": 0, "GPU-b": 1})
+    devices = DeviceMemory()
+    # Who has marked nothing has nothing to wait for.
+    devices.finish()
+    # Also one that only receives, and has allocated nothing.
+    assert devices.serves(torch.device("cuda", 1))
+    devices.mark()
+    devices.mark()
+    assert FakeEvent.asked == ["interprocess", "record current", "record current"]
+    monkeypatch.setattr(device_memory, "_numbers", lambda: {"GPU-b": 0, "GPU-a": 1})
+    told = json.dumps({"uuid": "GPU-b", "event": b"event handle".hex()}).encode()
+    devices.wait_for(devices.open_mark(told))
+    assert waited == ["event handle on cuda:0"]
+    assert json.loads(devices.export_mark())["uuid"] == "GPU-a"
+    devices.finish()
+    assert FakeEvent.asked[3:] == ["event", f"record {stream}", "query", "query", "query"]

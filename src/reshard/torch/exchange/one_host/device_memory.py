@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ import torch
 NO_DEVICES = bytes(16)
 # The fields of a handle that are bytes.
 _BYTES = ("handle", "counter", "event")
+_FINISH_S = 1.0
 
 
 def seen_devices() -> bytes:
@@ -37,7 +39,7 @@ def seen_devices() -> bytes:
 
 
 class DeviceMemory:
-    """What this process does with memory of devices that it shares; the first device it used.
+    """What this process does with memory of one device that it shares.
 
     All processes that it shares memory with see the same devices.
     """
@@ -47,14 +49,17 @@ class DeviceMemory:
         self._event: Any = None
 
     def serves(self, device: torch.device) -> bool:
-        """Whether memory of a device can be shared."""
-        return device.type == "cuda" and self._device.index in (None, device.index)
+        """Whether memory of a device can be shared: that of the first which is asked for."""
+        if device.type != "cuda":
+            return False
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if self._device.index is None:
+            self._device = torch.device("cuda", index)
+        return bool(self._device.index == index)
 
     def allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Bytes on a device."""
-        found = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._device = found.device
-        return found
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def export(self, memory: torch.Tensor) -> bytes:
         """What another process opens the memory by; one for each that does."""
@@ -106,9 +111,17 @@ class DeviceMemory:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def finish(self) -> None:
-        """Wait for the device: memory that others may still read must not go."""
-        if self._device.index is not None:
-            torch.cuda.synchronize(self._device)
+        """Wait for the device: memory that others may still read must not go.
+
+        Not for long: what it waits for may be a process that is gone.
+        """
+        if self._event is None:
+            return
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream(self._device))
+        until_s = time.monotonic() + _FINISH_S
+        while not end.query() and time.monotonic() < until_s:
+            time.sleep(0.001)
 
 
 def _numbers() -> dict[str, int]:
