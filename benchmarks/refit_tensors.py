@@ -102,33 +102,41 @@ def models_by_layouts(
     return source, make_target
 
 
+def distribute(
+    mesh: Any, shape: tuple[int, ...], placements: Any, fill: Callable[[Any], Any]
+) -> Any:
+    """This rank's end of a DTensor, in bfloat16; what is cut is cut evenly."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = list(shape)
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] //= size
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    how = {"run_check": False, "shape": torch.Size(shape), "stride": strides}
+    return DTensor.from_local(fill(local).to(torch.bfloat16), mesh, placements, **how)
+
+
 def models_by_dtensors(
     shapes: Any, rank: int
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Of DTensors."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     del rank
     fsdp = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
 
-    def make(on: Any, shape: tuple[int, ...], cuts: Any, fill: Callable[[Any], Any]) -> Any:
-        local = list(shape)
-        for size, placement in zip(on.shape, cuts, strict=True):
-            if isinstance(placement, Shard):
-                local[placement.dim] //= size
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        given = fill(local).to(torch.bfloat16)
-        how = {"run_check": False, "shape": torch.Size(shape), "stride": strides}
-        return DTensor.from_local(given, on, cuts, **how)
-
-    source = {n: make(fsdp, shape, [Shard(0)], torch.rand) for n, (shape, _) in shapes.items()}
+    source = {
+        n: distribute(fsdp, shape, [Shard(0)], torch.rand) for n, (shape, _) in shapes.items()
+    }
 
     def make_target() -> dict[str, Any]:
         return {
-            name: make(
+            name: distribute(
                 mesh, shape, [Replicate(), Replicate() if cut is None else Shard(cut)], torch.zeros
             )
             for name, (shape, cut) in shapes.items()

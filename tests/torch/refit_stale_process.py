@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import reshard
 from rank_cases import run_cases
 from refit_models import expect, refused
-from reshard.errors import RunError
+from reshard.errors import RunError, ShardError
+from reshard.layout import Box, Layout
 from reshard.torch import Refit
 from reshard.torch.exchange.groups import rank_group
 
@@ -138,7 +141,185 @@ def alike_but_for_one_thing() -> None:
         expect(torch.equal(found, expected), f"{name}: {found}, not {expected}")
 
 
-CASES = [maxima, moved_tensors, alike_but_for_one_thing]
+def cut_source() -> dict[str, Any]:
+    """Squares of 4 rows for each rank, by layouts and as a DTensor; and one that all ranks have."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = reshard.spec(reshard.DeviceMesh.of(x=ranks), "x, -").layout((4 * ranks, 4))
+    values = torch.arange(16.0).view(4, 4) + 16 * rank
+    mesh = init_device_mesh("cpu", (ranks,))
+    return {
+        "layout": (values.clone(), rows),
+        "other": (values + 1000, rows),
+        "parameter": torch.nn.Parameter(DTensor.from_local(values + 2000, mesh, [Shard(0)])),
+        "everywhere": (torch.ones(3), Layout.replicated((3,), ranks)),
+    }
+
+
+def held_of(value: Any) -> Any:
+    """A tensor's memory here, as the same object each time."""
+    tensor = value[0] if isinstance(value, tuple) else value
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def swap_layout(model: dict[str, Any], name: str) -> None:
+    """The same tensor, of the next rank's rows."""
+    ranks, tensor = dist.get_world_size(), model[name][0]
+    starts = [4 * ((rank + 1) % ranks) for rank in range(ranks)]
+    boxes = [(rank, Box((start, 0), (start + 4, 4))) for rank, start in enumerate(starts)]
+    model[name] = tensor, Layout.from_boxes((4 * ranks, 4), boxes)
+
+
+def swap_strides(model: dict[str, Any], name: str) -> None:
+    """The same memory, its rows seen as columns."""
+    held = held_of(model[name])
+    held.set_(held.untyped_storage(), 0, (4, 4), (1, 4))
+
+
+def move_memory(model: dict[str, Any], name: str) -> None:
+    held = held_of(model[name])
+    held.data = held.detach().clone() + 5
+
+
+def replace_local(model: dict[str, Any], name: str) -> None:
+    if isinstance(model[name], DTensor):
+        model[name]._local_tensor = model[name]._local_tensor.detach().clone() + 7
+
+
+def see_as_integers(model: dict[str, Any], name: str) -> None:
+    """The same bytes as elements of another type."""
+    held = held_of(model[name])
+    held.data = held.detach().view(torch.int32)
+
+
+def swap_names(model: dict[str, Any], name: str) -> None:
+    model[name], model["other"] = model["other"], model[name]
+
+
+def leave_out(model: dict[str, Any], name: str) -> None:
+    del model[name]
+
+
+def write_values(model: dict[str, Any], name: str) -> None:
+    held_of(model[name]).detach().add_(3)
+
+
+def flip_sign(model: dict[str, Any], name: str) -> None:
+    """Marked negative, at the same address."""
+    held = held_of(model[name])
+    held.data = torch._neg_view(held.detach())
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value[1].shape if isinstance(value, tuple) else value.shape)
+
+
+def empty_columns(model: dict[str, Any]) -> dict[str, Any]:
+    """A target that is cut along the last dimension, so that parts of the source's parts move."""
+    ranks = dist.get_world_size()
+    found = {}
+    for name, value in model.items():
+        shape = shape_of(value)
+        text = ", ".join(["-"] * (len(shape) - 1) + ["x"])
+        layout = reshard.spec(reshard.DeviceMesh.of(x=ranks), text).layout(shape)
+        local = layout.local_shape(dist.get_rank())
+        found[name] = None if local is None else torch.zeros(local), layout
+    return found
+
+
+def expect_filled(model: dict[str, Any], target: dict[str, Any], what: str) -> None:
+    """The target's tensors are what the source's say now, rank by rank."""
+    for name, value in model.items():
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, held_of(value).detach().clone())
+        whole = torch.empty(shape_of(value))
+        for rank, part in enumerate(parts):
+            if isinstance(value, tuple):
+                (box,) = value[1].boxes(rank)
+                whole[tuple(map(slice, box.start, box.stop))] = part
+            else:
+                whole[4 * rank : 4 * rank + 4] = part
+        found, layout = target[name]
+        for box in layout.boxes(dist.get_rank()) if found is not None else ():
+            own = whole[tuple(map(slice, box.start, box.stop))]
+            expect(torch.equal(found, own), f"{what}: {name}: {found}, not {own}")
+
+
+def sources_prepared_again() -> None:
+    """For another target a source counts as known only where nothing of it has changed."""
+    ranks = dist.get_world_size()
+
+    def filled(model: dict[str, Any], what: str, **options: Any) -> Refit:
+        target = empty_columns(model)
+        found = Refit.prepare(model, target, **options)
+        for _ in range(2):
+            found.run()
+            expect_filled(model, target, what)
+        return found
+
+    def sent(done: Refit) -> list[Any]:
+        return [m for b in done._batches.batches for e in b.exchanges for m in e.list_sent()]
+
+    # 1. Nothing has changed, or only values: the same messages are sent.
+    model = cut_source()
+    first = filled(model, "first")
+    again = [filled(model, "again"), filled(model, "other limit", extra_bytes=1 << 16)]
+    write_values(model, "layout")
+    again.append(filled(model, "values"))
+    same = [list(map(id, sent(one))) == list(map(id, sent(first))) for one in again]
+    expect(same == [True, False, True], f"messages are the same: {same}")
+    # What only sends what changed, or has buckets, has messages of its own.
+    for options in ({"changed_only": "elements"}, {"buckets": 64}, {"method": "exchange"}):
+        filled(model, f"{options}", **options)
+        filled(model, "plain again")
+    first.run()
+    # 2. Whatever changes, of any tensor.
+    changes = (
+        move_memory,
+        replace_local,
+        swap_strides,
+        swap_layout,
+        swap_names,
+        leave_out,
+        see_as_integers,
+        flip_sign,
+    )
+    for change, name in itertools.product(changes, ("layout", "parameter")):
+        if name == "parameter" and change in (swap_layout, swap_names, see_as_integers, flip_sign):
+            continue
+        model = cut_source()
+        before = filled(model, "before")
+        change(model, name)
+        what = f"{change.__name__} of {name}"
+        if change is see_as_integers:
+            target = empty_columns(model)
+            refused(lambda m=model, t=target: Refit.prepare(m, t), ShardError, "to convert, say")
+        elif change is flip_sign:
+            target = empty_columns(model)
+            refused(lambda m=model, t=target: Refit.prepare(m, t), ShardError, "negative")
+        else:
+            filled(model, what)
+        expect(before is not None, what)
+    # 3. Another tensor of the same memory, which then moves.
+    model = cut_source()
+    before = filled(model, "before")
+    model["other"] = model["other"][0].view(4, 4), model["other"][1]
+    after = filled(model, "another of the same memory")
+    move_memory(model, "other")
+    refused(after.run, RunError, "other is at another address")
+    before.run()
+    # 4. Other groups: in another order, and one whose ranks share no memory.
+    model = cut_source()
+    first = filled(model, "all")
+    turned = dist.new_group(list(range(ranks))[::-1], sort_ranks=False)
+    filled(model, "turned", group=turned)
+    os.environ["RESHARD_SHARED_MEMORY"] = "never"
+    far = filled(model, "far", group=dist.new_group(list(range(ranks))))
+    del os.environ["RESHARD_SHARED_MEMORY"]
+    expect(not set(map(id, sent(far))) & set(map(id, sent(first))), "messages of other lengths")
+    filled(model, "all again")
+
+
+CASES = [maxima, moved_tensors, alike_but_for_one_thing, sources_prepared_again]
 
 
 if __name__ == "__main__":

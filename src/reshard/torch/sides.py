@@ -241,15 +241,17 @@ def find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (steps + 1) * tensor.element_size()
 
 
-def list_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where what each has on this rank begins, in few steps of Python: each run asks for all.
+def list_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What each has on this rank, in few steps of Python: each run asks for all.
 
     >>> here = torch.zeros(4)
-    >>> list_addresses([here, here[1:]]) == [here.data_ptr(), here.data_ptr() + 4]
+    >>> list_locals([here])[0] is here
     True
     """
     listed = list(tensors)
     # What a DTensor has is asked anew, since it may have been given another.
     if not set(map(type, listed)) <= WITH_MEMORY:
         listed = [getattr(tensor, "_local_tensor", tensor) for tensor in listed]
-    return list(map(torch.Tensor.data_ptr, listed))
+    if not set(map(type, listed)) <= WITH_MEMORY:
+        listed = [found for found in map(local_of, listed) if found is not None]
+    return listed

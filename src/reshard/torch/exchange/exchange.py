@@ -35,7 +35,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,45 @@ _PIPELINE_AHEAD = 16
 _IN_A_TURN = _PACKED_AHEAD
 
 
+class Cutting(NamedTuple):
+    """What decides how transfers are cut to messages, beside the transfers."""
+
+    rank: int
+    ranks: int
+    is_grouped: bool
+    message_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        group: RankGroup,
+        device: torch.device,
+        extra_bytes: int,
+        is_grouped: bool | None = None,
+        is_hosted: bool | None = None,
+    ) -> Cutting:
+        """That of an exchange with these arguments. Raises UsageError for a limit too small."""
+        if is_grouped is None:
+            is_grouped = group.backend_of(device) == "nccl"
+        if is_hosted is None:
+            is_hosted = group.is_hosted(device)
+        # Grouped messages to and from all ranks are in memory at once.
+        peers = len(group.ranks) - 1 if is_grouped else 1
+        message_bytes = limit_message_bytes(extra_bytes, peers)
+        shared = _find_shared(group, device, is_grouped, is_hosted)
+        if shared is not None and shared.is_complete:
+            message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
+        return cls(group.rank, group.slots, is_grouped, message_bytes)
+
+
+def _find_shared(
+    group: RankGroup, device: torch.device, is_grouped: bool, is_hosted: bool
+) -> SharedMemory | None:
+    """The memory that messages may travel by; None where they do not."""
+    on_host = is_hosted or device.type == "cpu"
+    return group.shared_memory if on_host and not is_grouped else None
+
+
 class MessageExchange:
     """The messages of one rank, prepared to run any number of times.
 
@@ -91,6 +130,8 @@ class MessageExchange:
             knows no other, carries a device's tensors.
         memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
             exchanges share which run one after the other; its own when None.
+        like: another exchange of the same transfers and sources, whose `cutting` is the same: what
+            it sends is what this one does. `tensors` may be without those that send only.
 
     Raises:
         UsageError: a limit too small for any message, or for so much.
@@ -107,30 +148,29 @@ class MessageExchange:
         by_region: bool = False,
         is_hosted: bool | None = None,
         memory: torch.Tensor | None = None,
+        like: MessageExchange | None = None,
     ) -> None:
         self._group = among = rank_group(group)
         self._device = device
-        is_nccl = among.backend_of(device) == "nccl"
         self._is_hosted = among.is_hosted(device) if is_hosted is None else is_hosted
-        self._is_grouped = is_nccl if is_grouped is None else is_grouped
-        # Grouped messages to and from all ranks are in memory at once.
+        cutting = Cutting.of(among, device, extra_bytes, is_grouped, is_hosted)
+        self._is_grouped = cutting.is_grouped
         peers = len(among.ranks) - 1 if self._is_grouped else 1
-        message_bytes = limit_messages(tensors, extra_bytes, peers)
-        self._shared: SharedMemory | None = None
-        if (self._is_hosted or device.type == "cpu") and not self._is_grouped:
-            self._shared = among.shared_memory
+        if like is None:
+            # Of what another exchange has sent it is known that there is room.
+            limit_messages(tensors, extra_bytes, peers)
+        self._shared = _find_shared(among, device, self._is_grouped, self._is_hosted)
         if self._shared is not None and self._shared.serves(device):
             # All ranks share memory of devices, and nothing passes through the host.
             self._is_hosted = False
-        if self._shared is not None and self._shared.is_complete:
-            message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
         found = list_messages(
             tensors,
             rank,
             among.slots,
-            message_bytes,
+            cutting.message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
+            None if like is None else like.list_sent(),
         )
         self._rank = rank
         self._partial = [one for one in tensors if _is_partial(one)]
@@ -164,6 +204,11 @@ class MessageExchange:
         self.has_failed = False
         # Of all its messages; exchanges that are under way at once have tags of their own.
         self.tag = 0
+
+    def list_sent(self) -> list[RankMessage]:
+        """What this rank sends."""
+        every = (one.message for step in self._steps for one in step.messages)
+        return [message for message in every if message.is_sent]
 
     def _is_near(self, message: RankMessage) -> bool:
         return self._shared is not None and message.peer in self._shared.ranks

@@ -151,6 +151,11 @@ class RankGroup:
         """Whether a device's tensors travel through the host's memory: gloo knows no other."""
         return device.type != "cpu" and self.backend_of(device) == "gloo"
 
+    @property
+    def numbering(self) -> tuple[object, ...]:
+        """What decides the numbers, in this group, of ranks of this process's job."""
+        return self.rank, tuple(self._at_home.items()) if self.is_across_jobs else None
+
     def find_rank(self, home_rank: int) -> int:
         """The number, in this group, of a rank of this process's job.
 

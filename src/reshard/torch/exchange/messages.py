@@ -17,7 +17,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +36,7 @@ Place = tuple[int, int]
 FIRST_PLACE: Place = (0, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankTransfers:
+class RankTransfers(NamedTuple):
     """The transfers of one tensor on one rank, with its local tensors there.
 
     `received` are the transfers into this rank, those that stay included, `sent` those to
@@ -78,7 +77,7 @@ class RankTransfers:
         )
         halves = [(received, sent), (~received, ~sent)]
         first, second = (
-            replace(self, received=self.received.take(into), sent=self.sent.take(out))
+            self._replace(received=self.received.take(into), sent=self.sent.take(out))
             if into.any() or out.any()
             else None
             for into, out in halves
@@ -250,8 +249,8 @@ class RankPieces:
     # Tensors that are cut alike, and lie alike in memory, have the same rows.
     _rows: dict[tuple[Any, ...], _PieceRows] = field(default_factory=dict)
 
-    def add(self, tensor: RankTransfers, rank: int) -> None:
-        """List the pieces of one tensor."""
+    def add(self, tensor: RankTransfers, rank: int, *, with_sent: bool = True) -> None:
+        """List the pieces of one tensor; without those that it sends where they are known."""
         change, source, target = tensor.change, tensor.source, tensor.target
         sources = cells_of(change.source, rank, source)
         targets = cells_of(change.target, rank, target)
@@ -273,7 +272,7 @@ class RankPieces:
                 take(Piece(view, dtype or view.dtype, reduction))
         for place, kept_from, reduction, keep in rows.kept:
             keep(LocalCopy(place.view(targets), kept_from.view(sources), reduction))
-        if rows.sent:
+        if rows.sent and with_sent:
             views = _view_places(rows.sent_places, sources)
             pieces = [Piece(view, dtype or view.dtype) for view in views]
             for number, take in rows.sent:
@@ -343,6 +342,7 @@ def list_messages(
     message_bytes: int,
     in_a_turn: int = 1,
     by_region: bool = False,
+    sent: Sequence[RankMessage] | None = None,
 ) -> RankMessages:
     """What one rank has to do for tensors that every rank lists in the same order.
 
@@ -353,11 +353,13 @@ def list_messages(
         in_a_turn: how many messages go to one rank before those to another, likewise the same.
         by_region: whether all contributions to a region travel before the next region does. One
             tensor only, whose contributions are cut alike.
+        sent: the messages that this rank sends, where they are known: `tensors` may then be
+            without those that send only.
     """
     by_place: defaultdict[Place, RankPieces] = defaultdict(RankPieces)
     for tensor in tensors:
-        by_place[tensor.place].add(tensor, rank)
-    messages: list[RankMessage] = []
+        by_place[tensor.place].add(tensor, rank, with_sent=sent is None)
+    messages: list[RankMessage] = list(sent or ())
     copies: list[LocalCopy] = []
     combinations: list[LocalCombination] = []
     for place, pieces in by_place.items():

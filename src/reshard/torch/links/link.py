@@ -59,9 +59,9 @@ from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.silence import ending_when_silent
 from reshard.torch.links.sync import WeightSync
 from reshard.torch.links.trainer_sync import RunAccount, TrainerEnd, TrainerSync, settle
+from reshard.torch.models.given_models import Model
 from reshard.torch.models.model_pairs import is_megatrons
 from reshard.torch.models.naming import Naming
-from reshard.torch.models.parameters import Model
 from reshard.torch.refitting.refit import Refit
 from reshard.torch.refitting.transforms import Transform
 

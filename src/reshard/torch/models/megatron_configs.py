@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from reshard.errors import UsageError
-from reshard.torch.models.parameters import MegatronModel, chunks_of
+from reshard.torch.models.given_models import MegatronModel, chunks_of
 
 # By the names of config.json.
 _NUMBERS = {

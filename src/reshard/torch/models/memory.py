@@ -1,4 +1,7 @@
-"""Memory of a model's tensors: which of them lie in one place.
+"""Memory of a model's tensors: where it is, and which of them lie in one place.
+
+A source that is listed again, as for another engine, is what it was where its tensors are the same
+objects, described alike, and their memory is where it was and as it was.
 
 A target must not lie where a source is, and no two targets may share memory, but for names of one
 tensor that are declared tied. Sources may; of two that are one tensor it is enough to use one. By
@@ -8,8 +11,11 @@ matrix do, elements are compared.
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -19,16 +25,88 @@ from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.naming import tied_root
-from reshard.torch.models.parameters import LocalTensors
-from reshard.torch.sides import check_writable, find_addresses
+from reshard.torch.models.rosters import Roster
+from reshard.torch.sides import check_writable, find_addresses, list_locals
 
 _DEVICE, _NBYTES = attrgetter("device"), attrgetter("nbytes")
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
 
 
-def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
-    """Note problems of a target's memory, and which names of either are of one tensor.
+@dataclass(eq=False)
+class LocalTensors:
+    """A rank's tensors by common name, and what it tells the others of them.
+
+    `tensors` are the objects that the model has, `locals` their memory on this rank. `described`
+    is all that the listing follows from, but for where memory lies; None where more does.
+    """
+
+    roster: Roster
+    tensors: dict[str, torch.Tensor]
+    locals: dict[str, torch.Tensor]
+    described: object = None
+
+    def __post_init__(self) -> None:
+        held = list_locals(self.tensors.values())
+        self._addresses = list(map(torch.Tensor.data_ptr, held))
+        # Their shapes and types are described.
+        self._strides = [] if self.described is None else list(map(torch.Tensor.stride, held))
+
+    def moved(self) -> Iterator[tuple[str, int]]:
+        """Tensors whose memory is another than when they were listed, with where it was."""
+        now = list(map(torch.Tensor.data_ptr, list_locals(self.tensors.values())))
+        # Of very many tensors none has moved, nearly always.
+        if now != self._addresses:
+            for name, address, found in zip(self.tensors, self._addresses, now, strict=True):
+                if found != address:
+                    yield name, address
+
+    def is_still(self, tensors: Sequence[torch.Tensor], described: object) -> bool:
+        """Whether these tensors, which are described so, would be listed as the same."""
+        if len(tensors) != len(self.tensors) or described != self.described:
+            return False
+        if not all(map(operator.is_, tensors, self.tensors.values())):
+            return False
+        held = list_locals(tensors)
+        is_there = list(map(torch.Tensor.data_ptr, held)) == self._addresses
+        return is_there and list(map(torch.Tensor.stride, held)) == self._strides
+
+    @cached_property
+    def spans(self) -> list[_Span]:
+        """Where tensors with elements lie: their device, first and last byte, and name."""
+        return _list_spans(self.locals)
+
+    @cached_property
+    def own_roster(self) -> Roster:
+        """The roster, with which names are of one tensor."""
+        entries = self.roster.columns.with_aliases(_find_aliases(self.locals, self.spans))
+        return replace(self.roster, entries=entries)
+
+
+class KnownTensors:
+    """Listings that somebody has, to be taken for what is listed again and is the same."""
+
+    def __init__(self) -> None:
+        self._by_first: weakref.WeakValueDictionary[int, LocalTensors] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def keep(self, found: LocalTensors) -> None:
+        """Know a listing, if what it follows from is."""
+        first = next(iter(found.tensors.values()), None)
+        if first is not None and found.described is not None:
+            self._by_first[id(first)] = found
+
+    def find(self, tensors: Sequence[torch.Tensor], described: object) -> LocalTensors | None:
+        """The listing of these tensors, which are described so; None where they have changed."""
+        known = self._by_first.get(id(tensors[0])) if tensors else None
+        return known if known is not None and known.is_still(tensors, described) else None
+
+
+def check_memory(
+    before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]
+) -> tuple[Roster, Roster]:
+    """The rosters of both, with problems of a target's memory, and names that are of one tensor.
 
     A target must not lie where a source is. Targets that are one tensor must be declared tied;
     they are filled once. Others must not share memory.
@@ -36,7 +114,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     problems: list[str] = []
     alias_of: dict[str, str] = {}
     at: dict[tuple[str, int], list[str]] = {}
-    sources, targets = _list_spans(before.locals), _list_spans(after.locals)
+    sources, targets = before.spans, after.spans
     for name, local in after.locals.items():
         if local.is_contiguous():
             continue
@@ -44,13 +122,9 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
             check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
-    before.roster = replace(
-        before.roster,
-        entries=before.roster.columns.with_aliases(_find_aliases(before.locals, sources)),
-    )
     # Mostly each target has memory of its own: then nothing else is to be found.
     if not problems and _are_apart(sources, targets):
-        return
+        return before.own_roster, after.roster
     for device, begin, _, name in targets:
         # One tensor under two names is written once if these are tied, and refused otherwise.
         there = at.setdefault((device, begin), [])
@@ -70,11 +144,12 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     shared = _find_shared(sources, targets)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
-    after.roster = replace(
+    roster = replace(
         after.roster,
         entries=after.roster.columns.with_aliases(alias_of),
         problems=(*after.roster.problems, *problems),
     )
+    return before.own_roster, roster
 
 
 def _find_aliases(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.given_models import MegatronModel, Model, chunks_of, tensors_of
 from reshard.torch.models.hub_names import (
     EMBEDDING,
     OUTPUT,
@@ -42,15 +43,9 @@ from reshard.torch.models.megatron_groups import (
     read_groups,
 )
 from reshard.torch.models.megatron_parameters import list_parameters
+from reshard.torch.models.memory import LocalTensors
 from reshard.torch.models.naming import Naming, fitting, renamed
-from reshard.torch.models.parameters import (
-    LocalTensors,
-    MegatronModel,
-    Model,
-    chunks_of,
-    list_tensors,
-)
-from reshard.torch.models.states import tensors_of
+from reshard.torch.models.parameters import list_tensors
 
 _SIDES = ("source", "target")
 _ENDS = ("embed_tokens.weight", "lm_head.weight")

@@ -1,26 +1,15 @@
-"""Tensors of a model on one rank, and how each is known to be cut.
-
-=============================  ==================================================================
-a model on one rank            how its tensors are cut
-a module, a state dict         DTensors as they say; other tensors are whole on every rank that
-                               has them. Parameters and persistent buffers count
-`{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
-`{name: PartitionedTensor}`    as its placement says, where all ranks know all splits
-`MegatronModel`                as Megatron's attributes of all ranks together say, which are where
-                               sizes or live process groups say (`megatron_groups`)
-`by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
-`None`                         the rank has nothing
-=============================  ==================================================================
+"""Tensors of a model on one rank, listed with how each is cut.
 
 What a rank lists goes to the other ranks (`rosters`); the tensors stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -29,101 +18,31 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.groups import MegatronGrids
-from reshard.megatron.names import MegatronNames
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
+from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of, tensors_of
 from reshard.torch.models.megatron_parameters import (
     add_attributes,
     cut_members,
     list_parameters,
 )
+from reshard.torch.models.memory import KnownTensors, LocalTensors
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
-from reshard.torch.models.states import tensors_of
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
-from reshard.torch.sides import WITH_MEMORY, list_addresses, local_of, place_sharding
+from reshard.torch.sides import WITH_MEMORY, local_of, place_sharding
 
+# What a tensor's memory is like.
+_LIKE = attrgetter("shape", "dtype", "layout", "is_meta", "requires_grad")
 
-@dataclass(frozen=True, slots=True)
-class MegatronModel:
-    """A rank's model chunks, whose parameters carry Megatron's attributes.
-
-    Where the ranks are among each other, either `names` say by sizes, or `groups` by what runs.
-
-    Args:
-        chunks: a module, or one for each virtual stage of this rank.
-        names: the ranks, and how they name their layers and experts; the same on every rank.
-        parameters: what the attributes leave out, by local name or pattern: fields of
-            `LocalParameter` such as `heads`, `true_length` or `is_expert`.
-        groups: this rank's process groups, in place of names: an object or a table with those of
-            torch, or lists of their ranks, as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`,
-            `expt_dp` (or `edp`), as far as there are any. Without either, the `pg_collection` that
-            the first chunk has. They have global ranks, so no offset counts; the layers of all
-            stages are counted.
-        stack: the module whose numbered layers the pipeline shares out, where groups are given.
-        config: of the model on the Hub: the content of its config.json, or transformers' object.
-            The modules' own config says what they have where this is None (`megatron_configs`).
-        problems: why it cannot be used on this rank, for all ranks to raise.
-    """
-
-    chunks: torch.nn.Module | Sequence[torch.nn.Module]
-    names: MegatronNames | None = None
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    groups: Any = None
-    stack: str = "decoder.layers"
-    config: Any = None
-    problems: tuple[str, ...] = ()
-
-
-class LaidModel(dict[str, Any]):
-    """`{name: (tensor, Layout)}`, made of a model of other names.
-
-    `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
-    rank: a refit raises them on every rank, where an error of one would let the others wait.
-    `first_rank` is the rank of this process's job that the layouts call 0.
-    """
-
-    def __init__(self, first_rank: int = 0) -> None:
-        super().__init__()
-        self.first_rank = first_rank
-        self.own_names: dict[str, str] = {}
-        self.problems: list[str] = []
-
-
-# What a tensor with a layout says of its kind: type, local shape, layout, members, sharding.
-_Says: TypeAlias = tuple[
-    torch.dtype | None, torch.Size | None, Layout | None, Fusion | None, ShardingSpec | None
-]
-
-Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
-
-
-@dataclass(slots=True)
-class LocalTensors:
-    """A rank's tensors by common name, and what it tells the others of them.
-
-    `tensors` are the objects that the model has, `locals` their memory on this rank.
-    """
-
-    roster: Roster
-    tensors: dict[str, torch.Tensor]
-    locals: dict[str, torch.Tensor]
-    addresses: dict[str, int]
-
-    def moved(self) -> Iterator[tuple[str, int]]:
-        """Tensors whose memory is another than when they were listed, with where it was."""
-        now = list_addresses(self.tensors.values())
-        # Of very many tensors none has moved, nearly always.
-        if now != list(self.addresses.values()):
-            for (name, address), found in zip(self.addresses.items(), now, strict=True):
-                if found != address:
-                    yield name, address
+# What this process has listed.
+_KNOWN = KnownTensors()
 
 
 def list_tensors(
@@ -156,17 +75,20 @@ def list_tensors(
         if isinstance(model, MegatronModel):
             found.add_megatron(model)
         elif model is not None:
-            own_names = model.own_names if isinstance(model, LaidModel) else {}
-            for name, value in tensors_of(model):
-                found.add(name, value, own_names.get(name, name))
+            found.add_all(model)
     except ReshardError as error:
         found.problems.append(str(error))
     except Exception as error:
         # A function of the user's, such as one that gives names: the other ranks wait for this.
         found.problems.append(f"{type(error).__name__}: {error}")
+    if found.known is not None:
+        return found.known
     problems, first_rank = tuple(found.problems), found.first_rank
     roster = Roster(found.columns(), names, first_rank, problems, found.unmatched)
-    return LocalTensors(roster, found.tensors, found.locals, found.addresses)
+    described = None if problems else found.described
+    listed = LocalTensors(roster, found.tensors, found.locals, described)
+    _KNOWN.keep(listed)
+    return listed
 
 
 def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
@@ -205,22 +127,20 @@ class _Lister:
         self._group = group
         self.first_rank = 0
         self._described: dict[Any, tuple[ShardingSpec, Layout]] = {}
-        # The kind of a DTensor and whether this rank has a part, by what it is found by.
-        self._distributed: dict[Any, tuple[int, bool, object]] = {}
         self._shifted: dict[Layout, Layout] = {}
         self._names: list[str] = []
         self._own_names: list[str] = []
         self._local_names: list[str] = []
         self._samples: list[str] = []
         self._kinds: dict[EntryKind, int] = {}
-        # Tensors with layouts are of few kinds, which are found by what they differ in.
-        self._kind_numbers: dict[_Says, int] = {}
         self._kind_of: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
-        self.addresses: dict[str, int] = {}
         self.unmatched: tuple[str, ...] = ()
         self.problems: list[str] = []
+        # What is listed already, or how it may be known when it is listed again.
+        self.known: LocalTensors | None = None
+        self.described: object = None
 
     def columns(self) -> EntryColumns:
         """What was listed."""
@@ -236,103 +156,134 @@ class _Lister:
     def _list(
         self, name: str, own_name: str, kind: EntryKind, sample: str = "", local_name: str = ""
     ) -> None:
-        number = self._kinds.setdefault(kind, len(self._kinds))
-        self._append(name, own_name, number, sample, local_name)
-
-    def _number_kind(self, says: _Says) -> int:
-        number = self._kind_numbers.get(says)
-        if number is None:
-            dtype, shape, layout, fusion, spec = says
-            kind = EntryKind(
-                None if dtype is None else _name_dtype(dtype),
-                None if shape is None else tuple(shape),
-                layout,
-                fusion=fusion,
-                spec=spec,
-            )
-            number = self._kind_numbers[says] = self._kinds.setdefault(kind, len(self._kinds))
-        return number
-
-    def _append(
-        self, name: str, own_name: str, number: int, sample: str = "", local_name: str = ""
-    ) -> None:
         self._names.append(name)
         self._own_names.append(own_name)
         self._local_names.append(local_name)
         self._samples.append(sample)
-        self._kind_of.append(number)
+        self._kind_of.append(self._number_kind(kind))
 
-    def add(self, given_name: str, value: Any, model_name: str) -> None:
-        name, fusion = given_name, None
+    def _number_kind(self, kind: EntryKind) -> int:
+        return self._kinds.setdefault(kind, len(self._kinds))
+
+    def add_all(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
+        """List the tensors of a model that is not Megatron's."""
+        given = dict(tensors_of(model))
+        own_names = list(given)
+        if isinstance(model, LaidModel) and model.own_names:
+            called = ((name, model.own_names.get(name, name)) for name in given)
+            own_names = [name if name == own else f"{name}, as {own}" for name, own in called]
+        meanings: list[tuple[str, Fusion | None]] = [(name, None) for name in given]
         if self._naming is not None:
-            name, fusion = self._find_name(given_name)
-        own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
-        layout: Layout | None = None
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
+            meanings = list(map(self._find_name, given))
+        values = list(given.values())
+        columns = None if self._stacks else _Columns.of(values)
+        samples = self._takes_samples and columns is not None and columns.have_plain
+        if columns is not None and not samples and not self.problems:
+            numbers = self._group.numbering, self.first_rank
+            self.described = own_names, meanings, columns.looks, numbers
+            held = [tensor for tensor in columns.tensors if tensor is not None]
+            self.known = _KNOWN.find(held, self.described)
+        if self.known is not None:
+            return
+        if columns is not None and self._add_columns(columns, values, own_names, meanings):
+            return
+        for value, own_name, meant in zip(values, own_names, meanings, strict=True):
+            self._add(value, own_name, *meant)
+
+    def _add_columns(
+        self,
+        columns: _Columns,
+        values: Sequence[Any],
+        own_names: list[str],
+        meanings: Sequence[tuple[str, Fusion | None]],
+    ) -> bool:
+        """List very many tensors of few kinds; False where each has to be looked at by itself."""
+        names, fusions = [name for name, _ in meanings], [fusion for _, fusion in meanings]
+        # 1. Which of them are alike but for their names. Ids are of objects that `meanings` has.
+        alike: dict[tuple[_Look, int], int] = {}
+        looks = zip(columns.looks, map(id, fusions), strict=True)
+        numbers = [alike.setdefault(look, len(alike)) for look in looks]
+        if len(set(names)) < len(names) or any(_is_odd(look) for look, _ in alike):
+            return False
+        # 2. Of each of these the first is described.
+        firsts = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
+        kinds = [
+            self._describe_kind(own_names[first], values[first], fusions[first])
+            for first in map(firsts.__getitem__, range(len(alike)))
+        ]
+        kind_numbers = list(map(self._number_kind, kinds))
+        # 3. What each has of its own.
+        self._names, self._own_names = names, own_names
+        self._kind_of = [kind_numbers[number] for number in numbers]
+        for name, number, tensor, local, look in zip(names, numbers, *columns, strict=True):
+            if tensor is not None and local is not None:
+                self.tensors[name] = tensor
+                if kinds[number].shape is not None:
+                    self.locals[name] = local.detach() if look[-1] else local
+        if self._takes_samples and columns.have_plain:
+            self._samples = [
+                sample_of(local) if local is not None and look[0] is None else ""
+                for local, look in zip(columns.locals, columns.looks, strict=True)
+            ]
+        return True
+
+    def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> EntryKind:
+        """What a tensor has alike with others; no shape where this rank has no part of it."""
+        spec = layout = None
+        if isinstance(value, tuple):
             value, given = value
             if given not in self._shifted:
                 self._shifted[given] = shift_ranks(given, self.first_rank)
             layout = self._shifted[given]
-        # This rank has no part of the tensor, and knows its layout.
+            if value is None:
+                return EntryKind(None, None, layout, fusion=fusion)
+        elif isinstance(value, PartitionedTensor):
+            spec, layout = self._describe_partitioned(name, value)
+            value = value.local
+        elif isinstance(value, DTensor):
+            spec, layout = self._describe(value)
+        has_part = layout is None or self._group.rank in layout.local_shapes
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        shape = tuple(local.shape) if has_part else None
+        return EntryKind(_name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
+
+    def _add(self, given: Any, own_name: str, name: str, fusion: Fusion | None) -> None:
+        is_laid = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Layout)
+        value = given[0] if is_laid else given
         pattern = member_pattern(name, self._stacks) if self._stacks else None
-        if value is None and layout is not None:
-            if pattern is not None and layout.ndim:
-                for number in range(layout.shape[0]):
-                    member = pattern.replace("{}", str(number))
-                    of_member = member_layout(layout, number)
-                    self._list_member(member, own_name, None, None, of_member)
+        if value is None and is_laid:
+            kind = self._describe_kind(own_name, given, fusion)
+            if pattern is None or kind.layout is None or not kind.layout.ndim:
+                self._list(name, own_name, kind)
                 return
-            self._append(name, own_name, self._number_kind((None, None, layout, fusion, None)))
+            # This rank has no part of the stack, and knows its layout.
+            for number in range(kind.layout.shape[0]):
+                member = pattern.replace("{}", str(number))
+                of_member = member_layout(kind.layout, number)
+                self._list_member(member, own_name, None, None, of_member)
             return
-        spec: ShardingSpec | None = None
         if isinstance(value, PartitionedTensor):
-            spec, layout = self._describe_partitioned(given_name, value)
             value = value.local
         if not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
+                f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        if layout is None and getattr(value, "tensor_model_parallel", False):
+        if value is given and _is_marked(value):
             self.problems.append(
-                f"{given_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
+                f"{own_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
                 "not a whole one; give its module as MegatronModel(module, names or groups=...), "
                 "or it with its Layout"
             )
         local = self._local(name, value)
         if local is None:
             return
-        is_distributed = layout is None and isinstance(value, DTensor)
+        kind = self._describe_kind(own_name, given, fusion)
         if pattern is not None:
-            its_layout = self._describe(value)[1] if is_distributed else layout
-            self._add_members(name, own_name, pattern, value, local, its_layout)
+            self._add_members(name, own_name, pattern, value, local, kind.layout)
             return
-        if is_distributed:
-            self._list_distributed(name, own_name, value, local, fusion)
-            return
-        has_part = layout is None or self._group.rank in layout.local_shapes
-        self._register(name, value, local, has_part)
-        sample = sample_of(local) if layout is None and self._takes_samples else ""
-        says = (value.dtype, local.shape if has_part else None, layout, fusion, spec)
-        self._append(name, own_name, self._number_kind(says), sample)
-
-    def _list_distributed(
-        self, name: str, own_name: str, value: DTensor, local: torch.Tensor, fusion: Fusion | None
-    ) -> None:
-        """List a DTensor. Layers are cut alike, so that is worked out once for all."""
-        says = value._spec
-        # Torch's own hashes of meshes and placements take longer than all else of a tensor.
-        places = map(_identify_placement, says.placements)
-        order = getattr(says, "shard_order", None)
-        key = id(says.mesh), *places, value.shape, order, value.dtype, local.shape, id(fusion)
-        known = self._distributed.get(key)
-        if known is None:
-            spec, layout = self._describe(value)
-            has_part = self._group.rank in layout.local_shapes
-            kind = (value.dtype, local.shape if has_part else None, layout, fusion, spec)
-            # Kept with what the key has by its identity, which so stays the only one.
-            known = self._distributed[key] = self._number_kind(kind), has_part, (says.mesh, fusion)
-        self._append(name, own_name, known[0])
-        self._register(name, value, local, known[1])
+        self._register(name, value, local, kind.shape is not None)
+        sample = sample_of(local) if kind.layout is None and self._takes_samples else ""
+        self._list(name, own_name, kind, sample)
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
         """How a DTensor is cut."""
@@ -414,7 +365,6 @@ class _Lister:
     ) -> None:
         """Keep a tensor, with its memory where that is a part of the whole."""
         self.tensors[name] = value
-        self.addresses[name] = local.data_ptr()
         if has_part:
             self.locals[name] = local
 
@@ -474,22 +424,72 @@ class _Lister:
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
 
 
+# What is said of how a tensor is cut, whether it is Megatron's, and what its memory is like.
+_Look: TypeAlias = tuple[object, ...]
+
+
+class _Columns(NamedTuple):
+    """Tensors, what each has on this rank, and all that it has alike with others.
+
+    With a layout there may be no tensor. A look begins with None for one that is whole.
+    """
+
+    tensors: list[torch.Tensor | None]
+    locals: list[torch.Tensor | None]
+    looks: list[_Look]
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> _Columns | None:
+        """Those of a model; None where any of its tensors has to be looked at by itself."""
+        found = tensors, locals_of, looks = cls([], [], [])
+        # One pass: of very many tensors each is read from memory anew.
+        for one in values:
+            local = tensor = one
+            said: object = None
+            if type(one) is DTensor:
+                local, cut = one._local_tensor, one._spec
+                # Torch's own hashes of placements take longer than all else of a tensor.
+                places = map(_identify_placement, cut.placements)
+                said = (cut.mesh, *places, one.shape, getattr(cut, "shard_order", None))
+            elif type(one) is tuple and len(one) == 2 and type(one[1]) is Layout:
+                tensor, said = one
+                local = tensor
+            if local is None and said is not None:
+                looks.append((said,))
+            elif type(local) in WITH_MEMORY:
+                is_part = tensor is one and _is_marked(tensor)
+                looks.append((said, is_part, local.is_conj(), local.is_neg(), *_LIKE(local)))
+            else:
+                return None
+            tensors.append(tensor)
+            locals_of.append(local)
+        return found
+
+    @property
+    def have_plain(self) -> bool:
+        """Whether any is whole on every rank that has it."""
+        return any(look[0] is None for look in self.looks)
+
+
+def _is_odd(look: _Look) -> bool:
+    """Whether a tensor cannot be moved as it is, or is not whole though it seems to be."""
+    if len(look) == 1:
+        return False
+    _, is_part, is_conjugate, is_negative, _, _, layout, is_meta, _ = look
+    return bool(is_part or is_conjugate or is_negative or is_meta) or layout is not torch.strided
+
+
 def _identify_placement(placement: Placement) -> object:
     if type(placement) is Shard:
         return placement.dim
     return None if type(placement) is Replicate else placement
 
 
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is a part of one, by Megatron's word."""
+    return bool(getattr(tensor, "tensor_model_parallel", False))
+
+
 @lru_cache(maxsize=64)
 def _name_dtype(dtype: torch.dtype) -> str:
     return as_dtype(dtype).name
-
-
-def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
-    """A model's chunks."""
-    given = model.chunks
-    if isinstance(given, torch.nn.Module):
-        return [given]
-    if not isinstance(given, Sequence) or not all(isinstance(c, torch.nn.Module) for c in given):
-        raise UsageError(f"a MegatronModel of {given!r}; give a module, or a list of modules")
-    return list(given)

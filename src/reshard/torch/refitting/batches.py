@@ -40,7 +40,7 @@ from reshard.torch.exchange.changes import (
     ChangeExchange,
     ChangeUnit,
 )
-from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.exchange import Cutting, MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.exchange.stages import stage_transfers
@@ -99,6 +99,7 @@ class RefitBatches:
         extra_bytes: the most memory to take, beside `kept_bytes`.
         group: of all ranks.
         changed_only: by what changes are found, where only these are sent.
+        like: other batches of the part: if their source is the same, so are the messages to send.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RefitBatches:
         extra_bytes: int,
         group: RankGroup,
         changed_only: ChangedOnly = False,
+        like: RefitBatches | None = None,
     ) -> None:
         self._changed_only = changed_only
         # Whether targets have what the sources had in a run that all ranks confirmed.
@@ -125,6 +127,13 @@ class RefitBatches:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
+        # What decides the messages to send, beside the part and the source; None where any are
+        # staged.
+        self._cutting: Cutting | None = None
+        if not changed_only and all(item.is_direct for item in part.items):
+            self._cutting = Cutting.of(group, device, extra_bytes)
+        is_like = like is not None and like._source is source and like._cutting == self._cutting
+        known = like if self._cutting is not None and is_like else None
         listed = [_BatchContents() for _ in range(part.batches)]
         for number, of_batch in groupby(
             sorted(part.items, key=lambda item: item.batch), key=lambda item: item.batch
@@ -132,7 +141,8 @@ class RefitBatches:
             # Batches run one after another, so all of them take the same memory.
             self._arena.clear()
             for item in of_batch:
-                self._list(item, listed[number])
+                if known is None or group.rank in item.change.target.local_shapes:
+                    self._list(item, listed[number])
         self._known.clear()
         shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
@@ -140,10 +150,19 @@ class RefitBatches:
             shared = group.staging_memory(extra_bytes, device)
         self.batches = []
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
-        for found in listed:
+        for number, found in enumerate(listed):
+            others = [] if known is None else known._messages_of(number)
             exchanges: list[MessageExchange | ChangeExchange] = [
-                MessageExchange(tensors, group.rank, group, device, extra_bytes, memory=shared)
-                for tensors in found.stages
+                MessageExchange(
+                    tensors,
+                    group.rank,
+                    group,
+                    device,
+                    extra_bytes,
+                    memory=shared,
+                    like=others[stage] if others else None,
+                )
+                for stage, tensors in enumerate(found.stages)
             ]
             if changed_only:
                 one = ChangeExchange(found.compared, group, device, unit, extra_bytes, shared)
@@ -157,6 +176,9 @@ class RefitBatches:
     @property
     def _exchanges(self) -> Iterator[MessageExchange | ChangeExchange]:
         return (exchange for batch in self.batches for exchange in batch.exchanges)
+
+    def _messages_of(self, number: int) -> list[MessageExchange]:
+        return [one for one in self.batches[number].exchanges if isinstance(one, MessageExchange)]
 
     @property
     def sent_bytes(self) -> int:

@@ -48,7 +48,7 @@ from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod, job_of
 from reshard.torch.refitting.preparation import KnownPlans, make_key
-from reshard.torch.refitting.report import PlanningReport, report_methods
+from reshard.torch.refitting.report import PlanningReport, peak_memory_bytes, report_methods
 from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 Planning = Literal["local", "centralized"]
@@ -77,13 +77,18 @@ class PartItem:
     span: PipelineSpan = field(default_factory=PipelineSpan)
 
     @property
+    def is_direct(self) -> bool:
+        """Whether it travels at once, from where the source has it."""
+        return not (self.match.made_at or self.handed_on or self.chosen.program)
+
+    @property
     def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
         """Its transfers stage by stage, each with the change of layouts that they are of."""
         within = LayoutChange(self.change.target, self.change.target)
         return ((self.change, self.transfers), *((within, rows) for rows in self.handed_on))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RefitPart:
     """What one rank does: its tensors in the order of all, and how many batches there are.
 
@@ -413,7 +418,7 @@ def plan_part(
     group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
     """This rank's part, what finding it took, and the whole plan where this rank has it."""
-    begun_s, had_bytes = time.perf_counter(), _peak_memory_bytes()
+    begun_s, had_bytes = time.perf_counter(), peak_memory_bytes()
     ranks = group.ranks
     is_central = planning == "centralized"
     is_first = group.rank == ranks[0]
@@ -458,7 +463,7 @@ def plan_part(
         names.received_bytes + others.received_bytes,
         scattered_bytes,
         len(ranks) * is_first if is_central else int(not is_known),
-        _peak_memory_bytes() - had_bytes,
+        peak_memory_bytes() - had_bytes,
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
@@ -488,12 +493,3 @@ def plan_or_error(
         # A transform of the user's: the other ranks wait for this.
         return ShardError(f"nothing was written: {type(error).__name__}: {error}")
     return plan
-
-
-def _peak_memory_bytes() -> int:
-    """The most memory this process ever had; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

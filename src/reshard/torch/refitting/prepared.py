@@ -5,6 +5,7 @@ Batches are made when the refit is prepared, and anew over another group after a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,13 +13,17 @@ from reshard.errors import ReshardError, ShardError
 from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.memory import LocalTensors
 from reshard.torch.models.model_pairs import GivenNames
-from reshard.torch.models.parameters import LocalTensors
+from reshard.torch.models.rosters import Roster
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.planning import RefitPart, RefitPlan
 from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.transforms import Transform
+
+# The latest batches that somebody has of each part: mostly the next ones send the same.
+_LATEST: weakref.WeakValueDictionary[RefitPart, RefitBatches] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class PreparedRefit:
     digest: bytes
     whole: RefitPlan | None
     names: GivenNames
+    target_roster: Roster
 
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""
@@ -56,7 +62,9 @@ class PreparedRefit:
                 self.extra_bytes,
                 group,
                 self.changed_only,
+                _LATEST.get(self.part),
             )
+            _LATEST[self.part] = batches
         except ReshardError as error:
             return None, str(error)
         except Exception as error:

@@ -37,10 +37,10 @@ from reshard.torch.exchange.usability import (
     unmark,
     written_states,
 )
+from reshard.torch.models.given_models import Model
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.model_pairs import GivenNames, ModelPair
 from reshard.torch.models.naming import Naming
-from reshard.torch.models.parameters import Model
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.hosts import find_hosts
 from reshard.torch.programs.methods import METHODS, topology_problem
@@ -273,7 +273,7 @@ class Refit:
         offsets, samples = (source_offset, target_offset), check_replicas is True
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
         ties = names.ties or {}
-        check_memory(before, after, ties)
+        own, wanted = check_memory(before, after, ties)
         methods = RefitMethods(method, topology, find_hosts(group), bool(changed_only))
         matching = RefitPlanner(
             ties,
@@ -286,15 +286,14 @@ class Refit:
             # A format that there is not was refused by all ranks.
             QUANTIZATIONS.get(quantize or ""),
         )
-        part, report, whole = plan_part(matching, before.roster, after.roster, planning, group)
+        part, report, whole = plan_part(matching, own, wanted, planning, group)
         made_by = matching.transforms_made(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        prepared = PreparedRefit(
-            part, before, after, made_by, extra_bytes, changed_only, report, digest, whole, names
-        )
+        kept = report, digest, whole, names, wanted
+        prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": digest}, problem), group)
         if batches is None:
@@ -432,7 +431,7 @@ class Refit:
     @cached_property
     def target_digest(self) -> str:
         """A digest that ranks share whose part of the target has the same tensors, cut alike."""
-        roster = write_roster(self._prepared.after.roster)
+        roster = write_roster(self._prepared.target_roster)
         return hashlib.blake2b(roster.encode(), digest_size=16).hexdigest()
 
     @cached_property

@@ -55,3 +55,12 @@ def report_methods(
         elif method.why:
             exchanged[name] = method.why
     return programs, exchanged, staged
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process ever had; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -23,7 +23,7 @@ from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
-from reshard.torch.models.states import tensors_of
+from reshard.torch.models.given_models import tensors_of
 from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:

@@ -1,0 +1,112 @@
+"""Models as they are given to a rank, and how each of their tensors is known to be cut.
+
+=============================  ==================================================================
+a model on one rank            how its tensors are cut
+a module, a state dict         DTensors as they say; other tensors are whole on every rank that
+                               has them. Parameters and persistent buffers count
+`{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
+`{name: PartitionedTensor}`    as its placement says, where all ranks know all splits
+`MegatronModel`                as Megatron's attributes of all ranks together say, which are where
+                               sizes or live process groups say (`megatron_groups`)
+`by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
+`None`                         the rank has nothing
+=============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from reshard.errors import UsageError
+from reshard.megatron.names import MegatronNames
+
+# What torch calls the state of a module that is no tensor.
+_EXTRA_STATE = "_extra_state"
+# What torch.compile calls the module inside the one that it gives.
+_COMPILED = "_orig_mod."
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A rank's model chunks, whose parameters carry Megatron's attributes.
+
+    Where the ranks are among each other, either `names` say by sizes, or `groups` by what runs.
+
+    Args:
+        chunks: a module, or one for each virtual stage of this rank.
+        names: the ranks, and how they name their layers and experts; the same on every rank.
+        parameters: what the attributes leave out, by local name or pattern: fields of
+            `LocalParameter` such as `heads`, `true_length` or `is_expert`.
+        groups: this rank's process groups, in place of names: an object or a table with those of
+            torch, or lists of their ranks, as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`,
+            `expt_dp` (or `edp`), as far as there are any. Without either, the `pg_collection` that
+            the first chunk has. They have global ranks, so no offset counts; the layers of all
+            stages are counted.
+        stack: the module whose numbered layers the pipeline shares out, where groups are given.
+        config: of the model on the Hub: the content of its config.json, or transformers' object.
+            The modules' own config says what they have where this is None (`megatron_configs`).
+        problems: why it cannot be used on this rank, for all ranks to raise.
+    """
+
+    chunks: torch.nn.Module | Sequence[torch.nn.Module]
+    names: MegatronNames | None = None
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Any = None
+    stack: str = "decoder.layers"
+    config: Any = None
+    problems: tuple[str, ...] = ()
+
+
+class LaidModel(dict[str, Any]):
+    """`{name: (tensor, Layout)}`, made of a model of other names.
+
+    `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
+    rank: a refit raises them on every rank, where an error of one would let the others wait.
+    `first_rank` is the rank of this process's job that the layouts call 0.
+    """
+
+    def __init__(self, first_rank: int = 0) -> None:
+        super().__init__()
+        self.first_rank = first_rank
+        self.own_names: dict[str, str] = {}
+        self.problems: list[str] = []
+
+
+Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
+
+
+def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors of a module, parameters and persistent buffers, or all that a state dict has.
+
+    Raises:
+        UsageError: neither of them.
+
+    >>> [name for name, _ in tensors_of(torch.nn.Linear(2, 2))]
+    ['weight', 'bias']
+    """
+    if isinstance(model, torch.nn.Module):
+        state = {
+            name.replace(_COMPILED, ""): value
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+        return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
+    if isinstance(model, Mapping):
+        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
+    raise UsageError(
+        f"a model of type {type(model).__name__}; give a module, a state dict, "
+        "{name: (tensor, Layout)}, a MegatronModel, or None"
+    )
+
+
+def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
+    """A model's chunks."""
+    given = model.chunks
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    if not isinstance(given, Sequence) or not all(isinstance(c, torch.nn.Module) for c in given):
+        raise UsageError(f"a MegatronModel of {given!r}; give a module, or a list of modules")
+    return list(given)
