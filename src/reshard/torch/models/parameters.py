@@ -176,7 +176,7 @@ class _Lister:
         if self._naming is not None:
             meanings = list(map(self._find_name, given))
         values = list(given.values())
-        columns = None if self._stacks else _Columns.of(values)
+        columns = None if self._stacks else _TensorColumns.of(values)
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
             numbers = self._group.numbering, self.first_rank
@@ -192,7 +192,7 @@ class _Lister:
 
     def _add_columns(
         self,
-        columns: _Columns,
+        columns: _TensorColumns,
         values: Sequence[Any],
         own_names: list[str],
         meanings: Sequence[tuple[str, Fusion | None]],
@@ -428,7 +428,7 @@ class _Lister:
 _Look: TypeAlias = tuple[object, ...]
 
 
-class _Columns(NamedTuple):
+class _TensorColumns(NamedTuple):
     """Tensors, what each has on this rank, and all that it has alike with others.
 
     With a layout there may be no tensor. A look begins with None for one that is whole.
@@ -439,7 +439,7 @@ class _Columns(NamedTuple):
     looks: list[_Look]
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> _Columns | None:
+    def of(cls, values: Iterable[Any]) -> _TensorColumns | None:
         """Those of a model; None where any of its tensors has to be looked at by itself."""
         found = tensors, locals_of, looks = cls([], [], [])
         # One pass: of very many tensors each is read from memory anew.
