@@ -41,7 +41,7 @@ from reshard.torch.exchange.copies import empty_bytes
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
-from reshard.torch.exchange.one_host.shared_memory import SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import MOST_TOLD_BYTES, SharedMemory
 
 CPU = torch.device("cpu")
 # Of messages that no exchange has, whose tags count from 0.
@@ -96,6 +96,8 @@ class RankGroup:
         self._transport: Any = meeting.connect()
         # Segments, and the ranks that map them; None where there is nobody to share memory with.
         self.shared_memory: SharedMemory | None = None
+        # By which all tell each other a few bytes, several times as quickly as by connections.
+        self._near: SharedMemory | None = None
         self._turn = threading.RLock()
         self._is_in_turn = False
         self._has_threads = False
@@ -118,6 +120,9 @@ class RankGroup:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices)
+            # Not where a watch says who is silent: it is asked by those who wait for connections.
+            if is_complete and self._meeting.watch is None:
+                self._near = self.shared_memory
 
     @property
     def _given(self) -> dist.ProcessGroup | None:
@@ -247,13 +252,18 @@ class RankGroup:
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
         ahead, count = 1, len(self.ranks)
         until_s = self._find_end_s()
+        near = self._near if most.nbytes <= MOST_TOLD_BYTES and not self.has_failed else None
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works: list[Any] = []
         try:
             while ahead < count:
                 receiver, sender = ((self.position + n) % count for n in (ahead, -ahead))
-                works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
-                works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
+                if near is not None:
+                    told = near.swap(most.tobytes(), self.ranks[receiver], self.ranks[sender])
+                    arriving = np.frombuffer(told, np.int64)
+                else:
+                    works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
+                    works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
                 while works:
                     _wait(works.pop(), until_s)
                 np.maximum(most, arriving, out=most)

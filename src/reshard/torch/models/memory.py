@@ -48,13 +48,16 @@ class LocalTensors:
 
     def __post_init__(self) -> None:
         held = list_locals(self.tensors.values())
+        # What a DTensor has is asked anew; each run asks for all.
+        self._own = held if all(map(operator.is_, held, self.tensors.values())) else None
         self._addresses = list(map(torch.Tensor.data_ptr, held))
         # Their shapes and types are described.
         self._strides = [] if self.described is None else list(map(torch.Tensor.stride, held))
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
-        now = list(map(torch.Tensor.data_ptr, list_locals(self.tensors.values())))
+        held = list_locals(self.tensors.values()) if self._own is None else self._own
+        now = list(map(torch.Tensor.data_ptr, held))
         # Of very many tensors none has moved, nearly always.
         if now != self._addresses:
             for name, address, found in zip(self.tensors, self._addresses, now, strict=True):

@@ -17,7 +17,7 @@ import torch
 
 from live_processes import expect_all_end_well, run_ranks
 from reshard.torch.exchange.one_host.segments import map_segment
-from reshard.torch.exchange.one_host.shared_memory import SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import _TOLD, MOST_TOLD_BYTES, SharedMemory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
 LIMIT_S = 120.0
@@ -64,6 +64,34 @@ def test_messages_of_a_tag_come_in_order_and_those_of_others_apart() -> None:
     for message in found:
         message.wait()
     assert [message.bytes_there.item() for message in found] == [1, 3, 0, 2]
+
+
+def test_what_is_told_comes_in_order_beside_messages() -> None:
+    zero, one = make_pair()
+    longest = bytes(range(256)) * (MOST_TOLD_BYTES // 256)
+    lent = filled(zero, [1, 2])
+    # All that a rank tells and lends comes by one socket.
+    one.ranks[0].tell(_TOLD, 0, 0, handle=b"first")
+    one.ranks[0].tell(_TOLD, 0, 0, handle=longest)
+    zero.send(lent, 1, 3)
+    assert zero.swap(b"a", 1, 1) == b"first"
+    assert zero.swap(b"", 1, 1) == longest
+    assert one.swap(b"b", 0, 0) == b"a"
+    found = one.receive(2, 0, 3)
+    found.wait()
+    assert found.bytes_there.tolist() == [1, 2]
+    assert (one.swap(b"c", 0, 0), zero.swap(b"d", 1, 1)) == (b"", b"b")
+
+
+def test_who_listens_learns_that_the_other_is_gone() -> None:
+    zero, one = make_pair()
+    one.ranks[0].tell(_TOLD, 0, 0, handle=b"last")
+    one.close()
+    # What was told before it went is heard.
+    zero.ranks[1].wait_until(lambda: bool(zero.ranks[1].told))
+    assert zero.ranks[1].told.popleft() == b"last"
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        zero.swap(b"", 1, 1)
 
 
 def test_memory_comes_back_and_files_are_closed() -> None:

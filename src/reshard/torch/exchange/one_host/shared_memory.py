@@ -8,7 +8,8 @@ packs and unpacks it. Ranks that can share memory need only these two::
 
 Notes by sockets (`doors`) say what lies where in which segment (`segments`), and what is taken; who
 waits for one sleeps. A process that ends closes its sockets, which others see at once. Notes of
-several exchanges may come by one socket. Whoever waits reads for all.
+several exchanges may come by one socket. Whoever waits reads for all. A few bytes that one rank
+tells another travel in a note themselves.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from reshard.torch.exchange.one_host.segments import (
 _CPU = torch.device("cpu")
 # What is kept for the next exchange, once the last one that used it is gone.
 _KEPT_BYTES = 64 << 20
-# A kind of note, and five numbers: `tag, number, segment, offset, bytes`; handles come behind.
+# A kind of note, and five numbers: `tag, number, segment, offset, bytes`; handles come behind, or
+# what is told.
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
-_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK = range(6)
+_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD = range(7)
+MOST_TOLD_BYTES = _HANDLE_BYTES
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 AnySegment: TypeAlias = HostSegment | DeviceSegment
 
@@ -147,6 +150,16 @@ class SharedMemory:
         """Expect the next message of a tag from a rank."""
         return self.ranks[sender].expect(size_bytes, tag)
 
+    def swap(self, told: bytes, receiver: int, sender: int) -> bytes:
+        """Tell one rank up to `MOST_TOLD_BYTES`, and return what another tells next.
+
+        Raises RuntimeError where either is gone.
+        """
+        self.ranks[receiver].tell(_TOLD, 0, 0, handle=told)
+        peer = self.ranks[sender]
+        peer.wait_until(lambda: bool(peer.told))
+        return peer.told.popleft()
+
     def close(self) -> None:
         """Let others know, who wait or will, and let go of memory that nobody has."""
         self._is_closed = True
@@ -227,6 +240,7 @@ class NearRank:
         # Segments of that rank, by number, and which of them are memory of devices.
         self.mapped: dict[int, torch.Tensor] = {}
         self.on_devices: set[int] = set()
+        self.told: deque[bytes] = deque()
 
     def lend(self, segment: AnySegment, begin: int, size_bytes: int, tag: int) -> LentMessage:
         """Say that a message lies in a segment of the own rank."""
@@ -359,6 +373,8 @@ class NearRank:
             elif kind == _GONE:
                 self.mapped.pop(segment, None)
                 self.on_devices.discard(segment)
+            elif kind == _TOLD:
+                self.told.append(handle)
             elif self._devices is None:
                 raise RuntimeError("another rank has memory of a device that is not seen here")
             elif kind == _MARK:
