@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.errors import UsageError
+from reshard.errors import PlanError, UsageError
 
 MESH = DeviceMesh.of(x=2, y=3)
 WAYS: dict[str, Callable[..., Any]] = {
@@ -187,6 +188,41 @@ def test_while_loop(way: Any, library: str) -> None:
                 data, expected = data / 2, expected + 1
             assert int(count) == expected
             np.testing.assert_allclose(x.to_dense(), data, 1e-12)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("name", ["scan", "cond", "while_loop", "eagerly"])
+def test_a_trace_counts_what_loops_hold_within(name: str, overlap: int) -> None:
+    size = 1 << 15
+
+    def deep(x: Any) -> Any:
+        once = sp.sin(x)
+        return once * sp.cos(sp.cos(once))
+
+    functions: dict[str, Callable[[Any], Any]] = {
+        "scan": lambda x: sp.scan(lambda c, _: (deep(c), c * 2.0), x, length=5),
+        "cond": lambda x: sp.cond(sp.sum(x) > 0, deep, lambda x: x * 1.0, x),
+        "while_loop": lambda x: sp.while_loop(lambda x: sp.sum(x) > 0.1, deep, x),
+        "eagerly": sp.eagerly(lambda x: sp.sort(deep(deep(x)))),
+    }
+    program = sp.jit(functions[name], overlap=overlap)
+    x = sharded(RANDOM.uniform(0.5, 1.0, size), "x y")
+    for _ in range(2):
+        program(x)
+    tracemalloc.start()
+    # What was made before has memory, too.
+    x = x * 1.0
+    tracemalloc.reset_peak()
+    program(x)
+    measured = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    traced = program.trace(x)
+    said = sum(traced.peak_bytes.values())
+    assert measured - size < said < 2 * measured, (measured / size / 8, said / size / 8)
+    # No less than the argument and two values, which the results alone are not.
+    assert said >= 4 * size * 8
+    with pytest.raises(PlanError, match="more than live_bytes"):
+        sp.jit(functions[name], live_bytes=max(traced.peak_bytes.values()) - 1).trace(x)
 
 
 def test_what_is_carried_stays_as_it_lies(way: Any) -> None:

@@ -86,8 +86,10 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     of_copy = sampled_bytes + exchanged_bytes * (parts - 1) // parts
     moved_bytes = of_copy * (spec.mesh.size // parts)
     function = partial(find(name), descending=descending)
+    # Sorted parts, what they are exchanged for, and that sorted; of places an order as well.
+    held = [x.type, x.type, *[kind] * (4 if name == "argsort" else 1)]
     # It stands above this module.
-    return find("eager_operation")(name, function, x, kind, moved_bytes)
+    return find("eager_operation")(name, function, x, kind, moved_bytes, held)
 
 
 def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> Any:

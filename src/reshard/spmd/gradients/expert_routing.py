@@ -42,6 +42,7 @@ from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.supposed_elements import supposes_elements
 from reshard.spmd.tracing.graph_recording import RunFunction, listening_recorder
+from reshard.spmd.tracing.traced_operation import WithinCosts
 
 _COUNTS = as_dtype("int64")
 
@@ -448,7 +449,9 @@ class ExpertRouting:
         recorder = listening_recorder()
         if recorder is None:
             return run(given, self.runner)[0]
-        return recorder.add_run(name, RunFunction(run, lambda _: moved_bytes), given, [kind])[0]
+        return recorder.add_run(
+            name, RunFunction(run, lambda _: WithinCosts(moved_bytes)), given, [kind]
+        )[0]
 
     def _suppose_counts(self, which: Any) -> Integers:
         """`[parts, experts]`, as if each expert were chosen as often as the others."""

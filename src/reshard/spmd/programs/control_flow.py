@@ -8,6 +8,7 @@ decide when it runs. What a loop carries keeps its shape, element type and shard
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.errors import UsageError
@@ -43,6 +44,7 @@ from reshard.spmd.tracing.graph_recording import (
     ValuePlace,
     listening_recorder,
 )
+from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
 
@@ -190,13 +192,19 @@ def _record_scan(
         last, ys = _run_scan(step, own, sequence, count, reverse)
         return [*map(bring, last, kinds), *map(bring, ys, of_ys)]
 
-    def count_bytes(types: Sequence[ArrayType]) -> int:
+    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
         rest = [*map(_without_first, types[lead:rest_from]), *types[rest_from:]]
-        return count * traced.count_moved_bytes([*find_kinds(types)[0], *rest])
+        kinds, of_ys = find_kinds(types)
+        # In a turn, what is carried and all that was collected; behind the last, that is stacked.
+        once = traced.count_within([*kinds, *rest]).plus([*kinds, *of_ys])
+        found = once.most(WithinCosts().plus([*kinds, *of_ys, *of_ys]))
+        return replace(found, moved_bytes=count * once.moved_bytes)
 
     operands = [*starts, *sequences, *traced.captured]
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run("scan", RunFunction(run, count_bytes), operands, [*kinds[0], *kinds[1]])
+    made = recorder.add_run(
+        "scan", RunFunction(run, count_within), operands, [*kinds[0], *kinds[1]]
+    )
     carried, ys = _fill_results(traced.results, made)
     return carried, ys
 
@@ -294,11 +302,12 @@ def _record_cond(
         found = arrays_of(branches[number].run(choose(number, rest), runner))
         return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
 
-    def count_bytes(types: Sequence[ArrayType]) -> int:
-        return max(branches[n].count_moved_bytes(choose(n, types[1:])) for n in (0, 1))
+    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
+        one, other = (branches[n].count_within(choose(n, types[1:])) for n in (0, 1))
+        return one.most(other)
 
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run("cond", RunFunction(run, count_bytes), [predicate, *operands], kinds)
+    made = recorder.add_run("cond", RunFunction(run, count_within), [predicate, *operands], kinds)
     for tape in _tapes():
         if any(map(tape.is_active, operands)):
             pullback = JointPullback(_make_cond_pullback(branches, choose))
@@ -402,15 +411,17 @@ def _record_while(
             _refuse_gradients(own)
         return own
 
-    def count_bytes(types: Sequence[ArrayType]) -> int:
+    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
         kinds = find_kinds(types)
-        pairs = (decide, types[len(starts) : middle]), (advance, types[middle:])
-        return sum(one.count_moved_bytes([*kinds, *rest]) for one, rest in pairs)
+        asked = decide.count_within([*kinds, *types[len(starts) : middle]])
+        turned = advance.count_within([*kinds, *types[middle:]])
+        moved_bytes = asked.moved_bytes + turned.moved_bytes
+        return replace(asked.most(turned).plus(kinds), moved_bytes=moved_bytes)
 
     operands = [*starts, *decide.captured, *advance.captured]
     _refuse_gradients(operands)
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run("while_loop", RunFunction(run, count_bytes), operands, kinds)
+    made = recorder.add_run("while_loop", RunFunction(run, count_within), operands, kinds)
     return _fill_results(advance.results, made)
 
 

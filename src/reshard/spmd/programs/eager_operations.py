@@ -21,7 +21,13 @@ from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
-from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, settled
+from reshard.spmd.programs.traced_function import (
+    arrays_of,
+    as_abstract,
+    bring,
+    costs_within,
+    settled,
+)
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import Runner
@@ -36,10 +42,11 @@ from reshard.spmd.tracing.graph_recording import (
     record,
 )
 from reshard.spmd.tracing.trace import trace_recorded
+from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
-Kinds = tuple[tuple[ArrayType, ...], int]
-"""Types of results, and the bytes that ranks receive of others meanwhile."""
+Kinds = tuple[tuple[ArrayType, ...], WithinCosts]
+"""Types of results, and what is moved and held meanwhile."""
 
 
 def eagerly(function: Function) -> Function:
@@ -86,7 +93,12 @@ def eagerly(function: Function) -> Function:
 
 
 def eager_operation(
-    name: str, function: Function, x: Any, kind: ArrayType, moved_bytes: int
+    name: str,
+    function: Function,
+    x: Any,
+    kind: ArrayType,
+    moved_bytes: int,
+    held: Sequence[ArrayType],
 ) -> Any:
     """The result of a function of one array, whose result's type is known, in a traced function.
 
@@ -96,6 +108,7 @@ def eager_operation(
         x: an array of a traced function.
         kind: of the result.
         moved_bytes: that ranks receive of others meanwhile.
+        held: types of the arrays that there are meanwhile, beside `x`.
     """
     recorder = listening_recorder()
     if recorder is None:
@@ -106,7 +119,8 @@ def eager_operation(
             return [as_abstract(runner, kind)]
         return [bring(function(*arrays), kind)]
 
-    made = RunFunction(run, lambda types: moved_bytes)
+    within = WithinCosts(moved_bytes).plus(held)
+    made = RunFunction(run, lambda types: within)
     return recorder.add_run("eagerly", made, [x], [kind], {"function": name})[0]
 
 
@@ -167,7 +181,7 @@ class _EagerOperation:
                         )
                 traced = trace_recorded(recorded, "eager", None, "nccl")
             self._results = recorded.results
-            self._kinds[key] = tuple(map(settled, traced.outputs)), traced.moved_bytes
+            self._kinds[key] = tuple(map(settled, traced.outputs)), costs_within(traced, key)
         return self._kinds[key]
 
     def _run(self, arrays: Sequence[Any], runner: Runner) -> list[Any]:

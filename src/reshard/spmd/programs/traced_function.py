@@ -23,7 +23,9 @@ from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
-from reshard.spmd.tracing.trace import keep_given, trace_placed
+from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.trace import Trace, keep_given, trace_placed
+from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
 
@@ -51,7 +53,7 @@ class TracedFunction:
         self.results = found.results
         self._programs: dict[Any, RecordedProgram] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
-        self._moved_bytes: dict[Any, int] = {}
+        self._within: dict[Any, WithinCosts] = {}
 
     def run(self, arrays: Sequence[Any], runner: Runner) -> Any:
         """What it returns, for arrays among the arguments and then those that it captured."""
@@ -77,14 +79,14 @@ class TracedFunction:
         kinds = [None if n in constants else next(given) for n in self._recorded.graph.inputs]
         return replace(self._recorded, types=tuple(kinds))
 
-    def count_moved_bytes(self, types: Sequence[ArrayType]) -> int:
-        """The bytes that ranks receive of others, for arguments of these types."""
+    def count_within(self, types: Sequence[ArrayType]) -> WithinCosts:
+        """What it moves, and holds beside its arguments, for arguments of these types."""
         key = tuple(types)
-        if key not in self._moved_bytes:
+        if key not in self._within:
             recorded = self._with_types(key)
             traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
-            self._moved_bytes[key] = traced.moved_bytes
-        return self._moved_bytes[key]
+            self._within[key] = costs_within(traced, key)
+        return self._within[key]
 
     def result_types(self, types: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
         """Types of the arrays that it returns, without contributions that wait."""
@@ -95,6 +97,16 @@ class TracedFunction:
                 found = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
             self._kinds[key] = tuple(settled(one.type) for one in arrays_of(found))
         return self._kinds[key]
+
+
+def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> WithinCosts:
+    """What a traced function moves, and holds beside its arguments."""
+    given = held_bytes(arguments, traced.ranks)
+    pairs = zip(traced.peak_bytes.items(), given, strict=True)
+    held: dict[int | None, int] = {rank: peak - own for (rank, peak), own in pairs}
+    if not traced.meshes:
+        held = {None: held[0]}
+    return WithinCosts(traced.moved_bytes, held)
 
 
 def settled(kind: ArrayType) -> ArrayType:

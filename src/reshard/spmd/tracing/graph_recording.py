@@ -40,6 +40,7 @@ from reshard.spmd.shards.operation_call import (
 )
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.traced_operation import WithinCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class RunFunction:
 
     Args:
         function: from arrays and their runner to arrays.
-        count_moved_bytes: from the operands' types to the bytes that ranks receive of others
-            within; what elements decide is counted for even elements.
+        count_within: from the operands' types to what it moves and holds within; what elements
+            decide is counted for even elements.
     """
 
     function: Callable[[Sequence[Any], Any], Sequence[Any]]
-    count_moved_bytes: Callable[[Sequence[ArrayType]], int] = lambda types: 0
+    count_within: Callable[[Sequence[ArrayType]], WithinCosts] = lambda types: WithinCosts()
 
     def __call__(self, arrays: Sequence[Any], runner: Any) -> Sequence[Any]:
         return self.function(arrays, runner)

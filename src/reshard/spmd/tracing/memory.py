@@ -6,6 +6,7 @@ end. Around an operation:
 
     operand reshards   the value, the reshards so far, the new shards, what the program needs
     the operator       all operands as it runs with them, and its results
+    a loop, a branch   the operands, and what it holds within
     result reshards    those, the new shards, what the program needs
 
 `with_sharding` computes nothing: its operand is its result before it is resharded.
@@ -132,6 +133,11 @@ def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[In
         beside = beside + _count_held(reshard.result, ranks)
         most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
     after = [_count_held(kind, ranks) for kind in one.results]
+    # A function has its operands, as they were moved, beside what it holds.
+    within = np.array([one.within.held_by(rank) for rank in ranks], dtype=np.int64)
+    for reshard in one.before:
+        within = within + _count_held(reshard.result, ranks)
+    most = np.maximum(most, within)
     # Results that are not resharded are what is computed; they are counted at least once.
     return np.maximum(most, sum(after, np.zeros_like(most))), after
 

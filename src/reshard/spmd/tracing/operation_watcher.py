@@ -14,7 +14,7 @@ from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.graph_recording import RunFunction
-from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation, WithinCosts
 from reshard.topology import Topology
 
 Spec = ShardingSpec | None
@@ -89,7 +89,9 @@ class OperationWatcher:
                     (reused if is_known else before).extend(inserted)
                     if source is x.type and inserted:
                         self._known.add(key)
-        within = 0 if run is None else run.count_moved_bytes([x.type for x in placed])
+        within = WithinCosts()
+        if run is not None:
+            within = run.count_within([x.type for x in placed])
         for number, x, there in zip(operation.results, made, results, strict=True):
             # What `with_sharding` moves is its operand, which may have been there.
             if operation.operator == WITH_SHARDING and x is given[0]:
@@ -112,7 +114,7 @@ class OperationWatcher:
                 tuple(before),
                 tuple(after),
                 tuple(reused),
-                moved_bytes_within=within,
+                within=within,
                 may_stop=called is not None and called.looks_at_elements,
             )
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,6 +73,45 @@ class InsertedReshard:
         return f"%{self.value} {steps} to `{self.target}`"
 
 
+@dataclass(frozen=True, slots=True)
+class WithinCosts:
+    """What an operation that is a function itself moves and holds within.
+
+    Args:
+        moved_bytes: that ranks receive of others, summed over ranks.
+        held_bytes: the most that each rank holds beyond the operands; of None, what all others do.
+    """
+
+    moved_bytes: int = 0
+    held_bytes: Mapping[int | None, int] = field(default_factory=dict)
+
+    def held_by(self, rank: int | None) -> int:
+        """The bytes that a rank holds beyond the operands."""
+        return self.held_bytes.get(rank, self.held_bytes.get(None, 0))
+
+    def plus(self, kinds: Iterable[ArrayType]) -> WithinCosts:
+        """The same, with arrays of these types beside what it holds."""
+        held: dict[int | None, int] = {}
+        for kind in kinds:
+            # What is over no mesh is with every rank.
+            ranks = (None,) if kind.spec is None else kind.spec.mesh.devices
+            for rank in ranks:
+                shape = kind.shape if rank is None else kind.layout.local_shape(rank) or (0,)
+                held[rank] = held.get(rank, 0) + math.prod(shape) * kind.dtype.itemsize_bytes
+        everywhere = held.pop(None, 0)
+        ranks_known = {None, *held, *self.held_bytes}
+        return WithinCosts(
+            self.moved_bytes,
+            {one: self.held_by(one) + held.get(one, 0) + everywhere for one in ranks_known},
+        )
+
+    def most(self, other: WithinCosts) -> WithinCosts:
+        """The greater of both, in each respect."""
+        ranks = {*self.held_bytes, *other.held_bytes}
+        held = {rank: max(self.held_by(rank), other.held_by(rank)) for rank in ranks}
+        return WithinCosts(max(self.moved_bytes, other.moved_bytes), held)
+
+
 @dataclass(frozen=True)
 class TracedOperation:
     """An operation and what goes on around it.
@@ -89,8 +129,8 @@ class TracedOperation:
             devices: arguments, values still to be used, and what reshards need beside them.
         held_bytes: what each rank holds when the operation begins.
         compute_s: seconds that each rank computes; empty where no device is known.
-        moved_bytes_within: that ranks receive of others in what is no operator: in all turns of a
-            `scan`, one of a `while_loop`, and that branch of a `cond` that moves more.
+        within: what an operation that is a function moves and holds within: all turns of a `scan`,
+            one of a `while_loop`, and of the branches of a `cond` the greater of both.
         may_stop: whether a program looks at elements before it, and may have to be carried out
             from its arguments again, operation by operation.
     """
@@ -106,7 +146,7 @@ class TracedOperation:
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
     compute_s: tuple[float, ...] = field(default=())
-    moved_bytes_within: int = 0
+    within: WithinCosts = field(default_factory=WithinCosts)
     may_stop: bool = False
 
     @property
@@ -123,7 +163,7 @@ class TracedOperation:
     @property
     def moved_bytes(self) -> int:
         """Bytes that ranks receive from others, summed over ranks."""
-        return self.moved_bytes_within + sum(one.moved_bytes for one in self.reshards)
+        return self.within.moved_bytes + sum(one.moved_bytes for one in self.reshards)
 
     @property
     def inserted_s(self) -> float:

@@ -82,6 +82,13 @@ def _with_memory(
         if one.moved is not None:
             moved = InsertedReshard(0, *one.moved)
             extra = np.array(extra_bytes_of(moved, ranks))
+        elif one.makes:
+            # A function holds more within, before its results are there.
+            within = traced.operations[one.operation].within
+            extra = np.array([within.held_by(rank) for rank in ranks])
+            for register in one.makes:
+                extra = extra - sizes.get(register, 0)
+            extra = np.maximum(extra, 0)
         if action.kind == "wait":
             held = held - extra
         else:
