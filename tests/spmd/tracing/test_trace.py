@@ -595,7 +595,7 @@ def test_the_page_of_the_documents_is_what_the_example_prints(
     printed = capsys.readouterr().out
     document = (ROOT / "docs" / "tracing.md").read_text()
     tables = re.findall(r"^```text\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
-    assert len(tables) == 2
+    assert len(tables) == 3
     for table in tables:
         assert table in printed
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
