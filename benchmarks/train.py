@@ -15,7 +15,10 @@ With `--mesh pp=4` the network is in four stages, by `sp.Pipeline` and by
 `torch.distributed.pipelining`, both by GPipe and 1F1B, in four microbatches. Bytes of reshard are
 then those that its exchanges between stages receive.
 
-    python benchmarks/train.py [--tiny] [--mesh dp=2,tp=2] [--steps 5] [--turns 1]
+With `--saves`, instead, how long a save holds up the example: steps without one, after one that is
+waited for, and beside one, in turns.
+
+    python benchmarks/train.py [--tiny] [--mesh dp=2,tp=2] [--steps 5] [--turns 1] [--saves]
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ import gc
 import importlib.util
 import os
 import resource
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -368,19 +374,65 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def measure_saves(arguments: argparse.Namespace) -> None:
+    """One rank, that saves in three ways."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes = example.TINY if arguments.tiny else example.Sizes()
+    clock_s: dict[str, list[float]] = {"no save": [], "waited for": [], "beside": []}
+    with (
+        sp.running(sp.over_processes()),
+        ThreadPoolExecutor(1) as saver,
+        tempfile.TemporaryDirectory(dir=".") as own,
+    ):
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        run = example.Training(sizes, DeviceMesh.parse(arguments.mesh))
+        run.run(2)
+        for way in list(clock_s) * arguments.turns:
+            dist.barrier()
+            began, saving = time.perf_counter(), None
+            if way != "no save":
+                saving = saver.submit(run.prepare_save(Path(folders[0])))
+            if saving and way == "waited for":
+                saving.result()
+            run.run(len(run.losses) + arguments.steps)
+            if saving:
+                saving.result()
+            dist.barrier()
+            clock_s[way].append(time.perf_counter() - began)
+    if dist.get_rank() == 0:
+        for way, taken_s in clock_s.items():
+            print(
+                f"{arguments.steps} steps, {way}: {statistics.median(taken_s):.2f} s, least "
+                f"{min(taken_s):.2f}; load {os.getloadavg()[0]:.0f}"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="four ranks, over dp and tp, or pp")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1, help="of all systems, one after another")
+    parser.add_argument("--saves", action="store_true")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--system", choices=SYSTEMS + STAGED, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.system:
         measure(arguments)
         return
+    if arguments.rank:
+        measure_saves(arguments)
+        return
     from live_processes import run_rank_programs
 
+    if arguments.saves:
+        command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
+        print(run_rank_programs(command, 4, timeout_s=500)[0].strip(), flush=True)
+        return
     systems = STAGED if "pp" in DeviceMesh.parse(arguments.mesh).axis_names else SYSTEMS
     for system in systems * arguments.turns:
         command = [sys.executable, __file__, *sys.argv[1:], "--system", system]
