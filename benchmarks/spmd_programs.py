@@ -9,7 +9,9 @@ move by the trace, time of tracing and preparing, and of a run on PyTorch's shar
 `--compiled`, alone: elementwise layers of a gated MLP's kind on 4 PyTorch shards of 512 x 1024, and
 the block forward, as `torch.compile` compiles what is between movements, beside plain programs.
 
-    python benchmarks/spmd_programs.py [--repeat 200] [--without-block] [--compiled]
+`--reused`, alone: what it saves on NumPy's shards that results are written where operands were.
+
+    python benchmarks/spmd_programs.py [--repeat 200] [--without-block] [--compiled] [--reused]
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import numpy as np
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.spmd.programs.steps import reused_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
 
@@ -91,6 +94,39 @@ def overhead(library: str, ranks: int, repeat: int) -> None:
         f"beyond them the program {(found['program'] - found['hand']) / each:.2f}, "
         f"eager {(found['eager'] - found['hand']) / each:.2f}"
     )
+
+
+def elementwise(x: Any, y: Any) -> Any:
+    for _ in range(8):
+        x = sp.abs(x * 0.5 + y)
+    return x
+
+
+def reused(repeat: int) -> None:
+    """Processor time with and without memory that is used again, of growing shards."""
+    plain = reused_memory.LEAST_BYTES
+    mesh = DeviceMesh.of(x=4)
+    for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24):
+        x, y = (
+            sp.array(np.random.default_rng(n).normal(size=(size // 256, 128)), spec(mesh, "x, -"))
+            for n in range(2)
+        )
+        programs = {}
+        for name, least in (("memory of its own", 1 << 62), ("reused", plain)):
+            reused_memory.LEAST_BYTES = least
+            programs[name] = sp.jit(elementwise)
+            programs[name](x, y)
+        taken: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(repeat):
+            for name, program in programs.items():
+                start = time.process_time()
+                program(x, y)
+                taken[name].append(time.process_time() - start)
+        said = ", ".join(
+            f"{name} {statistics.median(times) * 1e6 / (24 * 4):.1f}"
+            for name, times in taken.items()
+        )
+        print(f"{size / 2**20:.2f} MiB a shard: {said} us an operator and shard", flush=True)
 
 
 def gated(x: Any, gate: Any) -> Any:
@@ -189,7 +225,11 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--without-block", action="store_true")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--reused", action="store_true")
     options = parser.parse_args()
+    if options.reused:
+        reused(min(options.repeat, 15))
+        return
     if options.compiled:
         compiled(min(options.repeat, 9))
         return

@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import row_of
+from reshard.spmd.programs.steps.reused_memory import find_reused
 from reshard.spmd.programs.steps.step_order import (
     Action,
     ProgramStep,
@@ -205,6 +208,7 @@ class Preparation:
                 name=called.name,
                 functions=called.functions,
                 is_single=called.is_single,
+                write_into=_make_writing(called, kinds, reads, makes, self._runner),
             )
         )
         if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
@@ -286,7 +290,11 @@ class Preparation:
             # Ranks that begin or wait otherwise would wait for one another.
             if self.steps[action.step].travel != "here":
                 self._meant.update(f"{action.kind} {action.step} ".encode())
-        runs = [(_make_run(one, self.steps[one.step]), one.frees) for one in order]
+        reused = find_reused(order, self.steps, self.kinds)
+        runs = [
+            (_make_run(one, self.steps[one.step], reused.get(place)), one.frees)
+            for place, one in enumerate(order)
+        ]
         if change_runs is not None:
             runs = list(change_runs(order, self.steps, self._constants, runs))
         return PreparedProgram(
@@ -363,9 +371,14 @@ class PreparedProgram:
                 values[register] = None
 
 
-def _make_run(action: Action, step: ProgramStep) -> Run:
-    """What an action does on registers, of which the last has what begins movements."""
+def _make_run(action: Action, step: ProgramStep, into: int | None = None) -> Run:
+    """What an action does on registers, of which the last has what begins movements.
+
+    `into` is a register whose memory the result is written to.
+    """
     move = step.move
+    if into is not None and step.write_into is not None:
+        return step.write_into(into)
     if action.kind == "run" or move is None:
         return step.run
     (source,), (target,) = step.reads, step.makes
@@ -384,6 +397,42 @@ def _make_move(move: Movement, source: int, target: int) -> Run:
         values[target] = move(values[source])
 
     return run
+
+
+def _make_writing(
+    called: CompiledCall,
+    kinds: Sequence[Any],
+    reads: Sequence[int],
+    makes: Sequence[int],
+    runner: Runner,
+) -> Callable[[int], Run] | None:
+    """What an operation does with its result in a register's memory; None where it cannot be."""
+    function = called.functions[0]
+    # Those with a signature do not work element by element.
+    if not isinstance(function, np.ufunc) or function.signature is not None:
+        return None
+    if called.shares_failure or not called.is_single:
+        return None
+    if any(one is not function for one in called.functions):
+        return None
+    (made,) = makes
+
+    def write_into(register: int) -> Run:
+        def run(values: Registers) -> None:
+            columns = [values[one] for one in reads]
+            try:
+                values[made] = tuple(
+                    [
+                        function(*row, out=place)
+                        for place, *row in zip(values[register], *columns, strict=True)
+                    ]
+                )
+            except REFUSALS as error:
+                refuse(called.name, kinds, runner, error)
+
+        return run
+
+    return write_into
 
 
 def _make_call(

@@ -49,6 +49,7 @@ class ProgramStep:
         name: of the operator, of what ranks compute.
         functions: what each rank here computes, of its shards; None of what is no operator.
         is_single: whether these return one result, not a tuple of them.
+        write_into: does it with the result in a register's memory, where that can be.
     """
 
     run: Run
@@ -62,6 +63,7 @@ class ProgramStep:
     name: str = ""
     functions: Sequence[Function] | None = None
     is_single: bool = True
+    write_into: Callable[[int], Run] | None = None
 
 
 @dataclass(frozen=True, slots=True)
