@@ -407,8 +407,8 @@ def _make_writing(
     runner: Runner,
 ) -> Callable[[int], Run] | None:
     """What an operation does with its result in a register's memory; None where it cannot be."""
-    function = called.functions[0]
-    # Those with a signature do not work element by element.
+    # A mesh may have no rank here. Those with a signature do not work element by element.
+    function = next(iter(called.functions), None)
     if not isinstance(function, np.ufunc) or function.signature is not None:
         return None
     if called.shares_failure or not called.is_single:

@@ -86,7 +86,8 @@ def compiled_runs(
 
 
 def _is_work(action: Action, step: ProgramStep) -> bool:
-    return action.kind == "run" and step.functions is not None and step.travel == "here"
+    # Of a mesh without a rank here nothing is computed.
+    return action.kind == "run" and bool(step.functions) and step.travel == "here"
 
 
 class _CompiledWork:
