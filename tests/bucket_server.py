@@ -86,10 +86,14 @@ class BucketServer:
     def settle(self) -> None:
         """Wait until all is answered that clients sent which are gone."""
         # Connections are taken in their order: earlier ones are counted when this is answered.
-        self.client.list_buckets()
+        self.ask()
         with self._is_idle:
             if not self._is_idle.wait_for(lambda: self._connections == 0, timeout=60):
                 raise TimeoutError("a request is not answered")
+
+    def ask(self) -> None:
+        """One request."""
+        self.client.list_buckets()
 
     def count_connections(self, httpd: Any) -> None:
         """Count the connections that are open, for `settle`."""

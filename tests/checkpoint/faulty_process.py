@@ -127,6 +127,7 @@ class _Countdown:
 
     def __init__(self, kill_at: int | None, synced: Path | None) -> None:
         from reshard.checkpoint.conversion import staging
+        from reshard.checkpoint.files.places.stores.azure_target import AzureTarget
         from reshard.checkpoint.files.places.stores.s3_target import S3Target
 
         self.kill_at = kill_at
@@ -141,8 +142,9 @@ class _Countdown:
         for name in OTHER_CALLS:
             setattr(os, name, self._counted(name, getattr(os, name)))
         staging.exchange_folders = self._counted("exchange", staging.exchange_folders)
-        for name in STORE_CALLS:
-            setattr(S3Target, name, self._asking(name, getattr(S3Target, name)))
+        for store in (S3Target, AzureTarget):
+            for name in STORE_CALLS:
+                setattr(store, name, self._asking(name, getattr(store, name)))
 
     def _is_the_last(self, name: str) -> bool:
         with self._lock:

@@ -17,12 +17,14 @@ from soak.kills import Kills
 from soak.link_failures import LinkFailures
 from soak.link_leaks import LinkLeaks
 from soak.mutations import Mutations
-from soak.uploads import Uploads
+from soak.uploads import AzureUploads, Uploads
 
 # The campaign, its goal, and its share of the time.
 CAMPAIGNS: tuple[tuple[type[Campaign], int, float], ...] = (
     (Kills, 200, 3),
     (Uploads, 200, 3),
+    # Of none where nobody asks, since it takes Azurite.
+    (AzureUploads, 0, 3),
     (BadDisks, 400, 3),
     (Jobs, 6, 2),
     (LinkFailures, 30, 3),
@@ -74,9 +76,10 @@ def _show_progress(outcome: Outcome) -> None:
 def main() -> int:
     arguments = _arguments()
     chosen = [
-        (kind, getattr(arguments, kind.goal), share)
+        (kind, getattr(arguments, kind.goal.replace("-", "_")), share)
         for kind, _, share in CAMPAIGNS
-        if arguments.only in (None, kind.goal) and getattr(arguments, kind.goal) > 0
+        if arguments.only in (None, kind.goal)
+        and getattr(arguments, kind.goal.replace("-", "_")) > 0
     ]
     # A prefix of its own, so that the seeds of two runs do not overlap.
     seed = random.randrange(1, 10**6) * 100_000 if arguments.seed is None else arguments.seed

@@ -18,11 +18,12 @@ import random
 import shutil
 import warnings
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bucket_server import BUCKET, Request, bucket_server
+from bucket_server import BUCKET, BucketServer, Request, bucket_server
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS
 from checkpoint.faulty_process import FaultyProcesses, Outcome
 from checkpoint.model_files import COLUMNS, ROWS, write_model
@@ -32,9 +33,7 @@ from reshard.errors import CheckpointError
 from soak.wrong import Wrong
 
 BLOCK_BYTES = 512
-ADDRESS = f"s3://{BUCKET}/some/model"
 _LARGE = "rows to columns"
-_FAULTS = (500, 503, 429, "slam", "lost", 0.2)
 _SMALL = {row.name: row for row in CONVERSIONS}
 
 
@@ -43,14 +42,19 @@ class Uploads:
 
     goal = "uploads"
     is_in_memory = False
+    address = f"s3://{BUCKET}/some/model"
+    faults: tuple[int | str | float, ...] = (500, 503, 429, "slam", "lost", 0.2)
 
     def __init__(self, folder: Path) -> None:
         warnings.simplefilter("ignore")
         self._folder = folder
-        self._context = bucket_server(os.environ.__setitem__)
+        self._context = self._serve()
         self._server = self._context.__enter__()
         self._processes = FaultyProcesses()
         self._cases: dict[str, tuple[Path, dict[str, Any], dict[str, bytes], int]] = {}
+
+    def _serve(self) -> AbstractContextManager[BucketServer]:
+        return bucket_server(os.environ.__setitem__)
 
     def _find_case(self, name: str) -> tuple[Path, dict[str, Any], dict[str, bytes], int]:
         """Source and options of a conversion, the objects it gives, and how many calls it makes."""
@@ -76,7 +80,9 @@ class Uploads:
             }
             self._server.empty()
             staging = str(folder / "staging")
-            there = self._processes.convert(source, ADDRESS, staging=staging, threads=1, **options)
+            there = self._processes.convert(
+                source, self.address, staging=staging, threads=1, **options
+            )
             _expect(there.error is None, there.error)
             self._check(files)
             self._cases[name] = source, options, files, len(there.calls)
@@ -105,7 +111,7 @@ class Uploads:
             server.requests.clear()
         lost: set[tuple[str, int]] = set()
         if is_faulty:
-            faults = {choose.randrange(1, 60): choose.choice(_FAULTS) for _ in range(4)}
+            faults = {choose.randrange(1, 60): choose.choice(self.faults) for _ in range(4)}
 
             def go_wrong(number: int, request: Request) -> int | str | float | None:
                 fault = faults.pop(number, None)
@@ -118,7 +124,7 @@ class Uploads:
         def convert_at(folder: str, kill_at: int | None = None) -> Outcome:
             return self._processes.convert(
                 source,
-                ADDRESS,
+                self.address,
                 staging=str(place / folder),
                 threads=threads,
                 overwrite=has_old,
@@ -142,7 +148,7 @@ class Uploads:
             kept = self._count_kept(before, lost)
         finally:
             shutil.rmtree(place)
-        found = {"uploads": kills, name: kills, "elsewhere": kills * is_elsewhere}
+        found = {self.goal: kills, name: kills, "elsewhere": kills * is_elsewhere}
         return Counter(found | {"parts that were there": kept})
 
     def _count_kept(self, before: int, lost: set[tuple[str, int]]) -> int:
@@ -166,8 +172,27 @@ class Uploads:
         seen = {key: one for key, one in found.items() if "/.reshard/" not in key}
         if seen not in (old, files):
             with contextlib.suppress(CheckpointError):
-                raise Wrong(f"{open_checkpoint(ADDRESS)} of {sorted(seen)} was read")
+                raise Wrong(f"{open_checkpoint(self.address)} of {sorted(seen)} was read")
         server.fault, server.requests[:] = fault, requests
+
+
+class AzureUploads(Uploads):
+    """The campaign with Azure's protocol: `AZURITE` is the path of `azurite-blob`.
+
+    Its package waits a quarter of a minute after what goes wrong, so here servers are only late.
+    """
+
+    goal = "azure-uploads"
+    address = f"az://{BUCKET}/some/model"
+    faults = (0.2, 0.5)
+
+    def _serve(self) -> AbstractContextManager[BucketServer]:
+        # Only this campaign needs the package.
+        from azure_server import azure_server
+
+        if "AZURITE" not in os.environ:
+            raise SystemExit("no Azurite: AZURITE=.engines/stores/node_modules/.bin/azurite-blob")
+        return azure_server(os.environ["AZURITE"], os.environ.__setitem__)
 
 
 def _expect(is_so: bool, found: object) -> None:
