@@ -1,16 +1,25 @@
-"""One rank of a job: tensors of devices of a type, moved by a backend; arguments: both."""
+"""One rank of a job: tensors of devices of a type, moved by a backend; arguments: both.
+
+Exchanges, arrays in shards with their programs and gradients, and loads into tensors of the device.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+import reshard.spmd as sp
 import reshard.torch
 from refit_models import part
 from reshard.torch.exchange.groups import rank_group
@@ -66,6 +75,48 @@ def check(device: torch.device, dtype: torch.dtype, extra_bytes: int) -> None:
         assert begun.extra_bytes <= extra_bytes
 
 
+def check_arrays(device: torch.device) -> None:
+    """Eager operations, a program and a gradient, of whole numbers: exact in any order."""
+    x, up, down = (
+        torch.arange(rows * columns).remainder(5).sub(2).view(rows, columns).double()
+        for rows, columns in ((6, 8), (8, 12), (12, 4))
+    )
+
+    def loss(x: Any, up: Any, down: Any) -> Any:
+        return sp.sum(sp.square(sp.square(x @ up) @ down))
+
+    leaf = up.clone().requires_grad_()
+    expected = ((x @ leaf).square() @ down).square().sum()
+    expected.backward()
+    with sp.running(sp.over_processes()):
+        placed = [
+            sp.array(data.to(device), reshard.spec(MESH, text))
+            for data, text in ((x, "-, -"), (up, "-, tp"), (down, "tp, -"))
+        ]
+        for function in (loss, sp.jit(loss)):
+            found = function(*placed).to_dense()
+            assert found.device == device, found.device
+            assert found.cpu() == expected.detach()
+        gradient = sp.grad(loss, argnums=1)(*placed)
+        assert gradient.spec == placed[1].spec
+        assert gradient.shards[RANK].device == device
+        assert torch.equal(gradient.to_dense().cpu(), leaf.grad)
+
+
+def check_loads(device: torch.device) -> None:
+    """A checkpoint fills a DTensor and a plain tensor of the device."""
+    whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"cut": whole, "plain": whole.clone()}, Path(folder) / "model.safetensors")
+        mesh = init_device_mesh(device.type, (RANKS,))
+        cut = distribute_tensor(torch.zeros(SHAPE, device=device), mesh, [Shard(1)])
+        plain = torch.zeros(SHAPE, device=device)
+        reshard.torch.load(folder, {"cut": cut, "plain": plain})
+    assert cut.to_local().device == plain.device == device
+    assert torch.equal(cut.to_local().cpu(), part(whole, SIDES["columns"], RANK))
+    assert torch.equal(plain.cpu(), whole)
+
+
 def main() -> None:
     device = torch.device(sys.argv[2])
     if device.type == "cuda":
@@ -78,6 +129,8 @@ def main() -> None:
     shared = rank_group(None).shared_memory
     if device.type == "cuda" and sys.argv[1] == "gloo" and shared is not None:
         assert shared.serves(device), "memory of the device is not shared"
+    check_arrays(device)
+    check_loads(device)
     dist.barrier()
     dist.destroy_process_group()
 
