@@ -369,8 +369,7 @@ class Zigzag(CutRule):
     zigzag ring attention, and Megatron's context parallelism.
 
     >>> print(Zigzag().table(8, 2))
-    part 0: 2 from 0
-    part 0: 2 from 6
+    part 0: 2 x 2 from 0 every 6
     part 1: 4 from 2
     """
 
