@@ -283,15 +283,6 @@ def test_annotations_and_outputs_are_kept() -> None:
     assert by_name == found
 
 
-def test_axes_that_nothing_is_cut_over_count() -> None:
-    """What is whole is cut where devices compute much less then, over axes of no annotation too."""
-    graph = Graph.of([(4096, 4096)] * 2, [("matmul", [0, 1], dot(4096, 4096, 4096))], [2])
-    given = dict.fromkeys(range(3), spec(MESH, "-, -"))
-    found = propagate_by_cost(graph, given, machine=Machine(links(1e12).topology))
-    one = propagate_by_cost(graph, dict.fromkeys(range(3), spec(DeviceMesh.of(x=1), "-, -")))
-    assert found.is_exact and found.seconds_s < one.seconds_s / 3
-
-
 def test_what_only_a_result_has_is_made_whole_and_cut() -> None:
     """A broadcast's new rows: the model takes as long as the program that is run."""
     rule = "([j]) -> ([i, j]) {i=65536, j=64}"

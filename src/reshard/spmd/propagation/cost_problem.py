@@ -144,9 +144,9 @@ class CostProblem:
             self.variables[value] = input_
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
         self.asked = {place: close(table.encoded(spec)) for place, spec in asked.items()}
-        # The axes in the pieces that annotations use, others as a whole.
+        # The axes in the pieces that annotations use; others as a whole, where inputs are free.
         used = pieces_of([*given.values(), *self.asked.values()])
-        pieces = every_piece(used, table.mesh)
+        pieces = every_piece(used, table.mesh) if free else used
         # Equal ones are one object, by which they are told apart below.
         alike: dict[object, Sharding] = {}
 
