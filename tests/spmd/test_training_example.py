@@ -134,7 +134,8 @@ def test_steps_go_on_while_a_save_is_written(
 
 
 def test_stopped_and_resumed_on_another_mesh_over_processes(tmp_path: Path) -> None:
-    expect_all_end_well(run_ranks("training_example_process.py", 4, tmp_path / "run"))
+    ended = run_ranks("training_example_process.py", 4, tmp_path / "run", timeout_s=400)
+    expect_all_end_well(ended)
     saved = reshard.checkpoint.open(tmp_path / "run" / "step-000200")
     losses = reshard.checkpoint.read_tensor(saved, "losses")
     expected = losses_of_one_device("float64", STEPS)
