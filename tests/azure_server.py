@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
-
-from azure.storage.blob import BlobBlock, ContainerClient
 
 from bucket_server import BUCKET, BucketServer
 from live_processes import free_port
+
+if TYPE_CHECKING:
+    from azure.storage.blob import BlobBlock
 
 # The account of Azurite, which its manual names.
 ACCOUNT = "devstoreaccount1"
@@ -165,6 +166,8 @@ def azure_server(program: str, setenv: Callable[[str, str], object]) -> Iterator
         program: the path of `azurite-blob`.
         setenv: sets a variable.
     """
+    from azure.storage.blob import ContainerClient
+
     port = free_port()
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent"]
     command += ["--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry"]
