@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.written_results import writing
 from reshard.spmd.operators.table import row_of
 from reshard.spmd.programs.steps.reused_memory import find_reused
 from reshard.spmd.programs.steps.step_order import (
@@ -198,6 +197,7 @@ class Preparation:
         ]
         makes = [self._add(x.type) for x in made]
         run = _make_call(called, kinds, reads, makes, self._runner)
+        views = may_view(row_of(called.name), len(kinds))
         self.steps.append(
             ProgramStep(
                 run,
@@ -208,10 +208,11 @@ class Preparation:
                 name=called.name,
                 functions=called.functions,
                 is_single=called.is_single,
+                may_view=views,
                 write_into=_make_writing(called, kinds, reads, makes, self._runner),
             )
         )
-        if may_view(row_of(called.name)) and not self._viewing.isdisjoint(reads):
+        if views and not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
         return makes
 
@@ -407,13 +408,12 @@ def _make_writing(
     runner: Runner,
 ) -> Callable[[int], Run] | None:
     """What an operation does with its result in a register's memory; None where it cannot be."""
-    # A mesh may have no rank here. Those with a signature do not work element by element.
+    # A mesh may have no rank here.
     function = next(iter(called.functions), None)
-    if not isinstance(function, np.ufunc) or function.signature is not None:
+    if function is None or called.shares_failure or not called.is_single:
         return None
-    if called.shares_failure or not called.is_single:
-        return None
-    if any(one is not function for one in called.functions):
+    write = writing(function)
+    if write is None or any(one is not function for one in called.functions):
         return None
     (made,) = makes
 
@@ -423,7 +423,7 @@ def _make_writing(
             try:
                 values[made] = tuple(
                     [
-                        function(*row, out=place)
+                        write(*row, out=place)
                         for place, *row in zip(values[register], *columns, strict=True)
                     ]
                 )

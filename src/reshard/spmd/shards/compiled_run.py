@@ -77,7 +77,7 @@ def make_run(
     # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
     # elementwise operations on arrays that lie alike, which are most of a program.
     is_plain = is_single and is_same and arrays_only and not shares_failure
-    if is_plain and not any(movements) and len(types) <= 2 and not may_view(operator):
+    if is_plain and not any(movements) and len(types) <= 2 and not may_view(operator, len(types)):
         if len(types) == 1:
 
             def run_one(x: Any) -> Any:
@@ -119,7 +119,7 @@ def make_run(
             for n, one in enumerate(results)
         )
 
-    return _mark_views(run) if may_view(operator) else run
+    return _mark_views(run) if may_view(operator, len(types)) else run
 
 
 def _mark_views(run: RunCall) -> RunCall:

@@ -40,7 +40,7 @@ _VIEWING_FAMILIES = frozenset(
     ["movement", "indexing", "reductions", "users' own", "without a rule"]
 )
 _VIEWING_NAMES = """
-astype ceil clamp clip conj diagonal einsum floor
+astype ceil clamp clip conj diagonal floor identity imag
 matrix_power positive real round stop_gradient trunc
 """
 _VIEWING = frozenset(_VIEWING_NAMES.split())
@@ -172,8 +172,10 @@ def moves_each_time(array: ArrayValue) -> bool:
     )
 
 
-def may_view(operator: Operator) -> bool:
-    """Whether an operator's results may have the memory of its operands."""
+def may_view(operator: Operator, operands: int) -> bool:
+    """Whether an operator's results may have the memory of its operands, so many of them."""
+    if operator.name == "einsum":
+        return operands == 1
     return operator.family in _VIEWING_FAMILIES or operator.name in _VIEWING
 
 

@@ -414,7 +414,7 @@ def _compile(
     wrapped = tuple(
         wrap.of_shards(one, tuple(row[n] for row in made), runner) for n, one in enumerate(results)
     )
-    if may_view(operator):
+    if may_view(operator, len(operands)):
         mark_views(operands, wrapped)
     if recorders:
         _notify(done, operands, wrapped)

@@ -66,7 +66,7 @@ class OperationWatcher:
         called, self._call = self._call, None
         # Views of what cannot keep its reshards have the same memory.
         is_view = operation.operator == WITH_SHARDING or (
-            called is not None and may_view(row_of(called.name))
+            called is not None and may_view(row_of(called.name), len(called.operands))
         )
         if is_view and not self._moves_anew.isdisjoint(operation.operands):
             self._moves_anew.update(operation.results)

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
+from reshard.spmd.local.library import library as library_of
+from reshard.spmd.local.written_results import _ATEN_NAMES, _TORCH_NAMES, writing
 
 MESH = DeviceMesh.of(x=2)
 ROWS, WIDTH = 256, 128
 SHARD_BYTES = ROWS * WIDTH * 8 // 2
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def library(request: pytest.FixtureRequest) -> Iterator[str]:
+    with sp.running(sp.in_process(request.param)):
+        yield request.param
+
+
+class AddressesSeen(TorchDispatchMode):
+    """Where results of PyTorch's functions lie, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self._kept.append(made)
+            self.found.add(made.untyped_storage().data_ptr())
+        return made
 
 
 def array(seed: int = 0, text: str = "x, -") -> Any:
@@ -48,16 +75,32 @@ def in_parts(x: Any, y: Any) -> Any:
     return z * 3.0, there * there, sp.sum(z * z) + 1.0, sp.concat([z, z], axis=1)
 
 
+def of_products(x: Any, y: Any) -> Any:
+    """What is made by products, and what only looks like one."""
+    z = sp.einsum("ab,cb->ac", x, y)
+    turned = sp.einsum("ab->ba", x + y)
+    return sp.silu(z) * 2.0, turned + turned, sp.silu(sp.softmax(x) * y), sp.sigmoid(x @ y.mT)
+
+
+def branched(x: Any, y: Any) -> Any:
+    z = x * y
+    small = sp.identity(z)
+    inner = sp.cond(sp.sum(z) > 1e9, lambda one: one + 1.0, lambda one: one, z)
+    return z * 2.0, small, inner, sp.where(z > 0, z, 0.0)
+
+
 def alone(x: Any, y: Any) -> Any:
     return x * 1.0, sp.sum(x) * 2.0, x > 0, sp.astype(x + y, "float32") * 2
 
 
-@pytest.mark.parametrize("function", [chain, viewed, read_later, in_parts, alone])
+@pytest.mark.parametrize(
+    "function", [chain, viewed, read_later, in_parts, of_products, branched, alone]
+)
 @pytest.mark.parametrize("text", ["x, -", "-, -", "-, x"])
-def test_results_and_arguments_stay(function: Any, text: str) -> None:
+def test_results_and_arguments_stay(function: Any, text: str, library: str) -> None:
     x, y = array(0, text), array(1, text)
-    before = [x.to_dense().copy(), y.to_dense().copy()]
-    expected = [np.array(one.to_dense()) for one in listed(function(x, y))]
+    before = [dense(one) for one in (x, y)]
+    expected = [dense(one) for one in listed(function(x, y))]
     program = sp.jit(function)
     kept = []
     for _ in range(3):
@@ -68,6 +111,11 @@ def test_results_and_arguments_stay(function: Any, text: str) -> None:
     # What another run does is not seen in results of the runs before.
     for one, right in kept:
         np.testing.assert_array_equal(one.to_dense(), right)
+
+
+def dense(array: Any) -> Any:
+    """A copy of its elements."""
+    return np.asarray(array.to_dense()).copy()
 
 
 def listed(found: Any) -> list[Any]:
@@ -87,6 +135,61 @@ def test_a_chain_needs_one_array() -> None:
     assert found.shape == (ROWS, WIDTH)
     # Of both shards; without it there are two at a time.
     assert most < 1.2 * 2 * SHARD_BYTES
+
+
+def test_a_chain_of_tensors_needs_one_array() -> None:
+    with sp.running(sp.in_process("torch")):
+        x, y = array(0), array(1)
+        program = sp.jit(chain)
+        right = program(x, y)
+        with AddressesSeen() as seen:
+            found = program(x, y)
+    np.testing.assert_array_equal(found.to_dense(), right.to_dense())
+    # Of both shards.
+    assert len(seen.found) == 2
+
+
+@pytest.mark.parametrize("name", [*_TORCH_NAMES.split(), *_ATEN_NAMES.split()])
+def test_functions_of_torch_write_what_they_return(name: str) -> None:
+    place = torch.nn.functional if name in _ATEN_NAMES.split() else library_of("torch").namespace
+    function = getattr(place, name)
+    write = writing(function)
+    assert write is not None
+    data = torch.arange(-3, 9).reshape(4, 3)
+    written = 0
+    for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        x, y = data.to(kind), (data.flip(0) + 1).to(kind)
+        # The second argument of PyTorch's own `relu` is another.
+        for operands in ((x,), (x, y), (x, 2), (2, x))[: 1 if name in _ATEN_NAMES else 4]:
+            try:
+                right = function(*operands)
+            except (TypeError, RuntimeError):
+                continue
+            for number, one in enumerate(operands):
+                copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in operands]
+                out = copies[number]
+                # Programs write only where this holds.
+                if isinstance(one, int) or (one.dtype, one.shape) != (right.dtype, right.shape):
+                    continue
+                made = write(*copies, out=out)
+                torch.testing.assert_close(made, right, rtol=0, atol=0, equal_nan=True)
+                assert made is out or isinstance(operands[0], int)
+                written += made is out
+    assert written
+
+
+def test_gradients_of_torch_go_through_programs() -> None:
+    with sp.running(sp.in_process("torch")):
+        data = torch.rand(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+        x, y = sp.array(data, spec(MESH, "x, -")), array(1)
+        program = sp.jit(chain)
+        program(array(0), y)
+        slopes = []
+        for function in (chain, program):
+            total = sp.sum(function(x, y)).to_dense()
+            (slope,) = torch.autograd.grad(torch.as_tensor(total), data)
+            slopes.append(slope)
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=0, atol=0)
 
 
 def test_refusals_name_the_operator() -> None:

@@ -4,11 +4,12 @@
     free r4
 
 New memory of a megabyte comes from the system page by page, which takes longer than a sum of as
-many numbers. So a function of NumPy that works element by element writes into an operand
+many numbers. So a function that works element by element writes into an operand
 
 1. which is not read after it, and has the same shape, element type and sharding as the result;
-2. which such a function made, so that nobody outside the program has its memory;
-3. which none but such functions read, so that nothing inside is a view of it;
+2. which an operator made that never returns a view, so that nobody outside the program has its
+   memory;
+3. which none but such operators read, so that nothing inside is a view of it;
 4. and which is large.
 """
 
@@ -37,9 +38,11 @@ def find_reused(
     Returns:
         registers by the place of the action in the order.
     """
-    fresh = {register for one in steps if one.write_into is not None for register in one.makes}
+    # Several results of one operator may be views of one array.
+    own = (one for one in steps if not one.may_view and one.is_single)
+    fresh = {register for one in own for register in one.makes}
     for one in steps:
-        if one.write_into is None:
+        if one.may_view:
             fresh.difference_update(one.reads)
     found = {}
     for place, action in enumerate(order):

@@ -49,6 +49,7 @@ class ProgramStep:
         name: of the operator, of what ranks compute.
         functions: what each rank here computes, of its shards; None of what is no operator.
         is_single: whether these return one result, not a tuple of them.
+        may_view: whether its results may have the memory of what it reads, or of others.
         write_into: does it with the result in a register's memory, where that can be.
     """
 
@@ -63,6 +64,7 @@ class ProgramStep:
     name: str = ""
     functions: Sequence[Function] | None = None
     is_single: bool = True
+    may_view: bool = True
     write_into: Callable[[int], Run] | None = None
 
 
