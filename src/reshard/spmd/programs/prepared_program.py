@@ -20,7 +20,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.written_results import writing
+from reshard.spmd.local.elementwise import writing
 from reshard.spmd.operators.table import row_of
 from reshard.spmd.programs.steps.reused_memory import find_reused
 from reshard.spmd.programs.steps.step_order import (
