@@ -11,7 +11,14 @@ import pytest
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
-from reshard.errors import ArrayIndexError, MeshError, ReshardError, SpecError, UsageError
+from reshard.errors import (
+    ArrayIndexError,
+    MeshError,
+    ReshardError,
+    ShardError,
+    SpecError,
+    UsageError,
+)
 
 MESH = DeviceMesh.of(x=2, y=3)
 DATA = np.arange(35.0).reshape(7, 5)
@@ -261,3 +268,37 @@ def test_a_mesh_that_is_not_the_shardings_is_refused() -> None:
         sp.reshard_tensor(x, x.spec, None, other)
     with pytest.raises(MeshError, match=r"DeviceMesh\(x=3,y=2\), but to_spec `y, x`"):
         sp.reshard_tensor(x, None, spec(MESH, "y, x"), other)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: sp.exp(DATA), UsageError, r"exp of array\(.{1,120}; at least one sp.array"),
+        (lambda: sp.tile(sharded(), (2, -1)), UsageError, r"tile of \(2, -1\) repetitions"),
+        (lambda: sp.zeros((2**40, 2**40)), UsageError, "of more than 9223372036854775807 elements"),
+        (lambda: sp.array(np.ma.masked_less(DATA, 3)), ShardError, "whose mask would be lost"),
+    ],
+)
+def test_arguments_that_cannot_be(call: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=r"(?s)" + said):
+        call()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_tensors_that_are_not_dense_are_refused(library: str) -> None:
+    torch = pytest.importorskip("torch")
+    runner = sp.in_process(library)
+    with pytest.raises(ShardError, match=r"a tensor of torch.sparse_coo; .* tensor.to_dense"):
+        sp.array(torch.eye(3).to_sparse(), runner=runner)
+    parts = [torch.ones(2), torch.ones(3)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.raises(ShardError, match="a nested tensor; "):
+        sp.array(nested, runner=runner)
+
+
+def test_numbers_have_formats() -> None:
+    total = sp.sum(sharded())
+    assert f"{total:.3f} {total:>8}" == "595.000    595.0"
+    assert f"{total}" == str(total)
+    with pytest.raises(TypeError, match="an array of 2 dimensions is no number"):
+        f"{sharded():.3f}"

@@ -118,5 +118,14 @@ def test_exponentials_of_nothing(library: str) -> None:
             sp.softmax(nothing, axis=2)
 
 
+@pytest.mark.parametrize("keys", [0, 4])
+def test_attention_to_nothing_and_of_nothing(keys: int) -> None:
+    k = sp.array(np.ones((2, 3, keys, 5)), spec(MESH, "x, -, -, -"))
+    for queries in (0, 4) if keys == 0 else (0,):
+        q = sp.array(np.ones((2, 3, queries, 5)), spec(MESH, "x, -, y, -"))
+        found = sp.attention(q, k, k)
+        np.testing.assert_array_equal(np.asarray(found), np.zeros((2, 3, queries, 5)))
+
+
 def test_an_index_that_is_no_class_has_no_ones() -> None:
     np.testing.assert_array_equal(np.asarray(sp.one_hot(sp.array([-1, 7]), 5)), np.zeros((2, 5)))

@@ -137,7 +137,29 @@ def test_narrow_parameters_have_wide_states() -> None:
     assert state["exp_avg_sq"].dtype.name == "float32"
 
 
+def test_entries_of_dictionaries_belong_together_by_their_keys() -> None:
+    """Gradients, states and shardings in another order than the parameters."""
+    p = {"a": sp.array(np.zeros(4)), "b": sp.array(np.zeros(4))}
+    turned = {"b": sp.array(np.ones(4)), "a": sp.array(np.full(4, -1.0))}
+    specs = {"b": spec(MESH, "dp"), "a": spec(MESH, "tp")}
+    for optimizer in (sp.SGD(1.0), sp.SGD(1.0, momentum=0.5)):
+        state = optimizer.init(p, specs)
+        for _ in range(2):
+            moved, state = optimizer.update(p, turned, state)
+            slots = {name: one for name, one in state.items() if isinstance(one, dict)}
+            state |= {name: dict(reversed(one.items())) for name, one in slots.items()}
+        assert list(moved) == ["a", "b"]
+        assert np.all(moved["a"].to_dense() > 0)
+        assert np.all(moved["b"].to_dense() < 0)
+    assert str(state["momentum_buffer"]["a"].spec) == "tp"
+    found = sp.grad(lambda p: sp.sum(p["a"] * 2) + sp.sum(p["b"]), specs=specs)(p)
+    assert {name: str(one.spec) for name, one in found.items()} == {"a": "tp", "b": "dp"}
+    _, pullback = sp.vjp(lambda x: {"a": x * 2, "b": x * 3}, p["a"])
+    assert pullback(turned)[0].to_dense().tolist() == [1.0] * 4
+
+
 W = sp.array(np.ones((4, 6)))
+CUT = sp.array(np.ones((4, 6)), spec(MESH, "dp, tp"))
 
 
 @pytest.mark.parametrize(
@@ -148,11 +170,29 @@ W = sp.array(np.ones((4, 6)))
         (lambda: sp.AdamW(betas=(0.9, 1.0)), UsageError, r"betas=\(0.9, 1.0\)"),
         (lambda: sp.AdamW().init([3]), UsageError, r"parameters\[0\] of int"),
         (lambda: sp.AdamW().init(sp.array([1])), UsageError, r"parameters of int64\[1\]"),
-        (lambda: sp.AdamW().init(W, ["dp", "-"]), SpecError, "2 states for 1 parameters"),
+        (lambda: sp.AdamW().init(W, ["dp", "-"]), SpecError, "specs of states of 2 for 1 places"),
         (lambda: sp.AdamW().update(W, W, {"step": 0}), UsageError, "make one by init"),
-        (lambda: sp.AdamW().update(W, [W, W], sp.AdamW().init(W)), UsageError, "gradients of"),
-        (lambda: sp.SGD(0.1).update(W, W[0], {"step": 0}), UsageError, "gradients of shapes"),
+        (
+            lambda: sp.AdamW().update(W, [W, W], sp.AdamW().init(W)),
+            UsageError,
+            "gradients of 2 for",
+        ),
+        (
+            lambda: sp.AdamW().update({"w": W}, {"v": W}, sp.AdamW().init({"w": W})),
+            UsageError,
+            "'v'",
+        ),
+        (
+            lambda: sp.SGD(0.1).update(W, W[0], {"step": 0}),
+            UsageError,
+            r"gradients of float64\[6\] for a parameter",
+        ),
         (lambda: sp.specs_over(W, MESH, "pp"), SpecError, "axis 'pp' of"),
+        (
+            lambda: sp.specs_over(CUT, DeviceMesh.of(x=4), "x"),
+            SpecError,
+            "over DeviceMesh.dp=2,tp=2",
+        ),
     ],
 )
 def test_errors(run: Any, error: type[Exception], says: str) -> None:

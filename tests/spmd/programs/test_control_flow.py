@@ -264,7 +264,7 @@ def test_errors(way: Any) -> None:
             way(f)(*arguments)
 
     refused(
-        r"what is carried float64\[4, 6\] in 1 places, and then float64\[4\]",
+        r"what is carried float64\[4, 6\] at one place, and then float64\[4\] at",
         lambda x: sp.scan(lambda c, _: (sp.sum(c, axis=1), None), x, length=2),
         x,
     )

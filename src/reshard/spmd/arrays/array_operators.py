@@ -228,6 +228,9 @@ class ArrayOperators:
             raise TypeError(f"{number!r} is no whole number, so it is no index")
         return number
 
+    def __format__(self, layout: str) -> str:
+        return format(self._read_number(), layout) if layout else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return dense_array(self, dtype)
 

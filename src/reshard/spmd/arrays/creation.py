@@ -6,6 +6,8 @@ it first. Numbers have NumPy's types in both libraries.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -30,6 +32,8 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(map(index, given))
     if min(sizes, default=0) < 0:
         raise UsageError(f"shape {shape!r} with a size below 0; give sizes of 0 or more")
+    if math.prod(sizes) > sys.maxsize:
+        raise UsageError(f"shape {shape!r} of more than {sys.maxsize} elements; give smaller sizes")
     return sizes
 
 

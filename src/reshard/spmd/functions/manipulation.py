@@ -213,6 +213,8 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     """The array repeated along each dimension, as a whole."""
     times = tuple(_read_sizes(repetitions))
+    if min(times, default=0) < 0:
+        raise UsageError(f"tile of {repetitions!r} repetitions; 0 or more were expected")
     times = (1,) * (x.ndim - len(times)) + times
     shape = (1,) * (len(times) - x.ndim) + x.shape
     # A dimension of repetitions before each of the array's, which broadcasting fills.

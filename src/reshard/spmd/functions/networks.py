@@ -309,10 +309,12 @@ def attend_by_scores(
         is_truth = allowed.dtype is data_types.bool
         scores = where(allowed, scores, -math.inf) if is_truth else add(scores, allowed)
     # 3. The weighed values, groups and their heads merged again: zeros where no key is seen.
-    apart, _, _ = _take_off_most(scores, -1)
-    powers = exp(apart)
-    total = statistics.sum(powers, axis=-1, keepdims=True)
-    weights = divide(powers, where(elementwise.equal(total, 0), 1.0, total))
+    weights = scores
+    if 0 not in scores.shape:
+        apart, _, _ = _take_off_most(scores, -1)
+        powers = exp(apart)
+        total = statistics.sum(powers, axis=-1, keepdims=True)
+        weights = divide(powers, where(elementwise.equal(total, 0), 1.0, total))
     if groups != heads:
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))
     found = matmul(weights, values)

@@ -29,7 +29,7 @@ from reshard.spmd.functions.elementwise import sqrt
 from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.gradients.tape import ended, is_real_floating, placed
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.argument_tree import leaves, leaves_like, replaced, shardings_like
 
 State = dict[str, Any]
 """A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`).
@@ -50,7 +50,7 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
         axis: of the mesh, such as "dp".
 
     Raises:
-        SpecError: an axis that the mesh has not.
+        SpecError: an axis that the mesh has not, or a parameter over another mesh.
 
     >>> import reshard.spmd as sp
     >>> from reshard import spec
@@ -68,6 +68,11 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
         if not isinstance(leaf, ArrayValue):
             return None
         own = leaf.type.spec
+        if own is not None and own.mesh is not mesh:
+            raise SpecError(
+                f"a parameter over {own.mesh!r}, and the axis {axis!r} of {mesh!r}; give "
+                "parameters over the one mesh, or without a sharding"
+            )
         dims = [DimSpec()] * leaf.type.ndim if own is None else list(own.dim_specs)
         used = {one.name for dim in dims for one in dim.axes}
         for place, (dim, length) in enumerate(zip(dims, leaf.type.shape, strict=True)):
@@ -102,14 +107,9 @@ class _Optimizer:
             SpecError: shardings that are not in the parameters' places.
         """
         given = list(_read_leaves("parameters", parameters))
-        wanted = [None] * len(given) if specs is None else [one for _, one in leaves(specs)]
-        if len(wanted) != len(given) or any(
-            one is not None and not isinstance(one, ShardingSpec) for one in wanted
-        ):
-            raise SpecError(
-                f"shardings of {len(wanted)} states for {len(given)} parameters; give one in the "
-                "place of each, or None for the parameter's own: see sp.specs_over"
-            )
+        wanted: list[ShardingSpec | None] = [None] * len(given)
+        if specs is not None:
+            wanted = shardings_like(specs, parameters, "specs of states")
         state: State = {"step": 0}
         for slot in self._slots:
             made = [
@@ -130,22 +130,20 @@ class _Optimizer:
                 other shapes.
         """
         given = list(_read_leaves("parameters", parameters))
-        slopes = list(_read_leaves("gradients", gradients))
+        slopes = _read_leaves_like(parameters, "gradients", gradients)
         if not isinstance(state, dict) or {"step", *self._slots} - set(state):
             raise UsageError(
                 f"the state of {type(self).__name__} with "
                 f"{sorted(state) if isinstance(state, dict) else type(state).__name__}; "
                 f"{['step', *self._slots]} were expected: make one by init"
             )
-        slots = [list(_read_leaves(slot, state[slot])) for slot in self._slots]
-        for name, one in zip(("gradients", *self._slots), (slopes, *slots), strict=True):
-            _check_places(name, given, one)
+        slots = [_read_leaves_like(parameters, slot, state[slot]) for slot in self._slots]
         step = state["step"] + 1
         moved: list[Any] = []
         kept: list[list[Any]] = [[] for _ in self._slots]
-        where = [None] * len(given)
+        where: list[ShardingSpec | None] = [None] * len(given)
         if state.get("specs") is not None:
-            where = [one for _, one in leaves(state["specs"])]
+            where = shardings_like(state["specs"], parameters, "specs of the state")
         for number, (parameter, slope) in enumerate(zip(given, slopes, strict=True)):
             own = [slot[number] for slot in slots]
             if parameter is None or slope is None:
@@ -190,16 +188,18 @@ def _fill(tree: Any, values: Sequence[Any]) -> Any:
     return replaced(tree, lambda _: next(left))
 
 
-def _check_places(what: str, given: list[Any], found: list[Any]) -> None:
-    shapes = [None if one is None else one.type.shape for one in given]
-    others = [
-        shape if one is None else one.type.shape for one, shape in zip(found, shapes, strict=False)
-    ]
-    if len(found) != len(given) or others != shapes:
-        raise UsageError(
-            f"{what} of shapes {others} for parameters of {shapes}; give them in the places of the "
-            "parameters, of their shapes"
-        )
+def _read_leaves_like(parameters: Any, what: str, tree: Any) -> list[Any]:
+    """The arrays of a tree in the places of the parameters, in their order and of their shapes."""
+    found = leaves_like(tree, parameters, what)
+    list(_read_leaves(what, tree))
+    for (path, parameter), one in zip(leaves(parameters), found, strict=True):
+        kind = None if parameter is None else parameter.type
+        if one is not None and (kind is None or one.type.shape != kind.shape):
+            raise UsageError(
+                f"{what}{path} of {one.type} for a parameter of {kind}; give an array of the "
+                "parameter's shape"
+            )
+    return found
 
 
 def _make_zeros(parameter: Any) -> Any:

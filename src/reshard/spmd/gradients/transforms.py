@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reshard.errors import SpecError, UsageError
+from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.filling import ones_like, zeros_like
@@ -24,7 +24,7 @@ from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
 from reshard.spmd.shards.pending_sums import without_pending
-from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.argument_tree import leaves, leaves_like, replaced, shardings_like
 
 Function = Callable[..., Any]
 Places = int | Sequence[int]
@@ -274,14 +274,9 @@ def _run(
 
 def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
     """The arrays of a value with their cotangents. Raises UsageError where they do not fit."""
-    outputs, given = list(leaves(value)), list(leaves(cotangents))
-    if [path for path, _ in outputs] != [path for path, _ in given]:
-        raise UsageError(
-            f"{len(given)} cotangents for {len(outputs)} values; give them in the same lists, "
-            "tuples and dictionaries that the function returned"
-        )
+    given = leaves_like(cotangents, value, "cotangents")
     pairs = []
-    for (path, output), (_, cotangent) in zip(outputs, given, strict=True):
+    for (path, output), cotangent in zip(leaves(value), given, strict=True):
         if cotangent is None:
             continue
         if not isinstance(output, ArrayValue):
@@ -301,18 +296,9 @@ def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
 
 def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
     """A sharding for each leaf; None where the gradient ends as its parameter lies."""
-    count = sum(1 for _ in leaves(given))
     if specs is None:
-        return [None] * count
-    found = [leaf for _, leaf in leaves(list(specs))]
-    if len(found) != count or any(
-        one is not None and not isinstance(one, ShardingSpec) for one in found
-    ):
-        raise SpecError(
-            f"specs of {len(found)} shardings for {count} parameters; give one in the place of "
-            "each, or None for the parameter's own"
-        )
-    return found
+        return [None] * sum(1 for _ in leaves(given))
+    return shardings_like(specs, given, "specs of gradients")
 
 
 def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:

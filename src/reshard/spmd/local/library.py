@@ -74,9 +74,15 @@ class Library:
     def array(self, data: Any, dtype: DType | None = None, beside: Any = None) -> Any:
         """Data as one of its arrays, on the device of `beside`; its own arrays are not copied.
 
-        Raises ShardError for a tensor whose memory was freed.
+        Raises ShardError for tensors whose memory was freed, that are sparse or nested, and for
+        arrays with a mask.
         """
         own = None if dtype is None else self.own_dtype(dtype)
+        if isinstance(data, np.ma.MaskedArray):
+            raise ShardError(
+                f"a masked array of shape {data.shape}, whose mask would be lost; give "
+                "data.filled(...), and its mask as an array of its own"
+            )
         if self.name == "numpy":
             # Without importing it: where it is not loaded, nothing is a tensor.
             torch = sys.modules.get("torch")
@@ -246,11 +252,17 @@ def records_gradient(tensor: Any) -> bool:
 
 
 def _check_memory(tensor: Any) -> None:
-    """Raises ShardError for a tensor whose memory was freed."""
+    """Raises ShardError for a tensor whose memory was freed, and for a sparse or nested one."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of {tensor.layout}"
+        raise ShardError(
+            f"{kind}; arrays in shards are dense, of one shape: give tensor.to_dense(), or "
+            "to_padded_tensor(0) of a nested one"
+        )
     try:
         freed_bytes = missing_bytes(tensor)
     except RuntimeError:
-        return  # One without memory of its own, fake or batched or sparse: PyTorch's to judge.
+        return  # One without memory of its own, fake or batched: PyTorch's to judge.
     if freed_bytes > 0:
         raise ShardError(
             f"a tensor of shape {tuple(tensor.shape)} whose memory was freed: {freed_bytes} bytes "

@@ -94,8 +94,11 @@ def check_same(
     paths = [[path for path, _ in leaves(tree)] for tree in (one, other)]
     texts = [[str(kind) for kind in kinds] for kinds in (types, other_types)]
     if paths[0] != paths[1] or texts[0] != texts[1]:
+        said = [
+            f"{', '.join(text)} at {', '.join(path or 'one place' for path in where) or 'none'}"
+            for text, where in zip(texts, paths, strict=True)
+        ]
         raise UsageError(
-            f"sp.{name}: {what} {', '.join(texts[0])} in {len(paths[0])} places, and then "
-            f"{', '.join(texts[1])} in {len(paths[1])}; the same trees, shapes and element types "
-            "were expected: cast with sp.astype"
+            f"sp.{name}: {what} {said[0]}, and then {said[1]}; the same trees with dictionaries in "
+            "one order, shapes and element types were expected: cast with sp.astype"
         )

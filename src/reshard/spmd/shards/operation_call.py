@@ -15,6 +15,7 @@ A `Recorder` sees every operation that is carried out while it is listening.
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,7 +213,8 @@ def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
     if runner is None:
         for operand in operands:
             refuse_traced(name, operand)
-        raise UsageError(f"{name} of {list(operands)}; at least one sp.array(...) was expected")
+        said = ", ".join(map(reprlib.repr, operands))
+        raise UsageError(f"{name} of {said}; at least one sp.array(...) was expected")
     return runner
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from reshard.errors import ReshardError, SpecError, UsageError
+from reshard.sharding import ShardingSpec
+
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Everything that is in no list, tuple or dictionary further down, with its path.
@@ -23,6 +26,58 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}[{place}]")
     else:
         yield path, tree
+
+
+def leaves_like(
+    tree: Any, like: Any, what: str, error: type[ReshardError] = UsageError
+) -> list[Any]:
+    """The leaves of a tree in the places of another one's, and in its order.
+
+    Entries of dictionaries belong together by their keys, in whatever order they are.
+
+    Args:
+        what: the tree is, for the message.
+
+    Raises `error`, which names the places that only one of them has.
+
+    >>> leaves_like({"b": 1, "a": [2]}, {"a": ["x"], "b": "y"}, "gradients")
+    [2, 1]
+    >>> try:
+    ...     leaves_like({"b": 1}, {"b": "y", "c": "z"}, "gradients")
+    ... except UsageError as error:
+    ...     print(str(error).partition(";")[0])
+    gradients of 1 for 2 places: 1 (['c']) have nothing, 0 are not expected
+    """
+    found, wanted = dict(leaves(tree)), [path for path, _ in leaves(like)]
+    if found.keys() != set(wanted):
+        lacking = [path for path in wanted if path not in found]
+        more = [path for path in found if path not in set(wanted)]
+        raise error(
+            f"{what} of {len(found)} for {len(wanted)} places: {_say(lacking)} have nothing, "
+            f"{_say(more)} are not expected; give the same lists, tuples and keys of dictionaries"
+        )
+    return [found[path] for path in wanted]
+
+
+def _say(paths: list[str]) -> str:
+    """How many places, and the first ones of them."""
+    shown = ", ".join(path or "the whole" for path in paths[:3]) + ", ..." * (len(paths) > 3)
+    return f"{len(paths)} ({shown})" if paths else "0"
+
+
+def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None]:
+    """A sharding, or None, for each leaf of a tree, in its order. See `leaves_like`.
+
+    Raises SpecError for other places, and for what is no sharding.
+    """
+    found = leaves_like(specs, like, what, SpecError)
+    for one in found:
+        if one is not None and not isinstance(one, ShardingSpec):
+            raise SpecError(
+                f"{what} with {one!r}, which is no sharding; give reshard.spec(mesh, 'x, -') for "
+                "each parameter, or None for its own"
+            )
+    return found
 
 
 def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:

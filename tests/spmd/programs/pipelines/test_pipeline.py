@@ -121,6 +121,8 @@ def test_what_is_refused() -> None:
         pipeline([one], [(one, one)])
     with pytest.raises(UsageError, match="2 microbatches for a schedule of 1"):
         pipeline([one, one], [(one, one)] * 2)
+    with pytest.raises(UsageError, match="microbatch 0 of ShardedArray; a pair of"):
+        pipeline([one, one], [one])  # type: ignore[list-item]
     wrong = sp.Pipeline([stages[0], lambda w, x, y: w * x * y], schedule, rows)
     with pytest.raises(UsageError, match=r"stage 1 returned .*the loss, an array without dim"):
         wrong([one, one], [(one, one)])

@@ -110,6 +110,12 @@ class Pipeline:
                 f"{len(microbatches)} microbatches for a schedule of "
                 f"{self.schedule.n_microbatches}; cut the batch otherwise"
             )
+        for number, one in enumerate(microbatches):
+            if not isinstance(one, list | tuple) or len(one) != 2:
+                raise UsageError(
+                    f"microbatch {number} of {type(one).__name__}; a pair of what the first stage "
+                    "takes and the last stage's targets was expected"
+                )
         given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
         keeper = next((leaf.runner for leaf in given), runner_for())
         own = self.stages, self.schedule, self.specs
