@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -97,3 +98,9 @@ def test_batches_follow_one_another_and_fit(sizes: list[int]) -> None:
     assert list(batches.values()) == sorted(batches.values())
     for number in set(batches.values()):
         assert sum(named[name] for name, one in batches.items() if one == number) <= 10
+
+
+@pytest.mark.parametrize("given", ["64M", 1.5, None, True, -1])
+def test_limits_that_are_no_numbers_of_bytes(given: Any) -> None:
+    with pytest.raises(UsageError, match=f"extra_bytes {given!r} must"):
+        limit_message_bytes(given)

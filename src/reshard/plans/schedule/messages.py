@@ -31,6 +31,7 @@ import numpy as np
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.integers import as_integer
 
 # Every piece in a packed message begins where any dtype may.
 ALIGNMENT_BYTES = 16
@@ -54,14 +55,15 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     `moved_bytes` is what a rank sends, or receives, as far as it is known.
 
     Raises:
-        UsageError: a limit that has no room for the smallest messages, or for so small ones only
-            that the time for each is what counts.
+        UsageError: a limit that is no whole number, that has no room for the smallest messages, or
+            for so small ones only that the time for each is what counts.
 
     >>> limit_message_bytes(64 << 20) == MESSAGE_BYTES
     True
     >>> limit_message_bytes(100)
     16
     """
+    extra_bytes = as_integer(extra_bytes, "extra_bytes")
     places = _LEAST_MESSAGES * max(peers, 1)
     each = extra_bytes // places // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     least_each = min(align(-(-moved_bytes // MOST_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)

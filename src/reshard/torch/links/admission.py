@@ -215,7 +215,10 @@ def wait_for_engines(
         return store.check([f"{place_of(one.number)}/{card}" for card in cards])
 
     if not _comes(are_here, time.monotonic() + timeout_s):
-        raise LinkError(f"{len(found)} of {fewest} engines came within {timeout_s:g} s")
+        raise LinkError(
+            f"{len(found)} of {fewest} engines came within {timeout_s:g} s; start all processes of "
+            "each with side='engine', this address and the same secret, or give a longer timeout_s="
+        )
     return found
 
 

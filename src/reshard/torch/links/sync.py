@@ -68,6 +68,8 @@ class WeightSync:
         self.version: int | None = None
         self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
+        # Runs of several threads follow one another.
+        self._turn = threading.RLock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -92,6 +94,8 @@ class WeightSync:
         trace: str | os.PathLike[str] | None = None,
     ) -> SyncReport | None:
         """Bring the engines what the trainer has now. All processes of all sides call this.
+
+        Calls of several threads follow one another.
 
         Args:
             version: of the weights, on the trainer; one more than the last when None. An engine
@@ -118,26 +122,28 @@ class WeightSync:
             InterruptedRunError: the run was stopped.
             UsageError: a version that is no number from 0 up, or one before the last.
         """
-        self.wait()
         options = RunOptions(progress, stop, guard, trace)
-        version = self._check_version(version)
-        self.buckets = self._list_buckets()
-        if not async_op:
-            self.report = self._run_traced(version, options)
-            return self.report
-        self._error = None
-        # A thread that waits for a process that never answers must not keep this one.
-        self._thread = threading.Thread(
-            target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
-        )
-        self._thread.start()
-        return None
+        with self._turn:
+            self.wait()
+            version = self._check_version(version)
+            self.buckets = self._list_buckets()
+            if not async_op:
+                self.report = self._run_traced(version, options)
+                return self.report
+            self._error = None
+            # A thread that waits for a process that never answers must not keep this one.
+            self._thread = threading.Thread(
+                target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
+            )
+            self._thread.start()
+            return None
 
     def wait(self) -> SyncReport | None:
         """The report of the run that was begun last, once it has ended. Raises what it raised."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is not None:
             thread.join()
+            self._thread = None
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -152,8 +158,9 @@ class WeightSync:
             RunError: on all sides, elements that differ: which tensors, and on which ranks.
             LinkError: no engine is there.
         """
-        self.wait()
-        self._verify()
+        with self._turn:
+            self.wait()
+            self._verify()
 
     def _verify(self) -> None:
         raise NotImplementedError

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import UsageError
 from reshard.megatron.names import MegatronNames
@@ -82,6 +83,8 @@ Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
 def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The tensors of a module, parameters and persistent buffers, or all that a state dict has.
 
+    Of what torch.compile and DistributedDataParallel make, those of the module inside.
+
     Raises:
         UsageError: neither of them.
 
@@ -91,7 +94,7 @@ def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str
     if isinstance(model, torch.nn.Module):
         state = {
             name.replace(_COMPILED, ""): value
-            for name, value in model.state_dict(keep_vars=True).items()
+            for name, value in _unwrap(model).state_dict(keep_vars=True).items()
         }
         return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
     if isinstance(model, Mapping):
@@ -100,6 +103,14 @@ def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str
         f"a model of type {type(model).__name__}; give a module, a state dict, "
         "{name: (tensor, Layout)}, a MegatronModel, or None"
     )
+
+
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of DistributedDataParallel, whose names have no `module.` in front."""
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    return cast(torch.nn.Module, inner)
 
 
 def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
