@@ -158,6 +158,26 @@ def test_entries_of_dictionaries_belong_together_by_their_keys() -> None:
     assert pullback(turned)[0].to_dense().tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", [sp.SGD, sp.AdamW])
+def test_learning_rates_in_arrays_change_without_another_trace(kind: Any, library: str) -> None:
+    @sp.jit
+    def step(w: Any, state: Any, rate: Any) -> Any:
+        return kind(rate, weight_decay=0.1).update(w, w * w, state)
+
+    with sp.running(sp.in_process(library)):
+        w = other = sp.array(PARAMETERS["w"].astype(np.float32), spec(MESH, "dp, tp"))
+        state = kind(0.1).init(w) | {"step": sp.array(0)}
+        other_state = kind(0.1).init(w)
+        for rate in (0.1, 0.02, 0.3):
+            w, state = step(w, state, sp.array(rate))
+            fixed = kind(rate, weight_decay=0.1)
+            other, other_state = fixed.update(other, other * other, other_state)
+            np.testing.assert_allclose(np.asarray(w), np.asarray(other), 1e-5)
+    assert step.traced_count == 1
+    assert w.dtype.name == "float32"
+
+
 W = sp.array(np.ones((4, 6)))
 CUT = sp.array(np.ones((4, 6)), spec(MESH, "dp, tp"))
 
@@ -166,6 +186,7 @@ CUT = sp.array(np.ones((4, 6)), spec(MESH, "dp, tp"))
     ("run", "error", "says"),
     [
         (lambda: sp.SGD(-1.0), UsageError, "learning_rate=-1.0"),
+        (lambda: sp.AdamW(W), UsageError, r"a learning_rate of float64\[4, 6\]"),
         (lambda: sp.AdamW("fast"), UsageError, "learning_rate='fast'"),
         (lambda: sp.AdamW(betas=(0.9, 1.0)), UsageError, r"betas=\(0.9, 1.0\)"),
         (lambda: sp.AdamW().init([3]), UsageError, r"parameters\[0\] of int"),

@@ -218,6 +218,13 @@ def _bring(x: Any, spec: ShardingSpec | None, dtype: Any) -> Any:
 
 def _check_numbers(name: str, **numbers: Any) -> None:
     for what, value in numbers.items():
+        if what == "learning_rate" and isinstance(value, ArrayValue):
+            if value.type.shape != () or not is_real_floating(value.type.dtype):
+                raise UsageError(
+                    f"{name} with a learning_rate of {value.type}; one real number was expected, "
+                    "an array without dimensions"
+                )
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not value >= 0:
             raise UsageError(f"{name} with {what}={value!r}; a number of 0 or more was expected")
@@ -228,7 +235,8 @@ class SGD(_Optimizer):
     """Stochastic gradient descent, as PyTorch's `SGD`, with momentum where that is not 0.
 
     Args:
-        learning_rate: by which a gradient is multiplied.
+        learning_rate: by which a gradient is multiplied: a number, or an array without dimensions,
+            with which a program is not traced anew as it changes.
         momentum: of earlier gradients, of which the state is `momentum_buffer`.
         weight_decay: of the parameter that is added to its gradient.
 
@@ -242,7 +250,7 @@ class SGD(_Optimizer):
     ([0.5, 2.5], 1)
     """
 
-    learning_rate: float
+    learning_rate: float | ArrayValue
     momentum: float = 0.0
     weight_decay: float = 0.0
 
@@ -263,7 +271,7 @@ class SGD(_Optimizer):
             slope = slope + x * self.weight_decay
         if own:
             slope = own[0] * self.momentum + slope
-        return x - slope * self.learning_rate, [slope] if own else []
+        return x - slope * _rate_like(self.learning_rate, x), [slope] if own else []
 
 
 @dataclass(frozen=True)
@@ -273,7 +281,7 @@ class AdamW(_Optimizer):
     The state has `exp_avg` and `exp_avg_sq`, running means of the gradient and of its square.
 
     Args:
-        learning_rate: of a step.
+        learning_rate: of a step: a number, or an array without dimensions, as for `SGD`.
         betas: how much of both means is kept at each step.
         epsilon: added to the root of the second.
         weight_decay: of the parameter, times the learning rate.
@@ -288,7 +296,7 @@ class AdamW(_Optimizer):
     ([0.5, 2.5], ['exp_avg', 'exp_avg_sq', 'step'])
     """
 
-    learning_rate: float = 1e-3
+    learning_rate: float | ArrayValue = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 1e-2
@@ -316,14 +324,20 @@ class AdamW(_Optimizer):
         mean, square = own
         mean = mean * first + slope * (1 - first)
         square = square * second + (slope * slope) * (1 - second)
-        decayed = x * (1 - self.learning_rate * self.weight_decay) if self.weight_decay else x
+        rate = _rate_like(self.learning_rate, mean)
+        decayed = x * (1 - rate * self.weight_decay) if self.weight_decay else x
         # Means begin at 0: they are divided by how much of them is gradients.
         root = sqrt(square) * _over_rest(1.0, second, step, 0.5, square) + self.epsilon
-        moved = decayed - (mean / root) * _over_rest(self.learning_rate, first, step, 1.0, mean)
+        moved = decayed - (mean / root) * _over_rest(rate, first, step, 1.0, mean)
         return moved, [mean, square]
 
 
-def _over_rest(number: float, beta: float, step: Any, power: float, beside: Any) -> Any:
+def _rate_like(rate: Any, x: Any) -> Any:
+    """A learning rate; one in an array of the type of another."""
+    return astype(rate, x.type.dtype) if isinstance(rate, ArrayValue) else rate
+
+
+def _over_rest(number: Any, beta: float, step: Any, power: float, beside: Any) -> Any:
     """`number / (1 - beta**step) ** power`; for a step in an array, of the type of another one."""
     if not isinstance(step, ArrayValue):
         return number / (1 - beta**step) ** power
