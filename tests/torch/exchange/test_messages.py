@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import math
 
 import torch
 from hypothesis import assume, given, settings
@@ -18,13 +17,12 @@ from reshard.layout import Layout
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.messages import (
-    Piece,
     RankMessage,
     RankTransfers,
-    cut,
     list_messages,
     pack_messages,
 )
+from reshard.torch.exchange.pieces import Piece
 
 RANKS = 16
 
@@ -113,18 +111,9 @@ def test_both_ends_of_every_message_agree(
     assert sum(m.size_bytes for m in sent.values()) == sum(plan.moved_bytes for plan in of)
 
 
-@given(shapes(min_rank=1), st.integers(4, 200))
-def test_parts_are_small_and_together_the_whole(shape: tuple[int, ...], most_bytes: int) -> None:
-    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
-    parts = list(cut(whole, most_bytes))
-    assert all(part.numel() * 4 <= most_bytes for part in parts)
-    assert all(part.is_contiguous() for part in parts)
-    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1))
-
-
 def test_large_pieces_travel_alone_and_small_ones_together() -> None:
     small, large = torch.zeros(10), torch.zeros(300, 1024)
-    pieces = [Piece(one, torch.float32) for one in (small, large, small)]
+    pieces = [Piece.of(one, torch.float32) for one in (small, large, small)]
     together, *alone = pack_messages(pieces, 1 << 20)
     assert [tuple(piece.view.shape) for piece in together] == [(10,), (10,)]
     assert [tuple(piece.view.shape) for (piece,) in alone] == [(256, 1024), (44, 1024)]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.torch.exchange.messages import Piece, RankMessage
+from reshard.torch.exchange.messages import RankMessage
+from reshard.torch.exchange.pieces import Piece
 from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
 
 ROW, ROWS = 4, 6
@@ -26,7 +27,7 @@ def test_a_slot_is_packed_anew_once_all_that_it_held_is_sent(
 ) -> None:
     whole = torch.arange(2 * ROW * ROWS, dtype=torch.int32).view(ROWS, 2 * ROW)
     # Two rows of half the columns each: not dense, and different ones share elements.
-    pieces = [Piece(whole[row : row + 2, :ROW], torch.int32) for row in rows]
+    pieces = [Piece.of(whole[row : row + 2, :ROW], torch.int32) for row in rows]
     messages = [
         RankMessage((0, number), 0, 1, True, (piece,)) for number, piece in enumerate(pieces)
     ]

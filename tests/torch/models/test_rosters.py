@@ -30,7 +30,7 @@ from reshard.torch.models.rosters import (  # noqa: E402
 )
 from reshard.torch.models.stacks import member_layout, position_of  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
-from reshard.torch.refitting.planning import RefitPlan, staging_bytes  # noqa: E402
+from reshard.torch.refitting.plan import RefitPlan, staging_bytes  # noqa: E402
 
 ROWS = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((5, 4))
 COLUMNS = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((5, 4))

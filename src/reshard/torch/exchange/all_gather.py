@@ -25,12 +25,12 @@ import torch.distributed as dist
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule.messages import limit_message_bytes, order_transfers
 from reshard.torch.exchange.messages import (
-    Piece,
     RankMessage,
     RankPieces,
     RankTransfers,
     pack_messages,
 )
+from reshard.torch.exchange.pieces import Piece
 
 _ROUNDS_AHEAD = 2
 # Newer releases of torch have it by another name.
@@ -188,5 +188,5 @@ def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
 @lru_cache(maxsize=4096)
 def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tuple[int, ...]:
     """The bytes of each message that pieces of these shapes travel in."""
-    pieces = [Piece(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes]
+    pieces = [Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes]
     return tuple(one.offsets[-1] for one in _list_rounds(pieces, 0, True, most_bytes))

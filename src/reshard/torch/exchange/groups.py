@@ -38,6 +38,7 @@ from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.torch.exchange.connections import Connections, Message
 from reshard.torch.exchange.copies import empty_bytes
+from reshard.torch.exchange.maxima import find_near_maxima, list_distances
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
@@ -242,32 +243,28 @@ class RankGroup:
     def find_maxima(self, numbers: Sequence[int]) -> list[int]:
         """The greatest, of all ranks, of each of a few numbers of 64 bits; as many on every rank.
 
-        After each round a rank knows the numbers of twice as many ranks, and of some twice, which
-        maxima do not mind (dissemination, Hensgen, Finkel and Manber, 1988).
+        In the rounds of `maxima`.
         """
         # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
         # of its own; to make tensors of so few numbers takes torch as long as a message.
         most = np.array(numbers, dtype=np.int64)
+        near = self._near if most.nbytes <= MOST_TOLD_BYTES and not self.has_failed else None
+        if near is not None:
+            most = find_near_maxima(near, most, self.ranks, self.position)
+            return list(map(int, most))
         arriving = np.empty_like(most)
         own, others = torch.from_numpy(most), torch.from_numpy(arriving)
-        ahead, count = 1, len(self.ranks)
         until_s = self._find_end_s()
-        near = self._near if most.nbytes <= MOST_TOLD_BYTES and not self.has_failed else None
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works: list[Any] = []
         try:
-            while ahead < count:
-                receiver, sender = ((self.position + n) % count for n in (ahead, -ahead))
-                if near is not None:
-                    told = near.swap(most.tobytes(), self.ranks[receiver], self.ranks[sender])
-                    arriving = np.frombuffer(told, np.int64)
-                else:
-                    works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
-                    works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
+            for ahead in list_distances(len(self.ranks)):
+                receiver, sender = ((self.position + n) % len(self.ranks) for n in (ahead, -ahead))
+                works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
+                works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
                 while works:
                     _wait(works.pop(), until_s)
                 np.maximum(most, arriving, out=most)
-                ahead *= 2
         finally:
             works.clear()
         return list(map(int, most))

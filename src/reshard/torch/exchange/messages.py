@@ -29,6 +29,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
+from reshard.torch.exchange.pieces import Piece, PieceForm, cut
 
 _Lists = list[list[int]]
 # A step of a pipeline, and a stage in it.
@@ -85,36 +86,6 @@ class RankTransfers(NamedTuple):
         return first, second
 
 
-class Piece(NamedTuple):
-    """A view of a local tensor. What arrives there is combined by `reduction`, or replaces it.
-
-    Its elements travel as `dtype`: they are cast while they are packed and unpacked.
-    """
-
-    view: torch.Tensor
-    dtype: torch.dtype
-    reduction: str | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its elements as they travel."""
-        return int(self.view.numel() * self.dtype.itemsize)
-
-    def lies_like(self, other: Piece) -> bool:
-        """Whether another piece has the same memory, and travels as the same."""
-        own, its = self.view, other.view
-        return (
-            own.data_ptr() == its.data_ptr()
-            and (own.shape, own.stride()) == (its.shape, its.stride())
-            and (own.dtype, self.dtype) == (its.dtype, other.dtype)
-        )
-
-    def parts(self, most_bytes: int) -> Iterator[Piece]:
-        """The piece in parts of at most `most_bytes`, in row major order."""
-        for view in cut(self.view, most_bytes, itemsize=self.dtype.itemsize):
-            yield Piece(view, self.dtype, self.reduction)
-
-
 @dataclass(frozen=True, eq=False)
 class RankMessage:
     """Pieces that travel together, all of contributions of one `order` of combination.
@@ -132,18 +103,14 @@ class RankMessage:
     pieces: tuple[Piece, ...]
 
     @functools.cached_property
-    def _sizes_bytes(self) -> list[int]:
-        return list_sizes_bytes(self.pieces)
-
-    @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes of its pieces' elements."""
-        return sum(self._sizes_bytes)
+        return sum(form.size_bytes for _, form in self.pieces)
 
     @functools.cached_property
     def offsets(self) -> list[int]:
         """Where each piece begins, and last where the message ends, in bytes."""
-        sizes = self._sizes_bytes
+        sizes = [form.size_bytes for _, form in self.pieces]
         begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
         return [*begins, begins[-1] + sizes[-1]]
 
@@ -232,11 +199,11 @@ class _Place(NamedTuple):
 class _PieceRows(NamedTuple):
     """The rows of tensors that are cut alike and lie alike, each with what takes its pieces."""
 
-    received: list[tuple[_Place, str | None, Callable[[Piece], None]]]
+    received: list[tuple[_Place, PieceForm, Callable[[Piece], None]]]
     kept: list[tuple[_Place, _Place, str | None, Callable[[LocalCopy], None]]]
     # What is sent to several ranks is one place, of that number.
     sent: list[tuple[int, Callable[[Piece], None]]]
-    sent_places: list[_Place]
+    sent_places: list[tuple[_Place, PieceForm]]
 
 
 @dataclass(slots=True, eq=False)
@@ -246,35 +213,40 @@ class RankPieces:
     sent: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     local: dict[int, list[LocalCopy]] = field(default_factory=dict)
-    # Tensors that are cut alike, and lie alike in memory, have the same rows.
+    # Tensors that are cut alike, and lie alike in memory, have the same rows. They are known by
+    # objects that one of them has, which stay for as long.
     _rows: dict[tuple[Any, ...], _PieceRows] = field(default_factory=dict)
+    _listed: list[RankTransfers] = field(default_factory=list)
 
     def add(self, tensor: RankTransfers, rank: int, *, with_sent: bool = True) -> None:
         """List the pieces of one tensor; without those that it sends where they are known."""
-        change, source, target = tensor.change, tensor.source, tensor.target
+        change, received, sent, source, target, dtype, _ = tensor
         sources = cells_of(change.source, rank, source)
         targets = cells_of(change.target, rank, target)
+        # Changes and transfers that are equal are one object each.
         key = (
-            change,
-            tensor.received,
-            tensor.sent,
+            id(change),
+            id(received),
+            id(sent),
             rank,
-            None if source is None else (source.shape, source.stride()),
-            None if target is None else (target.shape, target.stride()),
+            dtype,
+            None if source is None else (source.dtype, source.shape, source.stride()),
+            None if target is None else (target.dtype, target.shape, target.stride()),
         )
         rows = self._rows.get(key)
         if rows is None:
             rows = self._rows[key] = self._list_rows(tensor, sources, targets)
-        dtype = tensor.dtype
         if rows.received:
             views = _view_places([place for place, _, _ in rows.received], targets)
-            for view, (_, reduction, take) in zip(views, rows.received, strict=True):
-                take(Piece(view, dtype or view.dtype, reduction))
+            for view, (_, form, take) in zip(views, rows.received, strict=True):
+                take(Piece(view, form))
         for place, kept_from, reduction, keep in rows.kept:
             keep(LocalCopy(place.view(targets), kept_from.view(sources), reduction))
         if rows.sent and with_sent:
-            views = _view_places(rows.sent_places, sources)
-            pieces = [Piece(view, dtype or view.dtype) for view in views]
+            views = _view_places([place for place, _ in rows.sent_places], sources)
+            pieces = [
+                Piece(view, form) for view, (_, form) in zip(views, rows.sent_places, strict=True)
+            ]
             for number, take in rows.sent:
                 take(pieces[number])
 
@@ -285,6 +257,7 @@ class RankPieces:
         targets: Mapping[int, torch.Tensor],
     ) -> _PieceRows:
         rows = _PieceRows([], [], [], [])
+        self._listed.append(tensor)
         number_of: dict[_Place, int] = {}
         for row in _list_received(tensor.received, sources, targets):
             # The first contribution is copied into the target, later ones are combined with it.
@@ -294,11 +267,15 @@ class RankPieces:
                 rows.kept.append((row.place, row.kept_from, reduction, keep))
             else:
                 take = self.received.setdefault((row.order, row.peer), []).append
-                rows.received.append((row.place, reduction, take))
+                travels = tensor.dtype or targets[row.place.cell].dtype
+                form = PieceForm.of(row.place.shape, travels, reduction)
+                rows.received.append((row.place, form, take))
         for row in _list_sent(tensor.sent, sources):
             take = self.sent.setdefault((row.order, row.peer), []).append
             rows.sent.append((number_of.setdefault(row.place, len(number_of)), take))
-        rows.sent_places.extend(number_of)
+        for place in number_of:
+            travels = tensor.dtype or sources[place.cell].dtype
+            rows.sent_places.append((place, PieceForm.of(place.shape, travels)))
         return rows
 
 
@@ -387,47 +364,14 @@ def list_messages(
     return RankMessages(tuple(messages), tuple(copies), tuple(combinations))
 
 
-def list_sizes_bytes(pieces: Iterable[Piece]) -> list[int]:
-    """Bytes of the elements of each piece as they travel."""
-    # Of very many pieces, to call `size_bytes` of each takes longer than to find it.
-    return [view.numel() * dtype.itemsize for view, dtype, _ in pieces]
-
-
 def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
-    together, alone = group_pieces(list_sizes_bytes(pieces), message_bytes)
+    together, alone = group_pieces([form.size_bytes for _, form in pieces], message_bytes)
     for numbers in together:
         yield [pieces[number] for number in numbers]
     for number in alone:
         for part in pieces[number].parts(message_bytes):
             yield [part]
-
-
-def cut(
-    view: torch.Tensor, most_bytes: int, dimension: int = 0, itemsize: int | None = None
-) -> Iterator[torch.Tensor]:
-    """A tensor in parts of at most `most_bytes`, cut along its leading dimensions.
-
-    `most_bytes` is at least an element's, of `itemsize` bytes where it is not the tensor's own.
-
-    >>> [tuple(part.shape) for part in cut(torch.zeros(5, 2, 4), 64)]
-    [(2, 2, 4), (2, 2, 4), (1, 2, 4)]
-    >>> [tuple(part.shape) for part in cut(torch.zeros(1, 2, 4), 16)]
-    [(1, 1, 4), (1, 1, 4)]
-    """
-    size_bytes = view.numel() * (itemsize or view.element_size())
-    if size_bytes <= most_bytes:
-        yield view
-        return
-    length = view.shape[dimension]
-    # How many rows fit; where not even one does, each is cut along the next dimension.
-    at_once = most_bytes // (size_bytes // length)
-    for begin in range(0, length, max(at_once, 1)):
-        part = view.narrow(dimension, begin, min(max(at_once, 1), length - begin))
-        if at_once:
-            yield part
-        else:
-            yield from cut(part, most_bytes, dimension + 1, itemsize)
 
 
 def _cut_copy(copy: LocalCopy, most_bytes: int) -> Iterator[LocalCopy]:
@@ -443,7 +387,8 @@ def _cut_like_messages(
     """What a rank has itself of one contribution, cut as if it travelled: message by message."""
     sides = ([one.target for one in copies], [one.source for one in copies])
     targets, sources = (
-        pack_messages([Piece(view, view.dtype) for view in views], message_bytes) for views in sides
+        pack_messages([Piece.of(view, view.dtype) for view in views], message_bytes)
+        for views in sides
     )
     for into, out in zip(targets, sources, strict=True):
         yield tuple(

@@ -10,8 +10,6 @@ were sent from it, or arrived there::
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,32 +168,20 @@ def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[]
     """What packs the pieces of a message into its bytes, or unpacks them."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     combinations: list[Callable[[], object]] = []
-    whole_of: dict[torch.dtype, torch.Tensor] = {}
-    begin_bytes = buffer.storage_offset()
-    for piece, low in zip(message.pieces, message.offsets, strict=False):
-        view, dtype = piece.view, piece.dtype
-        if dtype not in whole_of:
+    wholes: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
+    begin_bytes, is_sent = buffer.storage_offset(), message.is_sent
+    for (view, form), low in zip(message.pieces, message.offsets, strict=False):
+        dtype, reduction, shape, strides, _ = form
+        if dtype not in wholes:
             # Its length is no multiple of every element's, but every piece lies within it.
             stop = buffer.numel() // dtype.itemsize * dtype.itemsize
-            whole_of[dtype] = buffer.narrow(0, 0, stop).view(dtype)
+            wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype).as_strided
         # One call, where to cut and to shape it would be three.
-        at = (begin_bytes + low) // dtype.itemsize
-        part = whole_of[dtype].as_strided(view.shape, _dense_strides(view.shape), at)
-        if message.is_sent:
+        part = wholes[dtype](shape, strides, (begin_bytes + low) // dtype.itemsize)
+        if is_sent:
             pairs.append((part, view))
-        elif piece.reduction is None:
+        elif reduction is None:
             pairs.append((view, part))
         else:
-            combinations.append(functools.partial(combine, piece.reduction, view, part))
+            combinations.append(functools.partial(combine, reduction, view, part))
     return [*copiers(pairs), *combinations]
-
-
-@functools.lru_cache(maxsize=1024)
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a tensor in row major order.
-
-    >>> _dense_strides((4, 3, 2)), _dense_strides(())
-    ((6, 2, 1), ())
-    """
-    strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
-    return tuple(strides)[::-1] if shape else ()

@@ -48,7 +48,7 @@ from reshard.torch.exchange.timeline import span
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange
-from reshard.torch.refitting.planning import PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refitting.plan import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
 
 

@@ -15,7 +15,7 @@ All that does not fit is collected, so that people see it at once and before any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -49,8 +49,7 @@ CastOption = bool | str | Mapping[str, str]
 Where = Literal["", "source", "target"]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """One tensor to move, or a piece of one: from `source_name` of the source to `target_name`.
 
     Attributes:
@@ -312,7 +311,7 @@ class _Matcher:
             if bytes_made < bytes_wide:
                 return made
             made = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
-        return [replace(one, why=made) for one in wide]
+        return [one._replace(why=made) for one in wide]
 
     def _match_made_at_source(
         self,

@@ -13,7 +13,7 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.transfers import Transfers
 from reshard.text.quantities import bytes_text
-from reshard.torch.refitting.planning import PartItem
+from reshard.torch.refitting.plan import PartItem
 
 _SHOWN = 40
 

@@ -18,7 +18,7 @@ from reshard.torch.models.model_pairs import GivenNames
 from reshard.torch.models.rosters import Roster
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
-from reshard.torch.refitting.planning import RefitPart, RefitPlan
+from reshard.torch.refitting.plan import RefitPart, RefitPlan
 from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.transforms import Transform
 

@@ -57,11 +57,11 @@ from reshard.torch.refitting.options import (
     find_problem_of_quantize,
     sort_table,
 )
+from reshard.torch.refitting.plan import list_complete_names
 from reshard.torch.refitting.planning import (
     Buckets,
     Planning,
     RefitPlanner,
-    list_complete_names,
     plan_part,
 )
 from reshard.torch.refitting.preparation import paused_collection

@@ -19,7 +19,7 @@ from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import cells_of
 from reshard.torch.models.samples import digest_of
-from reshard.torch.refitting.planning import PartItem
+from reshard.torch.refitting.plan import PartItem
 
 _SHOWN = 20
 

@@ -21,8 +21,9 @@ import torch
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import Piece, RankPieces, RankTransfers
-from reshard.torch.refitting.planning import PartItem, RefitPart
+from reshard.torch.exchange.messages import RankPieces, RankTransfers
+from reshard.torch.exchange.pieces import Piece
+from reshard.torch.refitting.plan import PartItem, RefitPart
 
 _DIGEST_BYTES = 16
 

@@ -74,13 +74,13 @@ def test_what_is_told_comes_in_order_beside_messages() -> None:
     one.ranks[0].tell(_TOLD, 0, 0, handle=b"first")
     one.ranks[0].tell(_TOLD, 0, 0, handle=longest)
     zero.send(lent, 1, 3)
-    assert zero.swap(b"a", 1, 1) == b"first"
-    assert zero.swap(b"", 1, 1) == longest
-    assert one.swap(b"b", 0, 0) == b"a"
+    assert zero.swap(b"a", [1], [1]) == [b"first"]
+    assert zero.swap(b"", [1], [1]) == [longest]
+    assert one.swap(b"b", [0], [0]) == [b"a"]
     found = one.receive(2, 0, 3)
     found.wait()
     assert found.bytes_there.tolist() == [1, 2]
-    assert (one.swap(b"c", 0, 0), zero.swap(b"d", 1, 1)) == (b"", b"b")
+    assert (one.swap(b"c", [0], [0]), zero.swap(b"d", [1], [1])) == ([b""], [b"b"])
 
 
 def test_who_listens_learns_that_the_other_is_gone() -> None:
@@ -91,7 +91,7 @@ def test_who_listens_learns_that_the_other_is_gone() -> None:
     zero.ranks[1].wait_until(lambda: bool(zero.ranks[1].told))
     assert zero.ranks[1].told.popleft() == b"last"
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        zero.swap(b"", 1, 1)
+        zero.swap(b"", [1], [1])
 
 
 def test_memory_comes_back_and_files_are_closed() -> None:

@@ -20,7 +20,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -150,15 +150,19 @@ class SharedMemory:
         """Expect the next message of a tag from a rank."""
         return self.ranks[sender].expect(size_bytes, tag)
 
-    def swap(self, told: bytes, receiver: int, sender: int) -> bytes:
-        """Tell one rank up to `MOST_TOLD_BYTES`, and return what another tells next.
+    def swap(self, told: bytes, receivers: Iterable[int], senders: Iterable[int]) -> list[bytes]:
+        """Tell some ranks up to `MOST_TOLD_BYTES`, and return what some tell next.
 
-        Raises RuntimeError where either is gone.
+        Raises RuntimeError where one of them is gone.
         """
-        self.ranks[receiver].tell(_TOLD, 0, 0, handle=told)
-        peer = self.ranks[sender]
-        peer.wait_until(lambda: bool(peer.told))
-        return peer.told.popleft()
+        for rank in receivers:
+            self.ranks[rank].tell(_TOLD, 0, 0, handle=told)
+        found = []
+        for rank in senders:
+            peer = self.ranks[rank]
+            peer.wait_until(lambda peer=peer: bool(peer.told))  # type: ignore[misc]
+            found.append(peer.told.popleft())
+        return found
 
     def close(self) -> None:
         """Let others know, who wait or will, and let go of memory that nobody has."""

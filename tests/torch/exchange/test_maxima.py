@@ -1,0 +1,58 @@
+"""Maxima of numbers over ranks that share memory, which are threads here."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from reshard.torch.exchange.maxima import MOST_AT_ONCE, find_near_maxima
+from reshard.torch.exchange.one_host.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+
+
+def connect(ranks: list[int]) -> list[SharedMemory]:
+    """Memory of each rank, all of which share it."""
+    sockets: dict[int, dict[int, socket.socket]] = {rank: {} for rank in ranks}
+    for number, one in enumerate(ranks):
+        for other in ranks[number + 1 :]:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sockets[one][other], sockets[other][one] = pair
+    return [SharedMemory(sockets[rank], 60.0, is_complete=True) for rank in ranks]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, MOST_AT_ONCE, MOST_AT_ONCE + 1, 13])
+def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
+    choose = random.Random(count)
+    # Their numbers are not their places.
+    ranks = choose.sample(range(40), count)
+    near = connect(ranks)
+    numbers = np.array(
+        [[[choose.randrange(-(1 << 62), 1 << 62) for _ in range(3)] for _ in ranks] for _ in "ab"]
+    )
+
+    def run(position: int) -> list[list[int]]:
+        # Two in a row: what a quick rank tells of the second waits for a slow one.
+        return [
+            find_near_maxima(near[position], of[position], ranks, position).tolist()
+            for of in numbers
+        ]
+
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(run, range(count)))
+    assert found == [numbers.max(axis=1).tolist()] * count
+
+
+def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
+    zero, one, two = connect([0, 1, 2])
+    two.close()
+    for position, near in enumerate((zero, one)):
+        with pytest.raises(RuntimeError, match="closed"):
+            find_near_maxima(near, np.zeros(2, np.int64), [0, 1, 2], position)
