@@ -62,7 +62,6 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Seen:
         "folder": str(folder),
         "ports": {"trainer": free_port(), "a": free_port()},
         "url": f"tcp://127.0.0.1:{free_port()}",
-        "again": f"tcp://127.0.0.1:{free_port()}",
         "keepers": [],
     }
     if not case.needs_hosts:

@@ -18,6 +18,7 @@ from typing import Any
 from host_network import enter_host
 from link_ends import NAME, NUMBER, PORTS, RANK, RANKS, SIDE, begin_job, cut, set_values
 from link_faults import PROCESSES, Case, Fault
+from live_processes import free_port
 from refit_models import expect, local_of, values, zeros
 from reshard.errors import ReshardError
 from reshard.torch import connect, is_usable
@@ -93,11 +94,23 @@ def live(witness: Witness, order: dict[str, Any], timeout_s: float) -> None:
         see(end.close)
 
 
-def link_again(survivors: list[int], url: str) -> None:
-    """Those that are left link with each other: the first of them sends to all others."""
+def link_again(survivors: list[int], place: Path) -> None:
+    """Those that are left link with each other: the first of them sends to all others.
+
+    It says at `place` which port it serves, that it finds free only now: one that was found when
+    the case began may be another program's by then.
+    """
     if len(survivors) < 2:
         return
     is_first = survivors[0] == NUMBER
+    if is_first:
+        written = place.with_suffix(".part")
+        written.write_text(f"tcp://127.0.0.1:{free_port()}")
+        written.rename(place)
+    until_s = time.monotonic() + AGAIN_S
+    while not place.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    url = place.read_text()
     given: dict[str, Any] = {"rank": 0, "ranks": 1, "timeout_s": AGAIN_S}
     given |= {"engines": len(survivors) - 1} if is_first else {"name": str(NUMBER)}
     with connect(url, "trainer" if is_first else "engine", **given) as end:
@@ -130,7 +143,7 @@ def main(order: dict[str, Any]) -> None:
     if not order["keepers"]:
         # What fails before it leaves does not fail in what comes then.
         fault.begin("again")
-        link_again([n for n in range(PROCESSES) if n not in case.victims], order["again"])
+        link_again([n for n in range(PROCESSES) if n not in case.victims], folder / "again")
     told = {
         "name": f"{NAME} rank {RANK}",
         "held_s": witness.held_s,
