@@ -181,6 +181,58 @@ def redistributions() -> None:
     expect(torch.equal(summed, 4 * values), "summed")
 
 
+def set_source(source: Any, seed: int, share: float = 1.0) -> None:
+    """Give what this rank has of the source new values, or so much of each tensor."""
+    for name, (own, _) in models(seed)[0].items():
+        if own is not None and own.ndim:
+            rows = int(own.shape[0] * share)
+            source[name][0][:rows] = own[:rows]
+        elif own is not None and share:
+            source[name][0].copy_(own)
+
+
+def compared() -> None:
+    """What is compared goes in stages where all of it travels, and each rank its changes else."""
+    staged, rank = staged_job(), dist.get_rank()
+    whole_bytes = staged.sent_bytes[rank]
+    for unit in ("elements", "blocks"):
+        source, target, filled = models(1)
+        options: dict[str, Any] = {"topology": SLOW, "extra_bytes": EXTRA_BYTES}
+        refit = Refit.prepare(source, target, changed_only=unit, **options)
+        told = refit.report.staged
+        expect(bool(told), "nothing is staged")
+        expect(all(why.startswith("where all of it travels: ") for why in told.values()), f"{told}")
+        expect(refit.sent_bytes == whole_bytes, f"{refit.sent_bytes} before the first run")
+        refit.run()
+        expect_same(target, filled, f"the first run, {unit}")
+        expect(refit.sent_bytes == whole_bytes, f"{refit.sent_bytes} sent first, {whole_bytes} all")
+        # What went in stages is remembered.
+        refit.run()
+        expect(refit.sent_bytes < 5000, f"{refit.sent_bytes} bytes of no change")
+        expect_same(target, filled, f"the second run, {unit}")
+        # All ranks that send see that most has changed, at the next run one of two.
+        set_source(source, 70)
+        refit.run()
+        expect(refit.sent_bytes == whole_bytes, f"{refit.sent_bytes} sent where all has changed")
+        expect_same(target, models(70)[2], f"all has changed, {unit}")
+        if rank == 0:
+            set_source(source, 80)
+        refit.run()
+        least, most = (0, 5000) if rank else (whole_bytes + 1, 1 << 60)
+        expect(least <= refit.sent_bytes <= most, f"{refit.sent_bytes} sent, {whole_bytes} all")
+        expect(not refit.verify().differences, f"one rank's has changed, {unit}")
+        set_source(source, 90, share=0.1)
+        refit.run()
+        expect(not refit.verify().differences, f"a tenth has changed, {unit}")
+        expect(refit.extra_bytes <= EXTRA_BYTES, f"took {refit.extra_bytes}")
+        # What somebody wrote into the target is filled again, in stages.
+        if rank == 3:
+            target["large"][0][0] = 0
+        refit.run()
+        expect(refit.sent_bytes == whole_bytes, f"{refit.sent_bytes} sent where a target is new")
+        expect(not refit.verify().differences, f"a target is new, {unit}")
+
+
 def choices() -> None:
     """The model chooses: stages where links between hosts are the slower ones."""
     for topology, is_staged in ((SLOW, True), (FAR_WITHIN, False), (None, False)):
@@ -189,15 +241,6 @@ def choices() -> None:
         expect(bool(refit.report.staged) == is_staged, f"{topology}: {refit.report.staged}")
         refit.run()
         expect_same(target, filled, "chosen")
-    # What is compared with the run before is not handed on: that would be everything again.
-    source, target, filled = models(1)
-    refit = Refit.prepare(source, target, topology=SLOW, changed_only="elements")
-    expect(not refit.report.staged, f"staged: {refit.report.staged}")
-    refit.run()
-    first_bytes = refit.sent_bytes
-    refit.run()
-    expect_same(target, filled, "changes")
-    expect(refit.sent_bytes < max(first_bytes, 1000) / 10, f"{refit.sent_bytes} of {first_bytes}")
     rank = dist.get_rank()
     before, after = layouts(0)["large"], layouts(1)["large"]
     own = part(whole(1, 2048, 1024), before, rank)
@@ -241,4 +284,4 @@ def choices() -> None:
 
 
 if __name__ == "__main__":
-    run_cases([refits, other_elements, redistributions, choices])
+    run_cases([refits, other_elements, redistributions, compared, choices])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import pytest
 
@@ -81,17 +80,19 @@ def test_programs_that_there_are_none_of_are_told_together() -> None:
         RefitMethods("auto", Topology([0] * 4)).of([match("sum", *SUM)], 0)
 
 
-def test_what_is_compared_is_not_staged_unless_asked_for() -> None:
+def test_what_is_compared_is_staged_where_all_of_it_travels_unless_asked_for() -> None:
     hosts = Topology.of(hosts=2, ranks_per_host=2)
     whole = match("whole", "x, -", "-, -", LARGE)
-    given = [whole, replace(whole, name="wide", made_at="target"), match("sum", *SUM)]
-    for method, changed_only, staged in (
-        ("auto", False, [True, True, False]),
-        ("auto", True, [False, True, False]),
-        ("stages", True, [True, True, False]),
+    given = [whole, whole._replace(name="wide", made_at="target"), match("sum", *SUM)]
+    for method, changed_only, staged, when_whole in (
+        ("auto", False, [True, True, False], [False] * 3),
+        ("auto", True, [False, True, False], [True, False, False]),
+        ("stages", True, [True, True, False], [False] * 3),
     ):
         methods = RefitMethods(method, hosts=hosts, changed_only=changed_only)
-        assert [one.is_staged for one in methods.of(given, 1 << 20)] == staged
+        found = methods.of(given, 1 << 20)
+        assert [one.is_staged for one in found] == staged
+        assert [one.is_staged_whole for one in found] == when_whole
 
 
 def test_another_choice_is_another_plan() -> None:

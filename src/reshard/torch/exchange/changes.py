@@ -58,6 +58,8 @@ _SLOTS = 2
 # Messages of half the usual part of the limit: what a comparison takes has the other half.
 _SHARE = 2
 _HEADS_AHEAD = 16
+# What is looked at to see whether most has changed: of so many messages, so much.
+_SAMPLES, _SAMPLE_BYTES = 16, 16 * BLOCK_BYTES
 
 
 def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
@@ -212,6 +214,36 @@ class ChangeExchange:
             except RuntimeError as error:
                 raise LostMessageError(str(error)) from error
 
+    @property
+    def sends(self) -> bool:
+        """Whether this rank sends anything."""
+        return bool(self._sent_once)
+
+    def remember(self) -> None:
+        """Keep what this rank sends, once all of it has travelled by another way."""
+        for one in self._sent_once:
+            self._pack(one)
+            self._compare(one, is_whole=True)
+
+    def seems_changed(self) -> bool:
+        """Whether at least half of what this rank sends changed since the last run, by a sample.
+
+        True where it sends nothing.
+        """
+        changed = looked = 0
+        for one in self._sent_once[:: len(self._sent_once) // _SAMPLES + 1]:
+            self._pack(one)
+            sample = one.data[: _SAMPLE_BYTES // one.data.itemsize]
+            kept = one.kept[: len(sample)]
+            if self._unit == "blocks":
+                kept = one.kept[: -(-sample.nbytes // BLOCK_BYTES)]
+                found = find_digests(sample) != kept
+            else:
+                found = sample != kept
+            looked += len(found)
+            changed += int(np.count_nonzero(found))
+        return 2 * changed >= looked
+
     def fail(self) -> None:
         """Give up all messages: while they are under way they keep their connections."""
         self.has_failed = True
@@ -284,12 +316,7 @@ class ChangeExchange:
     def _find_changes(self, one: _Sent, is_whole: bool) -> None:
         self._pack(one)
         one.coding, one.words, one.payload = Coding.WHOLE, len(one.data), None
-        if self._unit == "elements":
-            changed = None if is_whole else one.data != one.kept
-            if changed is None or changed.any():
-                one.kept[:] = one.data
-        else:
-            changed = _compare_blocks(one.data, one.kept, is_whole)
+        changed = self._compare(one, is_whole)
         if changed is None:
             return
         encoded = encode_words(changed, one.data, None, compressed=False)
@@ -299,6 +326,23 @@ class ChangeExchange:
             one.coding, one.words = encoded.coding, encoded.words
             # Torch wants memory that may be written.
             one.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
+
+    def _compare(self, one: _Sent, is_whole: bool) -> NDArray[np.bool_] | None:
+        """Which words of what is packed are not those kept, which are replaced; all where None.
+
+        Shape `(words,)`.
+        """
+        if self._unit == "elements":
+            changed = None if is_whole else one.data != one.kept
+            if changed is None or changed.any():
+                one.kept[:] = one.data
+            return changed
+        found = find_digests(one.data)
+        changed = None if is_whole else found != one.kept
+        one.kept[:] = found
+        if changed is None:
+            return None
+        return np.repeat(changed, BLOCK_BYTES // one.data.itemsize)[: len(one.data)]
 
     def _receive(self, peer: int, one: _Received) -> None:
         """Begin to receive a message whose head is there."""
@@ -351,21 +395,16 @@ class ChangeExchange:
             _write_words(one, chosen, np.frombuffer(values.tobytes(), f"u{one.itemsize}"))
 
 
-def _compare_blocks(
-    words: NDArray[Any], kept: NDArray[Any], is_whole: bool
-) -> NDArray[np.bool_] | None:
-    """Which words are in blocks with other digests than those kept, which are replaced; None: all.
+def find_digests(words: NDArray[Any]) -> NDArray[Any]:
+    """The digest of each block of some words, of which the last may be shorter.
 
-    Shape `(words,)`.
+    >>> found = find_digests(np.zeros(3 * BLOCK_BYTES // 4 + 1, np.uint32))
+    >>> len(found), found[0] == found[1], found[0] == found[-1]
+    (4, np.True_, np.False_)
     """
     data = words.view(np.uint8).data
     parts = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-    found = np.frombuffer(b"".join(map(block_digest, parts)), dtype=kept.dtype)
-    changed = None if is_whole else found != kept
-    kept[:] = found
-    if changed is None:
-        return None
-    return np.repeat(changed, BLOCK_BYTES // words.itemsize)[: len(words)]
+    return np.frombuffer(b"".join(map(block_digest, parts)), dtype=f"V{DIGEST_BYTES}")
 
 
 def _cut_packed(message: RankMessage, packed: torch.Tensor) -> Iterator[torch.Tensor]:

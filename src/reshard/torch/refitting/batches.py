@@ -35,11 +35,8 @@ from reshard.collectives.program import Program
 from reshard.geometry.transfers import Transfers
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
-from reshard.torch.exchange.changes import (
-    ChangedOnly,
-    ChangeExchange,
-    ChangeUnit,
-)
+from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
+from reshard.torch.exchange.compared import ComparedExchange
 from reshard.torch.exchange.exchange import Cutting, MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
@@ -66,7 +63,7 @@ class BatchObserver(Protocol):
 class RefitBatch:
     """Exchanges, one after another, and what transforms do before and after them."""
 
-    exchanges: list[MessageExchange | ChangeExchange]
+    exchanges: list[MessageExchange | ComparedExchange]
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
@@ -152,21 +149,20 @@ class RefitBatches:
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
         for number, found in enumerate(listed):
             others = [] if known is None else known._messages_of(number)
-            exchanges: list[MessageExchange | ChangeExchange] = [
+            ends = (group.rank, group, device, extra_bytes)
+            exchanges: list[MessageExchange | ComparedExchange] = [
                 MessageExchange(
-                    tensors,
-                    group.rank,
-                    group,
-                    device,
-                    extra_bytes,
-                    memory=shared,
-                    like=others[stage] if others else None,
+                    tensors, *ends, memory=shared, like=others[stage] if others else None
                 )
                 for stage, tensors in enumerate(found.stages)
             ]
             if changed_only:
-                one = ChangeExchange(found.compared, group, device, unit, extra_bytes, shared)
-                exchanges.insert(0, one)
+                changes = ChangeExchange(found.compared, group, device, unit, extra_bytes, shared)
+                near, staged = (
+                    None if of is None else MessageExchange(of, *ends, memory=shared)
+                    for of in (found.near, found.staged_whole)
+                )
+                exchanges.insert(0, ComparedExchange(changes, near, staged))
             self.batches.append(RefitBatch(exchanges, found.before, found.after))
         own_bytes = sum(exchange.extra_bytes for exchange in self._exchanges)
         self.extra_bytes = self._arena.memory.numel() + (
@@ -174,7 +170,7 @@ class RefitBatches:
         )
 
     @property
-    def _exchanges(self) -> Iterator[MessageExchange | ChangeExchange]:
+    def _exchanges(self) -> Iterator[MessageExchange | ComparedExchange]:
         return (exchange for batch in self.batches for exchange in batch.exchanges)
 
     def _messages_of(self, number: int) -> list[MessageExchange]:
@@ -193,8 +189,18 @@ class RefitBatches:
     @property
     def kept_bytes(self) -> int:
         """What this rank remembers of what it sent."""
-        changes = (one for one in self._exchanges if isinstance(one, ChangeExchange))
-        return sum(exchange.kept_bytes for exchange in changes)
+        return sum(one.kept_bytes for one in self._compared)
+
+    @property
+    def _compared(self) -> Iterator[ComparedExchange]:
+        return (one for one in self._exchanges if isinstance(one, ComparedExchange))
+
+    def seems_changed(self) -> bool:
+        """Whether a run had better send everything, as most of what this rank sends has changed.
+
+        False where it sends something that is not staged then: to compare it costs little.
+        """
+        return all(one.seems_changed() for one in self._compared)
 
     def _list(self, item: PartItem, found: _BatchContents) -> None:
         """What is done for one tensor or piece, and where."""
@@ -228,7 +234,13 @@ class RefitBatches:
         shared = self._group.shared_memory if self._changed_only is True else None
         near, compared = moved.split({rank, *shared.ranks} if shared is not None else set())
         found.compared += filter(None, [compared])
-        found.stages[0] += filter(None, [near])
+        if not item.chosen.is_staged_whole:
+            found.stages[0] += filter(None, [near])
+            return
+        # Also where this rank has no part in the stages: it sends nothing else then either.
+        found.near = [*(found.near or ()), *filter(None, [near])]
+        rows = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
+        found.staged_whole = [*(found.staged_whole or ()), *rows]
 
     def _list_program(
         self,
@@ -299,7 +311,7 @@ class RefitBatches:
             name = "bucket" if number < self._buckets else "batch"
             with span(name, partial(dict, number=number)):
                 for exchange in batch.exchanges:
-                    if isinstance(exchange, ChangeExchange):
+                    if isinstance(exchange, ComparedExchange):
                         with span("send changes"):
                             exchange.run(is_whole)
                     else:
@@ -326,11 +338,14 @@ def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
 class _BatchContents:
     """A batch while it is listed: transfers by stage, what transforms do, their memory by name.
 
-    `compared` are transfers of which only changes are sent.
+    `compared` are transfers of which only changes are sent. Where runs that send everything send
+    these in stages, `staged_whole` is how, and `near` what is not compared of the same tensors.
     """
 
     stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])
     compared: list[RankTransfers] = field(default_factory=list)
+    near: list[RankTransfers] | None = None
+    staged_whole: list[RankTransfers] | None = None
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     made: dict[tuple[str, IndexRange | None], dict[str, torch.Tensor]] = field(default_factory=dict)

@@ -8,8 +8,9 @@
    than the exchange does; every message counts then as `assumed_topology` says.
 4. `"stages"`: each byte enters a host once, and is handed on within it (`reshard.plans.hosts`). Of
    what has no program, `"auto"` takes stages for all tensors or for none, by what is quicker, on
-   hosts that the topology or the ranks themselves have told of. What is compared with the run
-   before is exchanged: changes are few bytes, and what is handed on travels whole.
+   hosts that the topology or the ranks themselves have told of. Of what is compared with the run
+   before, only runs in which everything travels go so: changes are few bytes, and each rank that
+   wants them is sent them.
 
 Programs are of whole tensors, as they are, whose shardings are over the same devices on both
 sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
@@ -19,7 +20,7 @@ The answer follows from what all ranks know of both models, so every rank finds 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from reshard.collectives.division import Ways, divide
@@ -48,11 +49,15 @@ _EXCHANGED = "every rank has what it needs"
 
 @dataclass(frozen=True, slots=True)
 class TensorMethod:
-    """How one tensor moves: by a program, in stages, or in the exchange otherwise; and why."""
+    """How one tensor moves: by a program, in stages, or in the exchange otherwise; and why.
+
+    `is_staged_whole` where it is compared, and goes in stages in runs in which all of it travels.
+    """
 
     program: Program | None = None
     why: str = ""
     is_staged: bool = False
+    is_staged_whole: bool = False
 
 
 BY_EXCHANGE = TensorMethod()
@@ -144,11 +149,8 @@ class RefitMethods:
         # On one host nothing crosses.
         if hosts is None or (hosts.hosts == 1 and self.method != "stages"):
             return chosen
-        compares = self.changed_only and self.method == "auto"
         can_be = [
-            one.program is None
-            and can_be_staged(LayoutChange(match.source, match.target))
-            and not (compares and match.can_be_compared)
+            one.program is None and can_be_staged(LayoutChange(match.source, match.target))
             for match, one in zip(matches, chosen, strict=True)
         ]
         if not any(can_be):
@@ -163,9 +165,14 @@ class RefitMethods:
             why = f"{staged_s:.3g} s for all that is staged, {direct_s:.3g} s in the exchange"
             if self.topology is None:
                 why = "hosts are told apart by their names, and links between them are slower"
+        compares = self.changed_only and self.method == "auto"
+        always, when_whole = (
+            TensorMethod(None, why, is_staged=True),
+            TensorMethod(None, f"where all of it travels: {why}", is_staged_whole=True),
+        )
         return tuple(
-            replace(one, is_staged=True, why=why) if can else one
-            for one, can in zip(chosen, can_be, strict=True)
+            one if not can else when_whole if compares and match.can_be_compared else always
+            for match, one, can in zip(matches, chosen, can_be, strict=True)
         )
 
     def _find_program(self, match: Match, staging_bytes: int) -> Program | str:

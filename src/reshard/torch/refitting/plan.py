@@ -44,7 +44,8 @@ class PartItem(NamedTuple):
     """One tensor on one rank: what it sends, keeps and receives of it, and in which batch.
 
     What moves by a program has no transfers of its own. What is staged is also
-    `handed_on`, in the stages behind the first; `span` is its place in the pipeline.
+    `handed_on`, in the stages behind the first; `span` is its place in the pipeline. What is staged
+    only in runs in which all of it travels has `whole_stages` for these.
     """
 
     match: Match
@@ -53,6 +54,7 @@ class PartItem(NamedTuple):
     batch: int
     chosen: TensorMethod = BY_EXCHANGE
     handed_on: tuple[Transfers, ...] = ()
+    whole_stages: tuple[Transfers, ...] = ()
     span: PipelineSpan = PipelineSpan()
 
     @property
@@ -119,7 +121,7 @@ class RefitPlan:
     @cached_property
     def staged(self) -> StagedJob | None:
         """What moves in stages; None where nothing does."""
-        matches = [match for match, chosen in self.moves if chosen.is_staged]
+        matches = [match for match, chosen in self.moves if _has_stages(chosen)]
         if not matches or self.topology is None:
             return None
         return StagedJob(job_of(matches), self.topology)
@@ -129,7 +131,7 @@ class RefitPlan:
         """The place of each staged tensor in the pipeline of its batch."""
         sizes: dict[int, dict[str, int]] = {}
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
-            if chosen.is_staged:
+            if _has_stages(chosen):
                 sizes.setdefault(batch, {})[match.name] = count_bytes(match)
         return divide_pipelines(sizes.values(), self.staged.parts if self.staged else 1)
 
@@ -218,11 +220,15 @@ class RefitPlan:
         transfers = self.job.for_rank(rank).shared()
         changes = {item.name: item.change for item in self.job.items}
         handed_on: dict[str, tuple[Transfers, ...]] = {}
+        when_whole: dict[str, tuple[Transfers, ...]] = {}
         if self.staged is not None:
-            parts = zip(self.staged.job.items, self.staged.for_rank(rank), strict=True)
-            found = {item.name: stages for item, stages in parts if any(map(len, stages))}
-            transfers = {**transfers, **{name: stages[0] for name, stages in found.items()}}
-            handed_on = {name: tuple(stages[1:]) for name, stages in found.items()}
+            for item, stages in zip(self.staged.job.items, self.staged.for_rank(rank), strict=True):
+                if item.name in changes:
+                    # It is exchanged in all other runs.
+                    when_whole[item.name] = tuple(stages)
+                elif any(map(len, stages)):
+                    transfers[item.name], *others = stages
+                    handed_on[item.name] = tuple(others)
             changes |= {item.name: item.change for item in self.staged.job.items}
         # What one transform makes at the source, it makes together.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
@@ -234,11 +240,13 @@ class RefitPlan:
                 batch,
                 chosen,
                 handed_on.get(one.name, ()),
+                when_whole.get(one.name, ()),
                 self.spans.get(one.name, PipelineSpan()),
             )
             for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
             if one.name in transfers
             or one.made_of in made
+            or any(map(len, when_whole.get(one.name, ())))
             or rank in one.target.local_shapes
             or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
         ]
@@ -301,3 +309,7 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
 def count_bytes(match: Match) -> int:
     """Of its elements, as they travel."""
     return math.prod(match.target.shape) * as_dtype(match.dtype).itemsize_bytes
+
+
+def _has_stages(chosen: TensorMethod) -> bool:
+    return chosen.is_staged or chosen.is_staged_whole

@@ -321,9 +321,19 @@ class Refit:
         targets = self._prepared.after.tensors.values()
         # Where any rank has other than what the last run left, all of it is sent.
         is_new = not self._batches.is_complete or self._left != self._see_written()
-        parts = {"refit": self._prepared.digest}
+        is_like_before = 0
+        if not (problem or is_new):
+            try:
+                is_like_before = int(not self._batches.seems_changed())
+            except Exception as error:
+                # The other ranks wait for this.
+                problem = f"{type(error).__name__}: {error}"
+        notes = int(is_new), is_like_before
         with span("agree"):
-            (is_whole,) = agree(Intent(parts, problem, notes=(int(is_new),)), self._group)
+            parts = {"refit": self._prepared.digest}
+            any_new, any_like_before = agree(Intent(parts, problem, notes=notes), self._group)
+        # Everything too where most has changed on each rank that sends anything.
+        is_whole = any_new or not any_like_before
         self.is_usable = False
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.

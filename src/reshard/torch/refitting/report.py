@@ -50,7 +50,7 @@ def report_methods(
         if method.program is not None:
             steps = ", ".join(map(str, method.program.steps))
             programs[name] = f"{steps}: {method.why}"
-        elif method.is_staged:
+        elif method.is_staged or method.is_staged_whole:
             staged[name] = method.why
         elif method.why:
             exchanged[name] = method.why
