@@ -64,7 +64,7 @@ def measure_one_device(options: argparse.Namespace) -> None:
     """Copies and packing on the first device."""
     import torch
 
-    from reshard.torch.exchange.copies import copier
+    from reshard.torch.exchange.packing.copies import copier
 
     rows = options.size_mib * MIB // 4 // COLUMNS
     whole = torch.rand(rows, COLUMNS, device="cuda:0")

@@ -263,7 +263,7 @@ def run_as_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from reshard.torch import keep_memory
-    from reshard.torch.exchange.copies import DEFAULT_KEPT_BYTES
+    from reshard.torch.exchange.packing.copies import DEFAULT_KEPT_BYTES
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

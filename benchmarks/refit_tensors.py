@@ -169,7 +169,7 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from reshard.torch.exchange.messages import RankPieces, RankTransfers
+    from reshard.torch.exchange.packing.messages import RankPieces, RankTransfers
 
     pieces, prepared = RankPieces(), refit._prepared
     rank = dist.get_rank()

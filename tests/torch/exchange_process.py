@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import reshard
 from reshard.layout import Box, Layout
-from reshard.torch.exchange import slots as slots_module
 from reshard.torch.exchange.exchange import MessageExchange
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing import slots as slots_module
+from reshard.torch.exchange.packing.messages import RankTransfers
 
 ROWS, COLUMNS = 90, 48
 # The columns that each of ranks 1 to 3 receives; rank 0 has all.

@@ -34,7 +34,7 @@ from reshard.testing.strategies import (
 )
 from reshard.torch import Redistribution, redistribute
 from reshard.torch.exchange.exchange import MessageExchange
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing.messages import RankTransfers
 
 DTYPES = ("float32", "float64", "complex64", "bfloat16", "int16", "uint8")
 ALWAYS = {

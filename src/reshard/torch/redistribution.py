@@ -35,7 +35,7 @@ from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, 
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
 from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
-from reshard.torch.exchange.messages import RankTransfers, transfers_of
+from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec

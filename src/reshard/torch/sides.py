@@ -24,8 +24,8 @@ from reshard.layout import Layout
 from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_placements
-from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.packing.copies import empty_result
 
 # Types of tensors that have their memory themselves.
 WITH_MEMORY = {torch.Tensor, torch.nn.Parameter}

@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reshard
 from reshard.torch.exchange import exchange as exchange_module
-from reshard.torch.exchange import slots
-from reshard.torch.exchange.copies import empty_bytes, empty_result
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing import slots
+from reshard.torch.exchange.packing.copies import empty_bytes, empty_result
+from reshard.torch.exchange.packing.messages import RankTransfers
 
 CUDA = torch.device("cuda", 0)
 SHAPE = (64, 96)

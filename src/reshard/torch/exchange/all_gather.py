@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule.messages import limit_message_bytes, order_transfers
-from reshard.torch.exchange.messages import (
+from reshard.torch.exchange.packing.messages import (
     RankMessage,
     RankPieces,
     RankTransfers,
     pack_messages,
 )
-from reshard.torch.exchange.pieces import Piece
+from reshard.torch.exchange.packing.pieces import Piece
 
 _ROUNDS_AHEAD = 2
 # Newer releases of torch have it by another name.

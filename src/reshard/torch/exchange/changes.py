@@ -39,10 +39,10 @@ from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_places
 from reshard.errors import FormatError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.plans.schedule.messages import align, limit_message_bytes
-from reshard.torch.exchange.copies import WORDS, copier, empty_bytes
 from reshard.torch.exchange.exchange import ExchangeFailure, LostMessageError
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import RankMessage, RankTransfers, list_messages
+from reshard.torch.exchange.packing.copies import WORDS, copier, empty_bytes
+from reshard.torch.exchange.packing.messages import RankMessage, RankTransfers, list_messages
 
 ChangeUnit: TypeAlias = Literal["elements", "blocks"]
 ChangedOnly: TypeAlias = bool | ChangeUnit

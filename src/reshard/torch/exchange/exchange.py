@@ -48,9 +48,15 @@ from reshard.plans.schedule.messages import (
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group
-from reshard.torch.exchange.copies import combine, copiers, empty_bytes, finish_contributions
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.exchange.messages import (
+from reshard.torch.exchange.one_host.shared_memory import NearMessage, SharedMemory
+from reshard.torch.exchange.packing.copies import (
+    combine,
+    copiers,
+    empty_bytes,
+    finish_contributions,
+)
+from reshard.torch.exchange.packing.messages import (
     FIRST_PLACE,
     Place,
     RankMessage,
@@ -59,8 +65,7 @@ from reshard.torch.exchange.messages import (
     cells_of,
     list_messages,
 )
-from reshard.torch.exchange.one_host.shared_memory import NearMessage, SharedMemory
-from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
+from reshard.torch.exchange.packing.slots import ExchangeStep, MessageSlots, StagedMessage
 from reshard.torch.exchange.timeline import span
 
 DEFAULT_EXTRA_BYTES = 64 << 20

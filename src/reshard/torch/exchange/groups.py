@@ -37,12 +37,12 @@ import torch.distributed as dist
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.torch.exchange.connections import Connections, Message
-from reshard.torch.exchange.copies import empty_bytes
 from reshard.torch.exchange.maxima import find_near_maxima, list_distances
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
 from reshard.torch.exchange.one_host.shared_memory import MOST_TOLD_BYTES, SharedMemory
+from reshard.torch.exchange.packing.copies import empty_bytes
 
 CPU = torch.device("cpu")
 # Of messages that no exchange has, whose tags count from 0.

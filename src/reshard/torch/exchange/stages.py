@@ -29,7 +29,7 @@ from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing.messages import RankTransfers
 
 
 def stage_transfers(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.torch.exchange.pieces import cut
+from reshard.torch.exchange.packing.pieces import cut
 
 # How much of a tensor a sample has: at least so many indices of each dimension, far apart.
 _SAMPLED = 8

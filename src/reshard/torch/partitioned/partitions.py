@@ -40,10 +40,10 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import confirm, run_errors
-from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import rank_group
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing.copies import empty_result
+from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.gradients import apply_with_gradient
 from reshard.torch.sides import local_of
 

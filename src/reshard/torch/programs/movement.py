@@ -19,9 +19,9 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
 from reshard.torch.exchange.agreement import Intent, agree, device_of
-from reshard.torch.exchange.copies import empty_result
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
+from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.usability import is_usable
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.run import ProgramRun, least_extra_bytes

@@ -42,7 +42,7 @@ from reshard.torch.exchange.all_gather import AllGatherRounds, is_all_gather
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.meeting import timeout_of
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.programs.phases import Phase, ShardBuffers, directions_of, phases_of
 
 # What the smallest messages of any phase need, for each rank of the group.

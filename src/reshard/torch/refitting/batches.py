@@ -39,7 +39,7 @@ from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUn
 from reshard.torch.exchange.compared import ComparedExchange
 from reshard.torch.exchange.exchange import Cutting, MessageExchange
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.stages import stage_transfers
 from reshard.torch.exchange.timeline import span
 from reshard.torch.programs.phases import ShardBuffers, phases_of

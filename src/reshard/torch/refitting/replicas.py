@@ -17,7 +17,7 @@ from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import cells_of
+from reshard.torch.exchange.packing.messages import cells_of
 from reshard.torch.models.samples import digest_of
 from reshard.torch.refitting.plan import PartItem
 

@@ -21,8 +21,8 @@ import torch
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.messages import RankPieces, RankTransfers
-from reshard.torch.exchange.pieces import Piece
+from reshard.torch.exchange.packing.messages import RankPieces, RankTransfers
+from reshard.torch.exchange.packing.pieces import Piece
 from reshard.torch.refitting.plan import PartItem, RefitPart
 
 _DIGEST_BYTES = 16

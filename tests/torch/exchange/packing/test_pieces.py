@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.testing.strategies import shapes
-from reshard.torch.exchange.pieces import Piece, cut
+from reshard.torch.exchange.packing.pieces import Piece, cut
 
 
 @given(shapes(min_rank=1), st.integers(4, 200))

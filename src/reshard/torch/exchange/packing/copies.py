@@ -30,7 +30,7 @@ from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.contributions import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
-from reshard.torch.exchange.pieces import cut
+from reshard.torch.exchange.packing.pieces import cut
 
 # How much of a tensor is computed at once: what that needs beside it stays small, at most 15
 # times this for elements of a byte, that are computed in float32.

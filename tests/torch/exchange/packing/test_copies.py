@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import UsageError
 from reshard.execution.arrays import TorchTensors
-from reshard.torch.exchange.copies import (
+from reshard.torch.exchange.packing.copies import (
     _KEPT,
     DEFAULT_KEPT_BYTES,
     KeptMemory,

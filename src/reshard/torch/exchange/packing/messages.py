@@ -29,7 +29,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
-from reshard.torch.exchange.pieces import Piece, PieceForm, cut
+from reshard.torch.exchange.packing.pieces import Piece, PieceForm, cut
 
 _Lists = list[list[int]]
 # A step of a pipeline, and a stage in it.

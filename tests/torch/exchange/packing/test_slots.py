@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.torch.exchange.messages import RankMessage
-from reshard.torch.exchange.pieces import Piece
-from reshard.torch.exchange.slots import ExchangeStep, MessageSlots, StagedMessage
+from reshard.torch.exchange.packing.messages import RankMessage
+from reshard.torch.exchange.packing.pieces import Piece
+from reshard.torch.exchange.packing.slots import ExchangeStep, MessageSlots, StagedMessage
 
 ROW, ROWS = 4, 6
 

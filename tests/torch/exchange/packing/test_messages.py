@@ -16,13 +16,13 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.testing.strategies import layouts, shapes
-from reshard.torch.exchange.messages import (
+from reshard.torch.exchange.packing.messages import (
     RankMessage,
     RankTransfers,
     list_messages,
     pack_messages,
 )
-from reshard.torch.exchange.pieces import Piece
+from reshard.torch.exchange.packing.pieces import Piece
 
 RANKS = 16
 
