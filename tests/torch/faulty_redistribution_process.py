@@ -116,7 +116,7 @@ def disagreements() -> None:
     )
     expect(
         RunError,
-        "rank 1: TypeError",
+        "rank 1: UsageError",
         lambda: redistribute(
             own(), columns, source=rows, extra_bytes="1" if rank == 1 else DEFAULT_EXTRA_BYTES
         ),
