@@ -67,8 +67,9 @@ def who_fails_is_told_of(group: Any) -> None:
     stages = make_stages(4)
     calls = [0]
 
+    @sp.eagerly
     def failing(p: Any, x: Any) -> Any:
-        calls[0] += 1
+        calls[0] += not x.runner.is_abstract
         if calls[0] == 2:
             raise MemoryError("no memory left")
         return stages[2](p, x)
@@ -99,15 +100,17 @@ def who_sends_goes_on(group: Any) -> None:
     stages = make_stages(4)
     calls, signal = [0], torch.zeros(1)
 
+    @sp.eagerly
     def first(p: Any, tokens: Any) -> Any:
-        calls[0] += 1
+        calls[0] += not tokens.runner.is_abstract
         if calls[0] == 4:
             dist.send(signal, 1)
         return stages[0](p, tokens)
 
+    @sp.eagerly
     def second(p: Any, x: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 1:
+        calls[0] += not x.runner.is_abstract
+        if calls[0] == 1 and not x.runner.is_abstract:
             dist.recv(signal, 0)
         return stages[1](p, x)
 

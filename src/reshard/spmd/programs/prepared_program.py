@@ -352,11 +352,10 @@ class PreparedProgram:
     def run(self, inputs: list[Shards]) -> list[Shards]:
         """The outputs' shards, from those of the inputs; the list of these is empty afterwards."""
         values = self._first.copy()
-        for register, shards in zip(self._inputs, inputs, strict=True):
-            values[register] = shards
+        for place, register in enumerate(self._inputs):
+            values[register] = inputs[place]
         # Registers alone hold them, until the last step that reads them.
         inputs.clear()
-        del shards
         if self._agreed is None:
             self._run_on(values)
         else:

@@ -150,6 +150,11 @@ class GraphRecorder:
         # Arrays are known by their identity, so none of them may be freed.
         self._kept: list[Any] = []
 
+    @property
+    def kinds(self) -> tuple[ArrayType | None, ...]:
+        """The types of all values, in the shardings that they have; None for numbers."""
+        return tuple(one.type if isinstance(one, ArrayValue) else None for one in self._kept)
+
     def input(self, array: Any, kind: ArrayType | None, name: str) -> int:
         """A new input of the graph."""
         index = self._add_value(array, () if kind is None else kind.shape, _dtype_name(array, kind))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from pipeline_models import make_arrays, make_stages, place, whole
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
+from reshard.spmd.programs.pipelines import stage_programs
 from reshard.spmd.shards.operation_call import recording
+from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 
@@ -100,6 +104,136 @@ def test_weights_wait_for_their_task() -> None:
     both = sp.vjp(function, w, x)[1](sp.ones_like(value))
     assert np.allclose(weights.to_dense(), both[0].to_dense(), atol=1e-12, rtol=0)
     assert np.allclose(slope.to_dense(), both[1].to_dense(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("order", "per_rank"), ORDERS)
+def test_stages_are_traced_once(order: str, per_rank: int) -> None:
+    """Their Python runs for the first microbatch of the first step alone."""
+    schedule = sp.pipeline_schedule(order, 2, 4, stages_per_rank=per_rank)
+    parameters, batch = make_arrays(schedule.n_stages, 4)
+    meshes = [reshard.DeviceMesh.of(dp=1, tp=1, devices=(n,)) for n in range(2)]
+    given, microbatches, specs = place(parameters, batch, schedule, meshes)
+    calls: list[int] = []
+
+    def counted(number: int, stage: Any) -> Any:
+        def run(*given: Any) -> Any:
+            calls.append(number)
+            return stage(*given)
+
+        return run
+
+    stages = [counted(n, one) for n, one in enumerate(make_stages(schedule.n_stages))]
+    pipeline = sp.Pipeline(stages, schedule, specs)
+    found = [pipeline(given, microbatches) for _ in range(3)]
+    assert sorted(calls) == list(range(schedule.n_stages))
+    assert [float(loss) for loss, _ in found[1:]] == [float(found[0][0])] * 2
+    _, expected = whole(parameters, batch)
+    for _, gradients in found:
+        for slopes, wanted in zip(gradients, expected, strict=True):
+            for name, slope in slopes.items():
+                difference = np.asarray(slope.to_dense()) - np.asarray(wanted[name].to_dense())
+                assert np.abs(difference).max() < 1e-12, name
+
+
+def two_stages(first: Any, last: Any, order: str = "1f1b") -> sp.Pipeline:
+    rows = [reshard.spec(reshard.DeviceMesh.of(tp=1, devices=(n,)), "-") for n in range(2)]
+    return sp.Pipeline([first, last], sp.pipeline_schedule(order, 2, 3), rows)
+
+
+def slopes_of(pipeline: sp.Pipeline, parameters: list[Any]) -> tuple[float, list[Any]]:
+    rows = pipeline.specs
+    batch = [
+        (sp.array(np.arange(3.0) + n, rows[0]), sp.array(np.ones(3) * n, rows[1])) for n in range(3)
+    ]
+    for _ in range(2):
+        loss, gradients = pipeline(parameters, batch)
+    return float(loss), [
+        np.asarray(leaf.to_dense()).tolist() for _, leaf in leaves(gradients) if leaf is not None
+    ]
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zb-h1"])
+def test_a_stage_that_asks_for_elements_goes_operation_by_operation(order: str) -> None:
+    def doubled(w: Any, x: Any) -> Any:
+        return x * w * (2 if float(sp.sum(x)) > 4 else 1)
+
+    def chosen(w: Any, x: Any) -> Any:
+        return x * w * sp.where(sp.sum(x) > 4, 2.0, 1.0)
+
+    def last(w: Any, x: Any, y: Any) -> Any:
+        return sp.sum((x * w - y) ** 2)
+
+    weights = [sp.array(2.0), sp.array(3.0)]
+    found = slopes_of(two_stages(doubled, last, order), weights)
+    assert found == slopes_of(two_stages(chosen, last, order), weights)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("first", "parameters"),
+    [
+        # Gradients that are the cotangent itself, of two parameters and of the array.
+        (lambda w, x: w[0] + w[1] + x, [[np.ones(3), np.zeros(3)], np.ones(3)]),
+        # Parameters that are none, or have no part in what is made.
+        (lambda w, x: x * w["a"], [{"a": np.ones(3), "b": None, "c": np.ones(2)}, np.ones(3)]),
+        (lambda w, x: x * 2.0, [[], np.ones(3)]),
+        # What a stage makes is its parameter, or what it was given.
+        (lambda w, x: x, [np.ones(3), np.ones(3)]),
+        (lambda w, x: w, [np.ones(3), np.ones(3)]),
+        (sp.rematerialized(lambda w, x: sp.exp(x * w) * w), [np.ones(3), np.ones(3)]),
+        (sp.eagerly(lambda w, x: sp.exp(x * w) * w), [np.ones(3), np.ones(3)]),
+    ],
+)
+def test_gradients_of_any_form_add_up(order: str, first: Any, parameters: Any) -> None:
+    def last(w: Any, x: Any, y: Any) -> Any:
+        return sp.sum((x * w - y) ** 2)
+
+    given = replaced(parameters, lambda leaf: None if leaf is None else sp.array(leaf))
+    loss, found = slopes_of(two_stages(first, last, order), given)
+
+    def whole_loss(given: Any) -> Any:
+        total = sp.array(0.0)
+        for n in range(3):
+            x, y = sp.array(np.arange(3.0) + n), sp.array(np.ones(3) * n)
+            total = total + last(given[1], first(given[0], x), y)
+        return total / 3
+
+    value, slopes = sp.value_and_grad(whole_loss)(given)
+    expected = [np.asarray(leaf.to_dense()) for _, leaf in leaves(slopes) if leaf is not None]
+    assert abs(loss - float(value)) < 1e-12 * max(1, abs(loss))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert np.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_pass_kept_is_free_after_its_way_back() -> None:
+    """Only gradients, losses and the arrays of the caller are left of a step."""
+    kept: list[Any] = []
+
+    def first(w: Any, x: Any) -> Any:
+        return sp.exp(x * w)
+
+    def last(w: Any, x: Any, y: Any) -> Any:
+        return sp.sum((sp.exp(x * w) - y) ** 2)
+
+    pipeline = two_stages(first, last, "gpipe")
+    weights = [sp.array(0.1), sp.array(0.2)]
+    slopes_of(pipeline, weights)
+    go_back = stage_programs.ProgramPass.go_back
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(self: Any, cotangent: Any, known: Any) -> Any:
+            held = [one for one in self._values.values() if one.type.shape == (3,)]
+            kept.append([weakref.ref(shard) for one in held for shard in one._shards])
+            found = go_back(self, cotangent, known)
+            assert not self._values
+            return found
+
+        patch.setattr(stage_programs.ProgramPass, "go_back", watched)
+        slopes_of(pipeline, weights)
+    gc.collect()
+    made = [reference() for some in kept for reference in some]
+    assert made and all(one is None for one in made)
 
 
 def test_what_is_refused() -> None:

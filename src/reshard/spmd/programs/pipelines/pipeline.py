@@ -5,8 +5,8 @@
     stage 1  mesh of ranks 2, 3    .. F0 B0 F1 B1           B: their gradients come back
 
 A stage is a function of its parameters and what the stage before it made. Each task of the schedule
-is one pass of a stage for one microbatch: a forward pass records what its way back needs, a
-backward pass pulls a cotangent through it, in one task or in two. Activations and gradients move
+is one pass of a stage for one microbatch: a forward pass keeps what its way back needs, a
+backward pass pulls a cotangent through it, in one task or in two. Passes run as programs. Activations and gradients move
 between meshes as the planner finds; gradients of parameters add up where the parameters lie.
 """
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
-from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
+from reshard.spmd.programs.pipelines.stage_passes import Stage, StagePasses
+from reshard.spmd.programs.pipelines.stage_run import PipelineRun
 from reshard.spmd.programs.pipelines.timetable import StageCosts
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
@@ -32,7 +34,8 @@ class Pipeline:
     """The loss of microbatches and its gradients, stage by stage in a schedule's order.
 
     Called with the parameters of each stage and the microbatches, it returns the mean of their
-    losses and, like the parameters, the gradients of that mean.
+    losses and, like the parameters, the gradients of that mean. Stages are traced as by `sp.jit`,
+    once for arrays of a kind; one that asks for elements goes operation by operation.
 
     Over processes all call it, each with arrays of the stages whose meshes it is in (None for
     others) over the group of that mesh's ranks, `sp.over_processes(group)`. The loss is None but
@@ -88,6 +91,10 @@ class Pipeline:
                 "which each takes its array, None at most for the first"
             )
 
+    @cached_property
+    def _passes(self) -> list[StagePasses]:
+        return [StagePasses(one, stage > 0) for stage, one in enumerate(self.stages)]
+
     def __call__(
         self, parameters: Sequence[Any], microbatches: Sequence[tuple[Any, Any]]
     ) -> tuple[Any, list[Any]]:
@@ -118,7 +125,7 @@ class Pipeline:
                 )
         given = (leaf for _, leaf in leaves(list(parameters)) if isinstance(leaf, ArrayValue))
         keeper = next((leaf.runner for leaf in given), runner_for())
-        own = self.stages, self.schedule, self.specs
+        own = self._passes, self.schedule, self.specs
         if keeper.has_every_shard:
             return PipelineRun(*own, parameters, microbatches).result()
         from reshard.spmd.programs.pipelines.process_run import run_over_processes

@@ -20,7 +20,8 @@ from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.pipelines.stage_boundary import StageBoundary
-from reshard.spmd.programs.pipelines.stage_run import PipelineRun, Stage
+from reshard.spmd.programs.pipelines.stage_passes import StagePasses
+from reshard.spmd.programs.pipelines.stage_run import PipelineRun
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.argument_tree import leaves
@@ -31,7 +32,7 @@ _AHEAD = 2
 
 
 def run_over_processes(
-    stages: Sequence[Stage],
+    stages: Sequence[StagePasses],
     schedule: PipelineSchedule,
     specs: Sequence[ShardingSpec | None],
     parameters: Sequence[Any],
@@ -41,7 +42,7 @@ def run_over_processes(
     """One step of a pipeline whose stages are in several processes, all of which call this.
 
     Args:
-        stages: functions, as `Pipeline` takes them.
+        stages: the passes of each.
         schedule: the same on all processes.
         specs: of each stage.
         parameters: of the stages that are here; None for others.

@@ -17,7 +17,7 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.gradients.tape import placed
 from reshard.spmd.gradients.transforms import vjp_in_two
-from reshard.spmd.programs.pipelines.stage_run import Stage
+from reshard.spmd.programs.pipelines.stage_passes import Stage
 from reshard.spmd.programs.pipelines.timetable import StageCosts
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.tracing.argument_tree import leaves

@@ -2,13 +2,13 @@
 
     F of stage 0 --activation--> F of stage 1 --loss--> B of stage 1 --cotangent--> B of stage 0
 
-A forward pass keeps its way back until the backward pass has gone it; gradients of parameters are
-added up over microbatches.
+A forward pass (`stage_passes.py`) keeps its way back until the backward pass has gone it; gradients
+of parameters are added up over microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,28 +16,26 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.functions.filling import full_like
 from reshard.spmd.gradients.tape import placed
-from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.spmd.programs.pipelines.stage_passes import StagePass, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.pending_sums import without_pending
-from reshard.spmd.tracing.argument_tree import leaves, replaced
-
-Stage = Callable[..., Any]
 
 
 @dataclass
 class PipelineRun:
     """One step: what tasks have made that later ones take, by stage and microbatch.
 
-    `held` are ways back, and `origins` the shardings that inputs had where they were made.
+    `held` are passes whose way back is not gone yet, and `origins` the shardings that inputs had
+    where they were made.
     """
 
-    stages: Sequence[Stage]
+    stages: Sequence[StagePasses]
     schedule: PipelineSchedule
     specs: Sequence[ShardingSpec | None]
     parameters: Sequence[Any]
     microbatches: Sequence[tuple[Any, Any]]
-    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    held: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     inputs: dict[tuple[int, int], Any] = field(default_factory=dict)
     origins: dict[tuple[int, int], ShardingSpec | None] = field(default_factory=dict)
     cotangents: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -52,32 +50,36 @@ class PipelineRun:
             if stage < len(self.stages) - 1:
                 self.bring_forward(stage, microbatch, made)
             return
-        if task.work is not Work.BACKWARD_WEIGHTS:
-            slope = self._go_back(stage, microbatch)
-            if stage:
-                self.bring_back(stage, microbatch, slope)
-        if task.work is not Work.BACKWARD_INPUT:
-            self._add(stage, self.held.pop((stage, microbatch))())
+        known = self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
+        if task.work is Work.BACKWARD_WEIGHTS:
+            self.gradients[stage] = self.held.pop((stage, microbatch)).find_gradients(known)
+            return
+        cotangent = self.take_cotangent(stage, microbatch)
+        if task.work is Work.BACKWARD:
+            slope, found = self.held.pop((stage, microbatch)).go_back(cotangent, known)
+            self.gradients[stage] = found
+        else:
+            slope = self.held[stage, microbatch].go_back_to_input(cotangent)
+        if stage:
+            self.bring_back(stage, microbatch, slope)
 
     def _go_forward(self, stage: int, microbatch: int) -> Any:
         """What the stage makes of the microbatch; the last one's is kept as its loss."""
-        function, own = self.stages[stage], self.parameters[stage]
-        given, targets = self.microbatches[microbatch]
+        x, targets = self.microbatches[microbatch]
         is_last = stage == len(self.stages) - 1
-        more = (targets,) if is_last else ()
         if stage:
             x = self.take_input(stage, microbatch)
-            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x)
-        else:
-            # Tokens have no gradients, and nobody asks for those of others.
-            made, pullback = vjp_in_two(lambda p: function(p, given, *more), own, None)
+        given = (x, targets) if is_last else (x,)
+        is_split = (stage, microbatch) in self.schedule.splits_backward
+        begun = self.stages[stage].begin(self.parameters[stage], given, is_split)
+        made = begun.made
         if not isinstance(made, ArrayValue) or (is_last and made.type.shape != ()):
             expected = "the loss, an array without dimensions" if is_last else "one array"
             raise UsageError(
                 f"stage {stage} returned {getattr(made, 'type', type(made).__name__)}; {expected}, "
                 "was expected"
             )
-        self.held[stage, microbatch] = pullback
+        self.held[stage, microbatch] = begun
         if is_last:
             self.losses.append(made)
             self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
@@ -93,13 +95,6 @@ class PipelineRun:
         """What the stage before made."""
         return self.inputs.pop((stage, microbatch))
 
-    def _go_back(self, stage: int, microbatch: int) -> Any:
-        """The cotangent of the stage's input; the parameters' follow when asked for."""
-        pullback = self.held[stage, microbatch]
-        slope, rest = pullback(self.take_cotangent(stage, microbatch))
-        self.held[stage, microbatch] = rest
-        return slope
-
     def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
         """Bring the cotangent of a stage's input to where that was made."""
         origin = self.origins.pop((stage, microbatch))
@@ -109,14 +104,6 @@ class PipelineRun:
     def take_cotangent(self, stage: int, microbatch: int) -> Any:
         """The cotangent of what a stage made."""
         return self.cotangents.pop((stage, microbatch))
-
-    def _add(self, stage: int, found: Any) -> None:
-        """Add the gradients of one microbatch."""
-        known = self.gradients.get(stage)
-        if known is not None:
-            before = iter([leaf for _, leaf in leaves([known])])
-            found = replaced([found], lambda leaf: _sum(next(before), leaf))[0]
-        self.gradients[stage] = found
 
     def result(self) -> tuple[Any, list[Any]]:
         """Run all tasks, in an order in which each comes after those it needs."""
@@ -132,7 +119,3 @@ class PipelineRun:
         loss = None if total is None else total / len(self.losses)
         stages = range(len(self.stages))
         return loss, [self.gradients.get(stage) for stage in stages]
-
-
-def _sum(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
