@@ -6,8 +6,9 @@
 
 A stage is a function of its parameters and what the stage before it made. Each task of the schedule
 is one pass of a stage for one microbatch: a forward pass keeps what its way back needs, a
-backward pass pulls a cotangent through it, in one task or in two. Passes run as programs. Activations and gradients move
-between meshes as the planner finds; gradients of parameters add up where the parameters lie.
+backward pass pulls a cotangent through it, in one task or in two. Passes run as programs.
+Activations and gradients move between meshes as the planner finds; gradients of parameters add up
+where the parameters lie.
 """
 
 from __future__ import annotations
