@@ -42,7 +42,7 @@ Differentiated = Callable[..., tuple[Any, Back]]
 
 
 @dataclass(frozen=True)
-class Part:
+class PassPart:
     """A pass: its operations, and values by number.
 
     Args:
@@ -74,7 +74,7 @@ class RecordedStage:
 
     whole: Recording
     kinds: tuple[ArrayType | None, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PassPart, ...]
     made: int
     cotangent: int
     slope: int | None
@@ -92,7 +92,7 @@ class RecordedStage:
         """The values of the gradients, in the order of the parameters."""
         return _numbers(self.gradients)
 
-    def recording_of(self, part: Part, known: bool) -> Recording:
+    def recording_of(self, part: PassPart, known: bool) -> Recording:
         """A part as a function of what it reads. It returns what it makes, then the gradients.
 
         One that has `known` gradients is given these as well, and returns the sums; a part that is
@@ -186,7 +186,7 @@ def _cut(
     ends: Sequence[int],
     returned: Sequence[Sequence[int]],
     gradients: Sequence[int],
-) -> tuple[Part, ...]:
+) -> tuple[PassPart, ...]:
     """The parts of a graph that end behind so many operations.
 
     Each returns some values; the last one has to have the gradients too.
@@ -198,7 +198,7 @@ def _cut(
         if needed.intersection(pair[0].results):
             needed.update(pair[0].operands)
             own[bisect_right(ends, place)].insert(0, pair)
-    parts: list[Part] = []
+    parts: list[PassPart] = []
     after: set[int] = set()
     ending = {*gradients}
     for operations, some in zip(reversed(own), reversed(returned), strict=True):
@@ -206,7 +206,7 @@ def _cut(
         read = {number for one, _ in operations for number in one.operands}
         reads = (read | ending | {*some}) - made - whole.constants.keys()
         makes = tuple(sorted(made & (after | {*some})))
-        parts.insert(0, Part(tuple(operations), tuple(sorted(reads)), makes, frozenset(after)))
+        parts.insert(0, PassPart(tuple(operations), tuple(sorted(reads)), makes, frozenset(after)))
         after |= {*reads, *some}
         ending = set()
     return tuple(parts)

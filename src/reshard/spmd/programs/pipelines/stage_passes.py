@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from reshard.errors import ReshardError
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.gradients.transforms import vjp, vjp_in_two
-from reshard.spmd.programs.argument_kinds import read_kind
+from reshard.spmd.programs.jit import read_kind
 from reshard.spmd.programs.pipelines.recorded_stage import Back, Differentiated, record_stage
 from reshard.spmd.programs.pipelines.stage_programs import ProgramPass, StagePrograms
 from reshard.spmd.shards.operation_call import recorders

@@ -24,7 +24,7 @@ from reshard.spmd.tracing.trace import keep_given
 
 
 @dataclass(frozen=True)
-class _Program:
+class _PassProgram:
     """That of a pass, and the places of what it is given that nobody reads after it."""
 
     program: RecordedProgram
@@ -36,16 +36,16 @@ class StagePrograms:
 
     def __init__(self, stage: RecordedStage, runner: Runner) -> None:
         self.stage, self.runner = stage, runner
-        self._programs: dict[tuple[int, bool], _Program] = {}
+        self._programs: dict[tuple[int, bool], _PassProgram] = {}
 
-    def program(self, place: int, known: bool) -> _Program:
+    def program(self, place: int, known: bool) -> _PassProgram:
         """That of a pass; with gradients that are `known` it adds its own to these."""
         found = self._programs.get((place, known))
         if found is None:
             found = self._programs[place, known] = self._make(place, known)
         return found
 
-    def _make(self, place: int, known: bool) -> _Program:
+    def _make(self, place: int, known: bool) -> _PassProgram:
         stage, part = self.stage, self.stage.parts[place]
         # What others have, they go on having: passes are given objects of their own.
         passed = {number for one in stage.parts for number in one.makes} | {stage.cotangent}
@@ -56,7 +56,7 @@ class StagePrograms:
             count = len(stage.gradient_numbers)
             given_up += range(len(part.reads), len(part.reads) + count)
         recording = simplified(stage.recording_of(part, known))
-        return _Program(RecordedProgram(recording, keep_given(recording)), given_up)
+        return _PassProgram(RecordedProgram(recording, keep_given(recording)), given_up)
 
 
 class ProgramPass:
