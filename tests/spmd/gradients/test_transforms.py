@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
@@ -306,3 +307,23 @@ def test_two_threads_differentiate_at_once() -> None:
     for name, slope in found.items():
         assert str(slope.spec) == "dp, tp"
         assert np.allclose(slope.to_dense(), expected[name])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_slopes_where_a_derivative_has_two_sides(library: str) -> None:
+    """Those of PyTorch, and of the pages: also where there is no number."""
+    data = torch.tensor([-1.0, -0.0, 0.0, 2.0, float("nan"), float("inf")], dtype=torch.float64)
+    mesh = DeviceMesh.of(x=2)
+    for function, by_torch in (
+        (sp.relu, torch.nn.functional.relu),
+        (sp.abs, torch.abs),
+        (lambda x: sp.maximum(x, 0), lambda x: torch.maximum(x, torch.zeros_like(x))),
+    ):
+        given = data.clone().requires_grad_()
+        by_torch(given).sum().backward()
+        with sp.running(sp.in_process(library)):
+            x = sp.array(data, spec(mesh, "x"))
+            slopes = sp.grad(lambda x, function=function: sp.sum(function(x)))(x)
+            found = np.asarray(slopes.to_dense())
+        finite = ~np.isnan(data.numpy()) if function is not sp.relu else slice(None)
+        np.testing.assert_array_equal(found[finite], given.grad.numpy()[finite])

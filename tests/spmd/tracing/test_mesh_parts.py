@@ -73,7 +73,7 @@ def test_the_trace_has_the_movement_between_meshes() -> None:
     # Of 8x4 to two parts, each on two ranks; then four and two contributions to two ranks.
     assert [moved.moved_bytes for moved in crossing] == [2 * 8 * 4 * 8, 2 * 4 * 8, 2 * 8]
     assert all(moved.seconds_s > 0 for moved in crossing)
-    (hidden,) = (one for one in traced.operations if one.operation.operator == "maximum")
+    (hidden,) = (one for one in traced.operations if one.operation.operator == "relu")
     assert hidden.compute_s[0] > 0 and hidden.compute_s[2:] == (0.0,) * 4
     # Ranks 2 and on hold `second`, and `scale` that every rank has.
     assert hidden.held_bytes[2:] == (4 * 2 * 8 + 4 * 8,) * 4

@@ -22,7 +22,6 @@ from reshard.spmd.functions.elementwise import (
     exp,
     log,
     matmul,
-    maximum,
     multiply,
     operands,
     subtract,
@@ -43,8 +42,13 @@ Axis = int | Sequence[int]
 
 @of_arrays
 def relu(x: Any, /) -> Any:
-    """The number where it is positive, 0 elsewhere."""
-    return maximum(x, 0)
+    """The number where it is positive, 0 elsewhere; its derivative at 0 is 0.
+
+    >>> import reshard.spmd as sp
+    >>> relu(sp.array([-1.0, 0.0, 2.0])).to_dense().tolist()
+    [0.0, 0.0, 2.0]
+    """
+    return call("relu", (x,))
 
 
 @of_arrays

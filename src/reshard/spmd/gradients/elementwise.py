@@ -123,6 +123,7 @@ PULLBACKS: dict[str, Pullback] = {
     "tan": _of_one(lambda g, x, r: g * (r * r + 1.0)),
     "sigmoid": _of_one(lambda g, x, r: g * r * (1.0 - r)),
     "silu": _of_one(_pull_silu),
+    "relu": _of_one(lambda g, x, r: where(e.less_equal(r, 0), 0.0, g)),
     "tanh": _of_one(lambda g, x, r: g * (1.0 - r * r)),
     "negative": _of_one(lambda g, x, r: -g),
     **{name: _of_one(_pass) for name in ("positive", "real", "conj", "copy", "identity", "astype")},
@@ -164,7 +165,6 @@ CONSTANT = frozenset(_CONSTANT.split())
 
 REFUSED: dict[str, str] = {
     "nextafter": "the next number is a rounding apart, which has no slope",
-    "relu": "sp.relu is sp.maximum(x, 0)",
     "gelu": "sp.gelu is made of tanh",
     **dict.fromkeys(_OF_GRAPHS.split(), OF_GRAPHS),
 }

@@ -69,6 +69,15 @@ def silu(work: LocalWork) -> Function:
     return lambda x: x * own(x)
 
 
+def relu(work: LocalWork) -> Function:
+    """The number where it is positive, 0 elsewhere; no number stays one that is none."""
+    (operand,) = work.operands
+    if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
+        return import_module("torch").nn.functional.relu  # type: ignore[no-any-return]
+    maximum = work.library.namespace.maximum
+    return lambda x: maximum(x, 0)
+
+
 def imag(work: LocalWork) -> Function:
     """The imaginary part."""
     space, (operand,) = work.library.namespace, work.operands

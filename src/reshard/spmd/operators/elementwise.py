@@ -118,7 +118,7 @@ _BINARY = {
 }
 # Those of graphs: networks, and other libraries' functions.
 _OTHER_UNARY = (
-    "angle cbrt degrees radians erf relu rsqrt sigmoid silu gelu softplus exp2 sinc i0 spacing"
+    "angle cbrt degrees radians erf rsqrt sigmoid silu gelu softplus exp2 sinc i0 spacing"
 )
 _OTHER_BINARY = "heaviside gcd lcm ldexp fmod float_power logaddexp2"
 _TRUTH = (
@@ -170,6 +170,12 @@ OPERATORS: tuple[Operator, ...] = (
         for name, doc in _LINEAR_UNARY.items()
     ),
     _unary("copy", linear="each"),
+    _unary(
+        "relu",
+        "The number where it is positive, 0 elsewhere.",
+        commutes=("max", "min"),
+        local=elementwise_functions.relu,
+    ),
     *(
         _unary(
             name,
