@@ -11,7 +11,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == [
         "matmul -> dp, tp",
-        "maximum -> dp, tp",
+        "relu -> dp, tp",
         "matmul -> dp, - | sum(tp)",
         "add -> dp, -",
     ]
