@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -132,22 +132,26 @@ def least_s(
             own.append(tuple(one for one in everything if not one.partial_axes))
         else:
             own.append(everything)
-    total = np.zeros([1] * values)
-    for number, (name, operands) in enumerate(operations):
-        result = inputs + number
-        best = None
-        for seconds, reads, makes in ways(name, mesh):
-            table = np.full([1] * values, seconds)
-            for value, end in zip(operands, reads, strict=True):
-                table = table + along(
-                    value, values, [moving_s(one, end, topology) for one in own[value]]
-                )
-            table = table + along(
-                result, values, [moving_s(makes, one, topology) for one in own[result]]
-            )
-            best = table if best is None else np.minimum(best, table)
-        total = total + best
-    return float(total.min())
+
+    @cache
+    def tables(value: int, end: ShardingSpec, is_read: bool) -> np.ndarray:
+        """What a value takes that goes to an end, or comes from it, for each of its shardings."""
+        ends = [(one, end) if is_read else (end, one) for one in own[value]]
+        return along(value, values, [moving_s(*pair, topology) for pair in ends])
+
+    least = math.inf
+    # Every operation in every way, since those that read a value so move it once together.
+    for chosen in itertools.product(*(ways(name, mesh) for name, _ in operations)):
+        total = np.zeros([1] * values)
+        moves: set[tuple[int, ShardingSpec]] = set()
+        for number, (seconds, reads, makes) in enumerate(chosen):
+            result = inputs + number
+            moves.update(zip(operations[number][1], reads, strict=True))
+            total = total + seconds + tables(result, makes, False)
+        for value, end in moves:
+            total = total + tables(value, end, True)
+        least = min(least, float(total.min()))
+    return least
 
 
 def along(value: int, values: int, seconds: list[float]) -> np.ndarray:
@@ -180,6 +184,14 @@ CASES: list[tuple[DeviceMesh, list[tuple[str, list[int]]], int, dict[int, str]]]
         [("matmul", [0, 1]), ("matmul", [1, 0]), ("add", [2, 3]), ("negative", [4])],
         2,
         {0: "-, x", 1: "x, -"},
+    ),
+    # What is read more than once: moved for all, or computed with as it lies.
+    (ONE, [("exp", [0]), ("matmul", [0, 0]), ("add", [1, 2])], 1, {0: "-, x", 3: "x, -"}),
+    (
+        ONE,
+        [("matmul", [0, 1]), ("matmul", [0, 2]), ("matmul", [0, 3]), ("add", [4, 5])],
+        4,
+        {0: "x, -", 1: "-, x", 2: "-, x", 3: "x, -", 7: "-, x"},
     ),
     (
         ONE,

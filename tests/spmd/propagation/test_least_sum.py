@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.spmd.propagation.least_sum import CostSum, CostTable
+from reshard.spmd.propagation.cost_table import CostTable, taken_apart
+from reshard.spmd.propagation.least_sum import CostSum
 
 
 @st.composite
@@ -124,3 +125,47 @@ def test_a_restricted_sum_has_the_values_of_what_is_kept(one: CostSum, data: st.
     for places in every_choice(restricted):
         chosen = [int(own[place]) for own, place in zip(kept, places, strict=True)]
         assert restricted.value(places) == one.value(chosen)
+
+
+@given(sums(), st.sampled_from([3, 9, 27]))
+@settings(max_examples=200, deadline=None)
+def test_tables_taken_apart(one: CostSum, largest: int) -> None:
+    """What is said to be the least is it, and so it is where tables are small enough."""
+    chosen, is_least = one.nearly_eliminated(largest)
+    assert all(0 <= choice < count for choice, count in zip(chosen, one.choices, strict=True))
+    least = min(map(one.value, every_choice(one)))
+    assert one.value(chosen) >= least
+    assert one.value(chosen) == least or not is_least
+    assert is_least == (one.eliminated(largest) is not None)
+
+
+@given(sums(), st.sampled_from([1, 3, 9, 3**5]))
+@settings(max_examples=200, deadline=None)
+def test_a_table_taken_apart_is_a_lower_bound(one: CostSum, largest: int) -> None:
+    own = [table for table in one.tables if 0 in table.variables]
+    if not own or one.choices[0] == 1:
+        return
+    left = taken_apart(0, own, one.choices, largest)
+    rest = CostSum(one.choices, left)
+    whole = CostSum(one.choices, own)
+    for choice in every_choice(one):
+        least = min(whole.value((first, *choice[1:])) for first in range(one.choices[0]))
+        assert rest.value(choice) <= least + 1e-9
+        # One group is the least itself.
+        if largest == 3**5:
+            assert rest.value(choice) == least
+
+
+def test_choices_near_the_least_where_tables_are_too_large() -> None:
+    """A ring with a hub: no choice but the least is good, and it is found in small tables."""
+    count = 8
+    tables = [
+        CostTable(tuple(sorted((n, (n + 1) % count))), np.array([[0.0, 3.0], [3.0, 0.0]]))
+        for n in range(count)
+    ]
+    tables += [CostTable((n, count), np.array([[0.0, 2.0], [2.0, 0.0]])) for n in range(count)]
+    tables.append(CostTable((0,), np.array([1.0, 0.0])))
+    one = CostSum((2,) * (count + 1), tables)
+    chosen, is_least = one.nearly_eliminated(4)
+    assert not is_least
+    assert one.value(chosen) == 0.0

@@ -47,7 +47,7 @@ from reshard.spmd.propagation.axis_parts import (
     size_of,
 )
 from reshard.spmd.propagation.cost_candidates import PlacedRun
-from reshard.spmd.propagation.least_sum import FloatArray
+from reshard.spmd.propagation.cost_table import FloatArray
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.chosen_program import chosen_program

@@ -13,10 +13,8 @@ A model repeats its layers: equal operations in equal surroundings share their w
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +30,12 @@ from reshard.spmd.propagation.cost_candidates import (
     ways_of,
 )
 from reshard.spmd.propagation.cost_model import CostModel
+from reshard.spmd.propagation.cost_table import CostTable, FloatArray
 from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
-from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
-from reshard.spmd.propagation.movement_tables import Move, ValueMovements
+from reshard.spmd.propagation.least_sum import CostSum
+from reshard.spmd.propagation.movement_tables import Between, Move, MoveEnds, ValueMovements
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
+from reshard.spmd.propagation.shared_reads import NOTHING, Decisions, Parts, SharedReads
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 # Operations of a graph that is small enough for axes to be tried in every order.
@@ -69,38 +69,6 @@ class _Ways:
         return found[:count], found[count:]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Between:
-    """Movements of equal values around equal operations.
-
-    Args:
-        moves: of values like them.
-        own: the shardings that such a value may have.
-        others: in which the operation reads or makes it, or what was asked for.
-        is_read: whether it goes to those, not from them.
-    """
-
-    moves: ValueMovements
-    own: tuple[int, ...]
-    others: tuple[int, ...]
-    is_read: bool
-
-
-class _Ends(NamedTuple):
-    """Movements of a value, from each sharding it may have to each that is read, or back.
-
-    Args:
-        value, way: variables; no way where a sharding was asked for.
-        between: the number of the movements.
-        number: of the value, which may have the variable of another.
-    """
-
-    value: int
-    way: int | None
-    between: int
-    number: int
-
-
 class CostProblem:
     """Candidates and tables of one graph. Variables: values first, then operations."""
 
@@ -117,9 +85,11 @@ class CostProblem:
         self._seconds: dict[object, FloatArray] = {}
         self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
         self._kinds: list[ValueMovements] = []
-        self._between: list[_Between] = []
-        self._ends: list[_Ends] = []
+        self._between: list[Between] = []
+        self.reads = SharedReads([])
         self._sum: CostSum | None = None
+        # Whether movements have other prices since.
+        self._is_changed = False
         self._computing: list[CostTable] = []
 
     def candidates(
@@ -209,7 +179,7 @@ class CostProblem:
                 candidates = shardings_of(own, every, bases_of, is_output)
                 known_values[value_key] = candidates
             self.values.append(candidates)
-        self._ends = list(self._find_ends())
+        self.reads = SharedReads(list(self._find_ends()))
         count = len(graph.values)
         self._computing = [
             CostTable((count + number,), self._tabulate_compute(number))
@@ -220,76 +190,68 @@ class CostProblem:
         """Find the seconds of movements by bounds or formulas, or by programs if priced."""
         for moves in self._moves.values():
             moves.fill(bounds=bounds)
+        self._is_changed = True
 
-    def sum(self) -> CostSum:
-        """The seconds of all choices; movements as they are priced by then."""
-        seconds_s = [
-            one.moves.table(one.own, one.others, one.is_read).seconds_s for one in self._between
-        ]
+    def sum(self, decided: Decisions = NOTHING, parts: Parts | None = None) -> CostSum:
+        """The seconds of all choices; movements as they are priced by then.
+
+        Args:
+            decided: movements that are made once for all that read a value so.
+            parts: what each reader pays of the others, for bounds; all of it when None.
+        """
         if self._sum is None:
             own = [
                 len(shardings) if self.variables[number] == number else 1
                 for number, shardings in enumerate(self.values)
             ]
             choices = (*own, *(len(ways.options) for ways in self.ways))
-            tables = [*self._computing]
-            for ends in self._ends:
-                if ends.way is None:
-                    # An output has one sharding that was asked for: the only column.
-                    tables.append(CostTable((ends.value,), seconds_s[ends.between][:, 0]))
-                else:
-                    tables.append(CostTable((ends.value, ends.way), seconds_s[ends.between]))
-            self._sum = CostSum(choices, tables)
+            self._sum = CostSum(choices, [*self._computing, *self._tabulate_moves()])
+        elif self._is_changed:
+            self._sum = self._sum.replaced([*self._computing, *self._tabulate_moves()])
+        self._is_changed = False
+        if parts is None and not decided.once:
             return self._sum
-        # Most tables are those of the sum before.
-        before = self._sum.tables
-        tables = before[: len(self._computing)]
-        for old, ends in zip(before[len(self._computing) :], self._ends, strict=True):
-            found = seconds_s[ends.between]
-            if ends.way is None:
-                old = CostTable(old.variables, found[:, 0])
-            elif old.seconds_s is not found:
-                old = CostTable(old.variables, found)
-            tables.append(old)
-        self._sum = self._sum.replaced(tables)
-        return self._sum
+        count = len(self._computing)
+        moves = self._sum.tables[count:]
+        self.reads.change(moves, decided, parts)
+        return self._sum.replaced([*self._computing, *moves])
 
-    def shared_sum(self) -> CostSum:
-        """The sum where a value that several operations read moves once for all of them.
+    def _tabulate_moves(self) -> list[CostTable]:
+        """Seconds of the movements at all ends, each reader paying for its own."""
+        seconds_s = {id(one): one.seconds_s for one in self._between}
+        return [
+            # An output has one sharding that was asked for: the only column.
+            CostTable((ends.value,), seconds_s[id(ends.between)][:, 0])
+            if ends.way is None
+            else CostTable((ends.value, ends.way), seconds_s[id(ends.between)])
+            for ends in self.reads.ends
+        ]
 
-        Each has its share of the seconds, so that it is never more than what a program takes that
-        moves a value to a sharding once.
+    def shared(self, chosen: Sequence[int]) -> Decisions:
+        """The movements of an answer that several readers share: made once each.
+
+        With these `sum` is what the answer takes, and no less than what any other does.
         """
-        total = self.sum()
-        readers = Counter(n for one in self.graph.operations for n in one.operands)
-        shares: dict[tuple[int, int], FloatArray] = {}
-        tables = total.tables[: len(self._computing)]
-        for table, ends in zip(total.tables[len(self._computing) :], self._ends, strict=True):
-            count = max(readers[ends.number], 1) if self._between[ends.between].is_read else 1
-            key = (id(table.seconds_s), count)
-            if key not in shares:
-                shares[key] = table.seconds_s / count
-            tables.append(CostTable(table.variables, shares[key]))
-        return CostSum(total.choices, tables)
+        return Decisions(frozenset(self.reads.shared(chosen)))
+
+    def seconds_s(self, chosen: Sequence[int]) -> float:
+        """What an answer takes, with each movement that readers share made once."""
+        return self.sum().value(chosen) - self.reads.saved_s(chosen)
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
-        # A dictionary for its order, so that prices are found in the same order each time.
-        chosen_pairs = {
-            (ends.between, chosen[ends.value], 0 if ends.way is None else chosen[ends.way]): None
-            for chosen in answers
-            for ends in self._ends
-        }
+        # Dictionaries for their order, so that prices are found in the same order each time.
         new: dict[int, dict[Move, None]] = {}
-        for number, row, column in chosen_pairs:
-            between = self._between[number]
-            one, other = between.own[row], between.others[column]
-            if one != other:
-                move = (one, other) if between.is_read else (other, one)
-                new.setdefault(id(between.moves), {})[move] = None
+        for chosen in answers:
+            for ends in self.reads.ends:
+                one, other = ends.ends(chosen)
+                if one != other:
+                    move = (one, other) if ends.between.is_read else (other, one)
+                    new.setdefault(id(ends.between.moves), {})[move] = None
         has_new = False
         for moves in self._moves.values():
             has_new |= moves.price(new.get(id(moves), ()))
+        self._is_changed |= has_new
         return has_new
 
     def _tabulate_compute(self, number: int) -> FloatArray:
@@ -317,7 +279,7 @@ class CostProblem:
             self._seconds[key] = found
         return found
 
-    def _find_ends(self) -> Iterator[_Ends]:
+    def _find_ends(self) -> Iterator[MoveEnds]:
         """The movements possible around operations, and to what was asked for."""
         count = len(self.graph.values)
         for one, element in zip(self.graph.values, self.elements, strict=True):
@@ -326,7 +288,7 @@ class CostProblem:
                 self._moves[key] = ValueMovements(self.model, one.shape, element)
             self._kinds.append(self._moves[key])
         numbers: dict[tuple[int, int], tuple[int, ...]] = {}
-        known: dict[tuple[int, int, bool], int] = {}
+        known: dict[tuple[int, int, bool], Between] = {}
 
         def find_numbers(moves: ValueMovements, shardings: Sequence[Sharding]) -> tuple[int, ...]:
             # Equal values, and equal operations, share their lists.
@@ -337,15 +299,17 @@ class CostProblem:
 
         def find_between(
             moves: ValueMovements, own: tuple[int, ...], others: tuple[int, ...], is_read: bool
-        ) -> int:
+        ) -> Between:
             # Lists are those of `numbers`, each of one kind of values.
-            found = known.setdefault((id(own), id(others), is_read), len(self._between))
-            if found == len(self._between):
-                self._between.append(_Between(moves, own, others, is_read))
+            key = (id(own), id(others), is_read)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = Between(moves, own, others, is_read)
+                self._between.append(found)
             return found
 
         own = list(map(find_numbers, self._kinds, self.values))
-        around: dict[tuple[int, ...], list[int]] = {}
+        around: dict[tuple[int, ...], list[Between]] = {}
         for number, (operation, ways) in enumerate(
             zip(self.graph.operations, self.ways, strict=True)
         ):
@@ -362,12 +326,12 @@ class CostProblem:
                     found = find_numbers(moves, others)
                     numbered.append(find_between(moves, own[value], found, is_read))
             for value, between in zip(places, numbered, strict=True):
-                yield _Ends(self.variables[value], count + number, between, value)
+                yield MoveEnds(self.variables[value], count + number, between, value)
         for place, target in self.asked.items():
             value = self.graph.outputs[place]
             moves = self._kinds[value]
             between = find_between(moves, own[value], moves.numbers([target]), True)
-            yield _Ends(self.variables[value], None, between, value)
+            yield MoveEnds(self.variables[value], None, between, value)
 
     def start(self, base: int) -> tuple[int, ...]:
         """The choices nearest to what another strategy says."""

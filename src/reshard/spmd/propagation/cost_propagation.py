@@ -23,6 +23,7 @@ answer's seconds are those of its programs. There is no clock in it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,8 @@ from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.cost_problem import CostProblem, close
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.propagation import (
-    PropagatedGraph,
-    propagate_by_rules,
-)
+from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
+from reshard.spmd.propagation.shared_reads import NOTHING
 
 OTHERS = ("aggressive", "basic")
 # Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
@@ -45,10 +44,15 @@ MOST_JUDGED = 16
 MOST_ROUNDS = 256
 # Sums of tables are compared up to this part of them, far beyond what rounding does.
 SLACK = 1e-6
+# The same, of sums that are added up once.
+ROUNDING = 1e-9
 # How often what formulas chose is changed.
 MOST_CHANGES = 4
-# Up to how many times the least sum others descend in windows too.
-NEAR = 1.02
+# Entries of tables where larger ones than those of an exact answer would be needed: which is best
+# is not known before.
+LARGEST = (1 << 14, 1 << 16, 1 << 18)
+# Of answers found so, how many descend with what readers share.
+MOST_DESCENTS = 3
 # Values between the centres of two windows of descent.
 CENTRES_APART = 8
 
@@ -128,12 +132,12 @@ def propagate_by_cost(
     nearest = [problem.start(number) for number in range(len(bases))]
     others = [total.descended(one, ways, sweeps=0) for one in nearest]
     problem.price(others)
-    total = problem.sum()
-    others_s = {other: total.value(other) for other in others}
+    others_s = {other: problem.seconds_s(other) for other in others}
     # 4. What formulas choose, corrected by prices of programs.
+    total = problem.sum()
     near = [problem.nearest([close(table.encoded(one)) for one in start]) for start in starts]
     begun = [*others, *(total.descended(one, ways, sweeps=0) for one in near)]
-    chosen, seconds_s = _solve_nearly(problem, {one: total.value(one) for one in begun}, exact)
+    chosen, seconds_s = _solve_nearly(problem, begun, exact)
     # 5. What is better, or the proof that nothing is, where the graph is small enough.
     is_exact = False
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
@@ -154,10 +158,13 @@ def _solve_exactly(
 ) -> tuple[Choices, float, bool]:
     """The least sum with every movement priced by its program, and whether it was found for sure.
 
-    Prices begin as bounds that no program stays below. The least sum of those is found, the
+    Prices begin as bounds that no program stays below, and movements that readers may share are
+    paid in parts, which come to no more than is moved. The least sum of those is found, the
     movements in it get the price of their programs, and so on until it is no less than the best
-    answer seen: then every other choice takes as long even by its bounds. Choices that take longer
-    than that answer by their bounds are left out on the way.
+    answer seen: then every other choice takes as long even by its bounds. Where parts say less than
+    what is moved, it is decided of a movement whether it is made once or paid by each reader, and
+    both are looked at (branch and bound). Choices that take longer than the best answer by their
+    bounds are left out on the way.
 
     Args:
         problem: whose movements are priced.
@@ -165,57 +172,98 @@ def _solve_exactly(
         best_s: its seconds, all of its movements priced.
     """
     problem.fill(bounds=True)
+    parts = problem.reads.parts(best)
     kept = [np.arange(count) for count in problem.sum().choices]
+    # By their bounds; of equals the first that was made.
+    waiting, count = [(0.0, 0, NOTHING)], 1
     for turn in range(MOST_ROUNDS):
-        total = problem.sum().restricted(kept)
         # In the rounds 0, 1, 2, 4, 8 and so on, since it takes as long as some rounds.
         if turn & (turn - 1) <= 0:
-            least_s = total.least_of_choices()
+            least_s = problem.sum(NOTHING, parts).restricted(kept).least_of_choices()
             if least_s is None:
                 break
             kept = [
                 numbers[(own_s <= best_s * (1 + SLACK)) | (numbers == choice)]
                 for numbers, own_s, choice in zip(kept, least_s, best, strict=True)
             ]
-            total = problem.sum().restricted(kept)
+        if not waiting:
+            return best, best_s, True
+        bound_s, place, decided = heapq.heappop(waiting)
+        total = problem.sum(decided, parts).restricted(kept)
         places = total.eliminated()
         if places is None:
             break
-        if total.value(places) >= best_s:
-            return best, best_s, True
+        bound_s = max(bound_s, total.value(places))
+        if bound_s >= best_s * (1 - ROUNDING):
+            continue
         chosen = tuple(int(own[place]) for own, place in zip(kept, places, strict=True))
         is_changed = problem.price([chosen])
-        chosen_s = problem.sum().value(chosen)
+        chosen_s = problem.seconds_s(chosen)
         if chosen_s < best_s:
             best, best_s = chosen, chosen_s
-        if not is_changed:
-            return best, best_s, True
-    return best, best_s, False
+        if is_changed:
+            heapq.heappush(waiting, (bound_s, place, decided))
+            continue
+        gaps_s = problem.reads.gaps_s(chosen, parts, decided)
+        move = max(gaps_s, key=gaps_s.__getitem__, default=None)
+        if move is not None and gaps_s[move] > best_s * ROUNDING:
+            for one in decided.both(move):
+                heapq.heappush(waiting, (bound_s, count, one))
+                count += 1
+    return best, best_s, not waiting
 
 
 def _solve_nearly(
-    problem: CostProblem, begun_s: Mapping[Choices, float], exact: bool | None
+    problem: CostProblem, begun: Sequence[Choices], exact: bool | None
 ) -> tuple[Choices, float]:
     """The least sum by formulas, changed as long as prices of programs show something better."""
     total = problem.sum()
     ways = range(len(problem.graph.values), len(total.choices))
-    chosen = None if exact is False else total.eliminated()
-    centres = [] if chosen is not None or exact is False else range(0, ways.start, CENTRES_APART)
-    if chosen is None:
-        # Windows take long: what is far above another is left.
-        lowest_s = {one: total.value(one) for one in (total.descended(o, ways) for o in begun_s)}
-        near = [one for one in lowest_s if lowest_s[one] <= NEAR * min(lowest_s.values())]
-        ended = (total.descended_in_windows(one, centres, ways) for one in near)
-        chosen = min(ended, key=total.value)
-    # Seconds of answers whose movements are priced, which stay as they are.
-    seen_s: dict[Choices, float] = {}
+    # 1. As if each reader moved what it reads, and as if they shared what they can.
+    found: list[Choices] = []
+    is_least = False
+    if exact is not False:
+        chosen, is_least = total.nearly_eliminated()
+        found = [chosen]
+    if is_least and problem.reads.groups:
+        bound = problem.sum(NOTHING, problem.reads.parts(found[0]))
+        found += filter(None, [bound.eliminated()])
+    if found and not is_least:
+        sums = total, problem.sum(NOTHING, {})
+        found += [one.nearly_eliminated(largest)[0] for one in sums for largest in LARGEST]
+    if not is_least:
+        found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
+    found.sort(key=problem.seconds_s)
+    # 2. With what is shared then moved once. Windows take long: they are for the best alone.
+    centres = () if is_least or exact is False else range(0, ways.start, CENTRES_APART)
+    if not is_least:
+        found = [_descend(problem, one, (), ways) for one in found[:MOST_DESCENTS]]
+    chosen = min(found, key=problem.seconds_s)
+    if centres:
+        chosen = _descend(problem, chosen, centres, ways)
+    # 3. With the prices of programs. Answers whose movements are priced stay as they are.
+    seen_s = {one: problem.seconds_s(one) for one in begun}
     for _ in range(MOST_CHANGES + 1):
         is_changed = problem.price([chosen])
-        total = problem.sum()
-        seen_s[chosen] = total.value(chosen)
-        seen_s.update(begun_s)
+        seen_s[chosen] = problem.seconds_s(chosen)
         best = min(seen_s, key=seen_s.__getitem__)
         if not is_changed:
             break
-        chosen = total.descended_in_windows(best, centres, ways)
+        chosen = _descend(problem, best, centres, ways)
     return best, seen_s[best]
+
+
+def _descend(problem: CostProblem, start: Choices, centres: Sequence[int], ways: range) -> Choices:
+    """Descends as long as that helps, with what readers share moved once.
+
+    What is shared is that of the answer before, with which no answer is taken for less than it is.
+    """
+    chosen, seconds_s = start, problem.seconds_s(start)
+    for _ in range(MOST_CHANGES):
+        total = problem.sum(problem.shared(chosen))
+        found = total.descended_in_windows(chosen, centres, ways)
+        found_s = problem.seconds_s(found)
+        if found_s >= seconds_s:
+            break
+        chosen, seconds_s = found, found_s
+    return chosen

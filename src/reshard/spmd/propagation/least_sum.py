@@ -4,8 +4,8 @@ Each variable has a number of choices, each table gives seconds for the choices 
 
 *Elimination* is exact: a variable is taken out by adding the tables that have it and keeping, for
 each choice of the others, the least; backwards, the choices are read off. Variables whose tables
-stay small go first. It stops where a table would become too large (Dechter, "Bucket elimination",
-1999)::
+stay small go first (Dechter, "Bucket elimination", 1999). Where a table would become too large, it
+stops, or goes on with the tables taken apart, and then is near the least sum::
 
     f(a, b) + g(b, c)       c out: h(b) = min over c of g(b, c), at c(b)
     f(a, b) + h(b)          b out: k(a) = min over b of f(a, b) + h(b), at b(a)
@@ -34,21 +34,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+from reshard.spmd.propagation.cost_table import (
+    CostTable,
+    FloatArray,
+    IntArray,
+    joined_table,
+    least_over,
+    taken_apart,
+)
 
 # Entries of the largest table that elimination makes, of all variables and of a window's.
 LARGEST_TABLE = 1 << 19
 LARGEST_OF_WINDOW = 1 << 16
 # How often all windows are looked at.
 MOST_PASSES = 3
-
-
-class CostTable(NamedTuple):
-    """Seconds for the choices of some variables, one axis a variable, in rising order."""
-
-    variables: tuple[int, ...]
-    seconds_s: FloatArray
 
 
 class Elimination(NamedTuple):
@@ -58,15 +57,16 @@ class Elimination(NamedTuple):
         variable: that is taken out.
         scope: all variables of the tables.
         joined: the tables.
-        best: the variable's choice, for choices of the rest.
-        left: the seconds then, a table of the rest.
+        best: the variable's choice, for choices of the rest; None where the tables are too large
+            together.
+        left: the seconds then, a table of the rest, or several that come to no more.
     """
 
     variable: int
     scope: tuple[int, ...]
     joined: list[CostTable]
-    best: IntArray
-    left: CostTable
+    best: IntArray | None
+    left: list[CostTable]
 
 
 @dataclass(slots=True)
@@ -113,12 +113,28 @@ class CostSum:
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
         """The choices of the least sum; None where a table would be larger than `largest`."""
         taken = self._take_out(largest)
-        if taken is None:
-            return None
-        # Backwards: when a variable is read off, the rest of its table is chosen already.
+        return None if taken is None else self._read_off(taken)
+
+    def nearly_eliminated(self, largest: int = LARGEST_TABLE) -> tuple[tuple[int, ...], bool]:
+        """Choices of a low sum, and whether it is the least for sure.
+
+        Tables that would be larger than `largest` are taken apart: see `taken_apart`.
+        """
+        taken = self._take_out(largest, apart=True) or []
+        return self._read_off(taken), all(one.best is not None for one in taken)
+
+    def _read_off(self, taken: list[Elimination]) -> tuple[int, ...]:
+        # Backwards: when a variable is read off, the rest of its tables is chosen already.
         chosen = [0] * len(self.choices)
         for one in reversed(taken):
-            chosen[one.variable] = int(one.best[tuple(chosen[v] for v in one.left.variables)])
+            if one.best is not None:
+                at = tuple([chosen[v] for v in one.left[0].variables])
+                chosen[one.variable] = int(one.best[at])
+                continue
+            costs = np.zeros(self.choices[one.variable])
+            for table in one.joined:
+                costs += self._slice_table(table, (one.variable,), chosen)
+            chosen[one.variable] = int(costs.argmin())
         return tuple(chosen)
 
     def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
@@ -133,25 +149,27 @@ class CostSum:
         if taken is None:
             return None
         # Variables that share no table, directly or by others, are sums of their own.
-        parts_s = [float(one.left.seconds_s) for one in taken if not one.left.variables]
+        # None is taken apart here, so that each leaves one table.
+        lefts = [one.left[0] for one in taken]
+        parts_s = [float(left.seconds_s) for left in lefts if not left.variables]
         # Tables of variables that have one choice alone are in none of those.
         parts_s += [one.seconds_s.item() for one in self.tables if one.seconds_s.size == 1]
         whole_s = math.fsum(parts_s)
-        made = {id(one.left) for one in taken}
+        made = set(map(id, lefts))
         outside_s: dict[int, FloatArray] = {}
         found: list[FloatArray] = [np.full(1, whole_s)] * len(self.choices)
-        for one in reversed(taken):
+        for one, left in zip(reversed(taken), reversed(lefts), strict=True):
             # All tables of the sum, for choices of these variables: those below, and those outside.
-            total = self._join(one.joined, one.scope)
+            total = joined_table(one.joined, one.scope, self.choices)
             place = one.scope.index(one.variable)
-            if one.left.variables:
-                total += np.expand_dims(outside_s.pop(id(one.left)), place)
+            if left.variables:
+                total += np.expand_dims(outside_s.pop(id(left)), place)
             else:
-                total += whole_s - float(one.left.seconds_s)
-            found[one.variable] = _least_over(total, one.scope, (one.variable,))
+                total += whole_s - float(left.seconds_s)
+            found[one.variable] = least_over(total, one.scope, (one.variable,))
             for table in one.joined:
                 if id(table) in made:
-                    least_s = _least_over(total, one.scope, table.variables)
+                    least_s = least_over(total, one.scope, table.variables)
                     outside_s[id(table)] = least_s - table.seconds_s
         return found
 
@@ -163,14 +181,10 @@ class CostSum:
         ]
         return CostSum(tuple(map(len, kept)), tables)
 
-    def _join(self, tables: Sequence[CostTable], scope: Sequence[int]) -> FloatArray:
-        total = np.zeros([self.choices[v] for v in scope])
-        for table in tables:
-            total += _spread_axes(table, scope, self.choices)
-        return total
-
-    def _take_out(self, largest: int) -> list[Elimination] | None:
+    def _take_out(self, largest: int, *, apart: bool = False) -> list[Elimination] | None:
         """The variables taken out one by one; None where a table would be larger than `largest`.
+
+        If `apart`, such tables are not made: see `taken_apart`.
 
         What the same tables give in the same places is found once: graphs repeat their layers.
         """
@@ -190,12 +204,14 @@ class CostSum:
         waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
         heapq.heapify(waiting)
         taken: list[Elimination] = []
+        # Of the tables that are left.
+        next_number = len(self.tables)
         while waiting:
             size, variable = heapq.heappop(waiting)
             # Sizes change as others are taken out; an entry that is out of date has a newer one.
             if size != sizes[variable]:
                 continue
-            if size > largest:
+            if size > largest and not apart:
                 return None
             # 2. The variable's tables, which become one with an axis a variable.
             numbers = of[variable]
@@ -203,34 +219,48 @@ class CostSum:
             scope = tuple(sorted(beside[variable]))
             axes = {v: axis for axis, v in enumerate(scope)}
             place = axes[variable]
+            rest = scope[:place] + scope[place + 1 :]
             # 3. Take the variable out: the least over its axis, and where it is, for choices of the
             # rest. Tables are told apart by the memory they are in, which `taken` keeps.
-            key = [place, choices[variable]]
-            for variables, seconds_s in joined:
-                key.append(id(seconds_s))
-                key += [axes[v] for v in variables if v in axes]
-            found = known.get(tuple(key))
-            if found is None:
-                total = self._join(joined, scope)
-                found = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
-                known[tuple(key)] = found
-            rest = scope[:place] + scope[place + 1 :]
-            left = CostTable(rest, found[1])
-            taken.append(Elimination(variable, scope, joined, found[0], left))
+            best = None
+            if size > largest:
+                left = taken_apart(variable, joined, choices, largest)
+            else:
+                key = [place, choices[variable]]
+                for variables, seconds_s in joined:
+                    key.append(id(seconds_s))
+                    key += [axes[v] for v in variables if v in axes]
+                found = known.get(tuple(key))
+                if found is None:
+                    total = joined_table(joined, scope, choices)
+                    found = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
+                    known[tuple(key)] = found
+                best = found[0]
+                left = [CostTable(rest, found[1])]
+            taken.append(Elimination(variable, scope, joined, best, left))
             sizes[variable] = 0
-            # Beyond all numbers in use: each variable that is taken out adds one table at most.
-            new = len(self.tables) + len(taken)
+            new = range(next_number, next_number + len(left))
+            next_number = new.stop
             for other in rest:
                 own_tables, own = of[other], beside[other]
                 for number in numbers:
                     own_tables.pop(number, None)
-                own_tables[new] = left
-                own.discard(variable)
-                now = sizes[other] // choices[variable]
-                for one in rest:
-                    if one not in own:
-                        own.add(one)
-                        now *= choices[one]
+                for number, table in zip(new, left, strict=True):
+                    if other in table.variables:
+                        own_tables[number] = table
+                if best is None:
+                    own = beside[other] = {
+                        v for one in own_tables.values() for v in one.variables if choices[v] > 1
+                    }
+                    own.add(other)
+                    now = math.prod([choices[v] for v in own])
+                else:
+                    own.discard(variable)
+                    now = sizes[other] // choices[variable]
+                    for one in rest:
+                        if one not in own:
+                            own.add(one)
+                            now *= choices[one]
                 if now != sizes[other]:
                     sizes[other] = now
                     heapq.heappush(waiting, (now, other))
@@ -435,17 +465,3 @@ class CostSum:
         kept = [v for v in table.variables if v in free]
         # Tables have their variables in rising order, which need not be the order of `free`.
         return found.T if len(kept) == 2 and kept != list(free) else found
-
-
-def _least_over(
-    seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]
-) -> FloatArray:
-    """The least over the axes of a scope that are not those of some variables."""
-    axes = tuple(place for place, v in enumerate(scope) if v not in variables)
-    return np.asarray(seconds_s.min(axis=axes))
-
-
-def _spread_axes(table: CostTable, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
-    """A table with an axis of length 1 for each variable it has not."""
-    shape = [choices[v] if v in table.variables else 1 for v in scope]
-    return table.seconds_s.reshape(shape)

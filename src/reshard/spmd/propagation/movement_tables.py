@@ -12,15 +12,16 @@ Seconds begin as formulas or bounds, and become those of programs as movements a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.dtypes import DType
 from reshard.spmd.propagation.axis_parts import Sharding, are_alike
 from reshard.spmd.propagation.cost_model import CostModel
-from reshard.spmd.propagation.least_sum import FloatArray
+from reshard.spmd.propagation.cost_table import FloatArray
 
 Move = tuple[int, int]
 """From a sharding to another, by their numbers."""
@@ -140,3 +141,49 @@ class ValueMovements:
             for key, table in self._tables.items():
                 self._tables[key] = table.changed(new_s)
         return bool(new_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Between:
+    """Movements of equal values around equal operations.
+
+    Args:
+        moves: of values like them.
+        own: the shardings that such a value may have.
+        others: in which the operation reads or makes it, or what was asked for.
+        is_read: whether it goes to those, not from them.
+    """
+
+    moves: ValueMovements
+    own: tuple[int, ...]
+    others: tuple[int, ...]
+    is_read: bool
+
+    @property
+    def seconds_s(self) -> FloatArray:
+        """A row for each sharding of the value, a column for each of the others."""
+        return self.moves.table(self.own, self.others, self.is_read).seconds_s
+
+    def seconds_to(self, targets: tuple[int, ...]) -> FloatArray:
+        """From each sharding that such a value may have, a row, to some."""
+        return self.moves.table(self.own, targets, True).seconds_s
+
+
+class MoveEnds(NamedTuple):
+    """Movements of a value, from each sharding it may have to each that is read, or back.
+
+    Args:
+        value, way: variables; no way where a sharding was asked for.
+        between: the movements.
+        number: of the value, which may have the variable of another.
+    """
+
+    value: int
+    way: int | None
+    between: Between
+    number: int
+
+    def ends(self, chosen: Sequence[int]) -> Move:
+        """The value's sharding and the other one in an answer."""
+        column = 0 if self.way is None else chosen[self.way]
+        return self.between.own[chosen[self.value]], self.between.others[column]

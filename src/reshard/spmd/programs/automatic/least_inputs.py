@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.spmd.programs.automatic.input_search import InputSearch
+from reshard.spmd.propagation.shared_reads import NOTHING
 
 # How many beginnings are looked at.
 MOST_LOOKS = 2048
@@ -70,7 +71,7 @@ def least_inputs(
         kept = [np.arange(choices) for choices in search.total.choices]
         for number, choice in zip(free, chosen, strict=False):
             kept[number] = np.array([choice])
-        total = problem.shared_sum().restricted(kept)
+        total = problem.sum(NOTHING, {}).restricted(kept)
         places = total.eliminated()
         if places is None:
             return False

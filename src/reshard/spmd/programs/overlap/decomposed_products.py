@@ -202,10 +202,16 @@ class _MovedFunction:
         return (maker,) if maker >= 0 and self._is_product(maker) else ()
 
     def readers_of(self, place: int) -> tuple[int, ...]:
-        """The products that read what a movement makes, if all they need is there for the first."""
+        """The products that read what a movement makes, if all they need is there for the first.
+
+        None where something else reads it before them: it would need the pieces together.
+        """
         (made,) = self.steps[place].operation.results
-        products = [n for n in self.readers.get(made, ()) if self._is_product(n)]
+        readers = self.readers.get(made, [])
+        products = [n for n in readers if self._is_product(n)]
         first = products[0] if products else 0
+        if readers[:1] != products[:1]:
+            return ()
         return tuple(
             n
             for n in products
