@@ -46,7 +46,6 @@ from reshard.spmd.propagation.axis_parts import (
     are_alike,
     size_of,
 )
-from reshard.spmd.propagation.cost_candidates import PlacedRun
 from reshard.spmd.propagation.cost_table import FloatArray
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -291,24 +290,6 @@ class CostModel:
                 self._programs.clear()
             self._programs[ends, shape, element] = found
         return found
-
-    def placing_s(
-        self, placed: PlacedRun | None, tensors: Sequence[tuple[tuple[int, ...], DType]]
-    ) -> float:
-        """The time in which operands get what an operator needs beside their own part.
-
-        Args:
-            placed: what it needs; nothing when None.
-            tensors: shapes of the whole operands, then of results, and their element types.
-        """
-        if placed is None:
-            return 0.0
-        return sum(
-            self.program_s(source, target, shape, element)
-            for source, target, (shape, element) in zip(
-                placed.reads, placed.runs_with, tensors[: len(placed.reads)], strict=True
-            )
-        )
 
     def _collectives_s(
         self, kind: str, bits: PartBits, axes: BitArray, sizes_bytes: IntArray

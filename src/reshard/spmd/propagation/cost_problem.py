@@ -31,11 +31,18 @@ from reshard.spmd.propagation.cost_candidates import (
 )
 from reshard.spmd.propagation.cost_model import CostModel
 from reshard.spmd.propagation.cost_table import CostTable, FloatArray
+from reshard.spmd.propagation.edge_moves import EdgeMoves, KnownEdges
 from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.propagation.least_sum import CostSum
-from reshard.spmd.propagation.movement_tables import Between, Move, MoveEnds, ValueMovements
+from reshard.spmd.propagation.movement_tables import Between, Move, ValueMovements
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
-from reshard.spmd.propagation.shared_reads import NOTHING, Decisions, Parts, SharedReads
+from reshard.spmd.propagation.shared_reads import (
+    NOTHING,
+    Decisions,
+    MoveEnds,
+    Parts,
+    SharedReads,
+)
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 # Operations of a graph that is small enough for axes to be tried in every order.
@@ -63,6 +70,11 @@ class _Ways:
         columns = tuple(zip(*rows, strict=True))
         return cls(options, columns, tuple(tuple(dict.fromkeys(one)) for one in columns))
 
+    @property
+    def are_placed(self) -> bool:
+        """Whether the operation may need more than it reads in any of them."""
+        return any(way.placed is not None for way in self.options)
+
     def run(self, place: int, count: int) -> OperationShardings:
         """What an operation of `count` operands reads and makes in the way at a place."""
         found = tuple(column[place] for column in self.shardings)
@@ -85,11 +97,12 @@ class CostProblem:
         self._seconds: dict[object, FloatArray] = {}
         self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
         self._kinds: list[ValueMovements] = []
-        self._between: list[Between] = []
+        self._between: list[Between | EdgeMoves] = []
         self.reads = SharedReads([])
         self._sum: CostSum | None = None
-        # Whether movements have other prices since.
+        # Whether movements have other prices since, and what answers take with these.
         self._is_changed = False
+        self._answers_s: dict[tuple[int, ...], float] = {}
         self._computing: list[CostTable] = []
 
     def candidates(
@@ -114,9 +127,9 @@ class CostProblem:
             self.variables[value] = input_
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
         self.asked = {place: close(table.encoded(spec)) for place, spec in asked.items()}
-        # The axes in the pieces that annotations use; others as a whole, where inputs are free.
+        # The axes in the pieces that annotations use, others as a whole.
         used = pieces_of([*given.values(), *self.asked.values()])
-        pieces = every_piece(used, table.mesh) if free else used
+        pieces = every_piece(used, table.mesh)
         # Equal ones are one object, by which they are told apart below.
         alike: dict[object, Sharding] = {}
 
@@ -208,6 +221,7 @@ class CostProblem:
             self._sum = CostSum(choices, [*self._computing, *self._tabulate_moves()])
         elif self._is_changed:
             self._sum = self._sum.replaced([*self._computing, *self._tabulate_moves()])
+            self._answers_s = {}
         self._is_changed = False
         if parts is None and not decided.once:
             return self._sum
@@ -236,7 +250,12 @@ class CostProblem:
 
     def seconds_s(self, chosen: Sequence[int]) -> float:
         """What an answer takes, with each movement that readers share made once."""
-        return self.sum().value(chosen) - self.reads.saved_s(chosen)
+        total = self.sum()
+        key = tuple(chosen)
+        found = self._answers_s.get(key)
+        if found is None:
+            found = self._answers_s[key] = total.value(chosen) - self.reads.saved_s(chosen)
+        return found
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
@@ -244,10 +263,13 @@ class CostProblem:
         new: dict[int, dict[Move, None]] = {}
         for chosen in answers:
             for ends in self.reads.ends:
-                one, other = ends.ends(chosen)
-                if one != other:
-                    move = (one, other) if ends.between.is_read else (other, one)
-                    new.setdefault(id(ends.between.moves), {})[move] = None
+                between = ends.between
+                if isinstance(between, Between):
+                    row, column = ends.places(chosen)
+                    one, other = between.own[row], between.others[column]
+                    if one != other:
+                        move = (one, other) if between.is_read else (other, one)
+                        new.setdefault(id(between.moves), {})[move] = None
         has_new = False
         for moves in self._moves.values():
             has_new |= moves.price(new.get(id(moves), ()))
@@ -270,12 +292,7 @@ class CostProblem:
                 cuts: self.model.compute_s(name, rule, cuts, tensors, operation.attributes)
                 for cuts in dict.fromkeys(way.cuts for way in ways.options)
             }
-            found = np.array(
-                [
-                    seconds_s[way.cuts] + self.model.placing_s(way.placed, tensors)
-                    for way in ways.options
-                ]
-            )
+            found = np.array([seconds_s[way.cuts] for way in ways.options])
             self._seconds[key] = found
         return found
 
@@ -309,7 +326,8 @@ class CostProblem:
             return found
 
         own = list(map(find_numbers, self._kinds, self.values))
-        around: dict[tuple[int, ...], list[Between]] = {}
+        around: dict[tuple[int, ...], list[tuple[int, Between | EdgeMoves]]] = {}
+        edges: dict[int, KnownEdges] = {}
         for number, (operation, ways) in enumerate(
             zip(self.graph.operations, self.ways, strict=True)
         ):
@@ -324,8 +342,20 @@ class CostProblem:
                     moves = self._kinds[value]
                     is_read = position < len(operation.operands)
                     found = find_numbers(moves, others)
-                    numbered.append(find_between(moves, own[value], found, is_read))
-            for value, between in zip(places, numbered, strict=True):
+                    numbered.append((position, find_between(moves, own[value], found, is_read)))
+                    if not is_read or not ways.are_placed:
+                        continue
+                    known_edges = edges.setdefault(
+                        id(moves), KnownEdges(self.model, moves.shape, moves.element)
+                    )
+                    placed = [way.placed for way in ways.options]
+                    for one in EdgeMoves.of(
+                        known_edges, own[value], found, others, placed, position
+                    ):
+                        self._between.append(one)
+                        numbered.append((position, one))
+            for position, between in numbered:
+                value = places[position]
                 yield MoveEnds(self.variables[value], count + number, between, value)
         for place, target in self.asked.items():
             value = self.graph.outputs[place]

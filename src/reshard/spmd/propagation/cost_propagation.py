@@ -51,6 +51,8 @@ MOST_CHANGES = 4
 # Entries of tables where larger ones than those of an exact answer would be needed: which is best
 # is not known before.
 LARGEST = (1 << 14, 1 << 16, 1 << 18)
+# Operations of a graph in which elimination is done again as if readers shared what they can.
+MOST_BOUNDED = 512
 # Of answers found so, how many descend with what readers share.
 MOST_DESCENTS = 3
 # Values between the centres of two windows of descent.
@@ -192,7 +194,7 @@ def _solve_exactly(
         total = problem.sum(decided, parts).restricted(kept)
         places = total.eliminated()
         if places is None:
-            break
+            return best, best_s, False
         bound_s = max(bound_s, total.value(places))
         if bound_s >= best_s * (1 - ROUNDING):
             continue
@@ -225,7 +227,7 @@ def _solve_nearly(
     if exact is not False:
         chosen, is_least = total.nearly_eliminated()
         found = [chosen]
-    if is_least and problem.reads.groups:
+    if is_least and problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
         bound = problem.sum(NOTHING, problem.reads.parts(found[0]))
         found += filter(None, [bound.eliminated()])
     if found and not is_least:

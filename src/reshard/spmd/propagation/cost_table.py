@@ -67,9 +67,9 @@ def taken_apart(
     groups: list[tuple[set[int], list[CostTable]]] = []
     for table in sorted(tables, key=lambda one: -one.seconds_s.size):
         own = {v for v in table.variables if choices[v] > 1}
-        for scope, some in groups:
-            if math.prod([choices[v] for v in scope | own]) <= largest:
-                scope |= own
+        for joined, some in groups:
+            if math.prod([choices[v] for v in joined | own]) <= largest:
+                joined |= own
                 some.append(table)
                 break
         else:

@@ -12,9 +12,8 @@ Seconds begin as formulas or bounds, and become those of programs as movements a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -168,22 +167,7 @@ class Between:
         """From each sharding that such a value may have, a row, to some."""
         return self.moves.table(self.own, targets, True).seconds_s
 
-
-class MoveEnds(NamedTuple):
-    """Movements of a value, from each sharding it may have to each that is read, or back.
-
-    Args:
-        value, way: variables; no way where a sharding was asked for.
-        between: the movements.
-        number: of the value, which may have the variable of another.
-    """
-
-    value: int
-    way: int | None
-    between: Between
-    number: int
-
-    def ends(self, chosen: Sequence[int]) -> Move:
-        """The value's sharding and the other one in an answer."""
-        column = 0 if self.way is None else chosen[self.way]
-        return self.between.own[chosen[self.value]], self.between.others[column]
+    def target(self, row: int, column: int) -> int | None:
+        """The other end of the movement at a place; None where nothing moves."""
+        other = self.others[column]
+        return None if other == self.own[row] else other

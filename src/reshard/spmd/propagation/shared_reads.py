@@ -20,15 +20,36 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.spmd.propagation.cost_table import CostTable, FloatArray
-from reshard.spmd.propagation.movement_tables import Between, MoveEnds
+from reshard.spmd.propagation.edge_moves import EdgeMoves
+from reshard.spmd.propagation.movement_tables import Between
 
 SharedMove = tuple[int, int]
 """A movement that may be shared: the number of a group of reads, and that of the target."""
 Parts = Mapping[SharedMove, tuple[float, ...]]
+
+
+class MoveEnds(NamedTuple):
+    """Movements of a value, from each sharding it may have to each that is read, or back.
+
+    Args:
+        value, way: variables; no way where a sharding was asked for.
+        between: the movements.
+        number: of the value, which may have the variable of another.
+    """
+
+    value: int
+    way: int | None
+    between: Between | EdgeMoves
+    number: int
+
+    def places(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """The row and the column of an answer."""
+        return chosen[self.value], 0 if self.way is None else chosen[self.way]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,8 @@ class SharedReads:
 
     Args:
         ends: all movements around operations and to what was asked for.
-        groups: of each value that is read more than once, the places of its reads in `ends`.
+        groups: of each value that is read more than once, the places of its reads in `ends`, and
+            likewise of its edges.
     """
 
     ends: Sequence[MoveEnds]
@@ -70,20 +92,17 @@ class SharedReads:
     )
 
     def __post_init__(self) -> None:
-        of: dict[int, list[int]] = {}
+        of: dict[tuple[int, type], list[int]] = {}
         for place, one in enumerate(self.ends):
             if one.between.is_read:
-                of.setdefault(one.number, []).append(place)
+                of.setdefault((one.number, type(one.between)), []).append(place)
         self.groups = [places for places in of.values() if len(places) > 1]
 
     def targets(self, chosen: Sequence[int]) -> Iterable[tuple[int, list[int | None]]]:
         """What each reader of each group needs in an answer, None where it lies so."""
         for number, places in enumerate(self.groups):
-            found: list[int | None] = []
-            for place in places:
-                one, other = self.ends[place].ends(chosen)
-                found.append(None if one == other else other)
-            yield number, found
+            ends = [self.ends[place] for place in places]
+            yield number, [one.between.target(*one.places(chosen)) for one in ends]
 
     def shared(self, chosen: Sequence[int]) -> dict[SharedMove, int]:
         """The movements that several readers need in an answer, and how many of them."""
@@ -171,7 +190,11 @@ class SharedReads:
                 tables[place] = self._change(tables[place], end.between, columns, targets)
 
     def _change(
-        self, table: CostTable, between: Between, columns: tuple[float, ...], paid: tuple[int, ...]
+        self,
+        table: CostTable,
+        between: Between | EdgeMoves,
+        columns: tuple[float, ...],
+        paid: tuple[int, ...],
     ) -> CostTable:
         """A table with a part of each column, and what is paid whatever is read."""
         before_s = table.seconds_s
