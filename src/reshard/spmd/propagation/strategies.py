@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.sharding import ShardingSpec
-from reshard.spmd.propagation.cost_propagation import propagate_by_cost
+from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
@@ -26,7 +26,7 @@ def propagate_graph(
         annotations: shardings of some values, by their numbers.
         outputs: shardings in which outputs are asked for, by their position.
         strategy: "basic", "aggressive", "widest", or "cost": the shardings of least estimated
-            time on the default machine, see `reshard.spmd.propagation.cost_propagation`.
+            time on the default machine, see `reshard.spmd.propagation.by_cost.cost_propagation`.
         operator_priorities: whether some operators come before others.
         user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
 

@@ -24,8 +24,8 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation.cost_model import Machine
-from reshard.spmd.propagation.cost_propagation import propagate_by_cost
+from reshard.spmd.propagation.by_cost.cost_model import Machine
+from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue

@@ -31,7 +31,7 @@ from reshard.spmd.programs.jit import JittedFunction, read_places
 from reshard.spmd.programs.memory_limit import check_limit
 from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
 from reshard.spmd.programs.simplification import simplified
-from reshard.spmd.propagation.cost_model import Machine
+from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.argument_tree import leaves, replaced

@@ -27,11 +27,11 @@ from reshard.dtypes import dtype
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding, size_of
-from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.cost_problem import CostProblem, close
-from reshard.spmd.propagation.cost_table import CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.least_sum import CostSum
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.least_sum import CostSum
 from reshard.spmd.propagation.propagation import propagate_by_rules
 
 # Kinds of inputs that are seeds, the largest ones first, and seeds that are laid beside others.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from reshard import DeviceMesh, dtype, spec
 from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.movement_tables import ValueMovements
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
+from reshard.spmd.propagation.by_cost.movement_tables import ValueMovements
 
 MESH = DeviceMesh.of(x=2, y=2)
 SHAPE, ELEMENT = (64, 64), dtype("float32")

@@ -22,9 +22,9 @@ from reshard.spmd.operators.table import rule_of
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation import cost_propagation
 from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.cost_problem import CostProblem
-from reshard.spmd.propagation.cost_propagation import OTHERS, propagate_by_cost
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
+from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS, propagate_by_cost
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.chosen_program import chosen_program

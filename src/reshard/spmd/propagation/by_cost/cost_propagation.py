@@ -32,11 +32,11 @@ import numpy as np
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.cost_model import CostModel, Machine
-from reshard.spmd.propagation.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.shared_reads import NOTHING
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
-from reshard.spmd.propagation.shared_reads import NOTHING
 
 OTHERS = ("aggressive", "basic")
 # Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.

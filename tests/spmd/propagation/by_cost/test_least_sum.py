@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.spmd.propagation.cost_table import CostTable, taken_apart
-from reshard.spmd.propagation.least_sum import CostSum
+from reshard.spmd.propagation.by_cost.cost_table import CostTable, taken_apart
+from reshard.spmd.propagation.by_cost.least_sum import CostSum
 
 
 @st.composite

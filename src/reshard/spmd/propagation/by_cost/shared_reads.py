@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.spmd.propagation.cost_table import CostTable, FloatArray
-from reshard.spmd.propagation.edge_moves import EdgeMoves
-from reshard.spmd.propagation.movement_tables import Between
+from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.edge_moves import EdgeMoves
+from reshard.spmd.propagation.by_cost.movement_tables import Between
 
 SharedMove = tuple[int, int]
 """A movement that may be shared: the number of a group of reads, and that of the target."""

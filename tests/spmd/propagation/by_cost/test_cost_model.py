@@ -15,7 +15,7 @@ from reshard.cost.collective import collective_cost
 from reshard.dtypes import dtype
 from reshard.spmd.operators.table import operators, rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.cost_model import CostModel, Machine, PartBits
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine, PartBits
 from reshard.spmd.propagation.operator_work import operations_of
 
 MESH = DeviceMesh.of(x=2, y=4)

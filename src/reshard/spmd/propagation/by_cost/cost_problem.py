@@ -21,7 +21,7 @@ import numpy as np
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
-from reshard.spmd.propagation.cost_candidates import (
+from reshard.spmd.propagation.by_cost.cost_candidates import (
     RunOption,
     cuts_of,
     every_piece,
@@ -29,20 +29,20 @@ from reshard.spmd.propagation.cost_candidates import (
     shardings_of,
     ways_of,
 )
-from reshard.spmd.propagation.cost_model import CostModel
-from reshard.spmd.propagation.cost_table import CostTable, FloatArray
-from reshard.spmd.propagation.edge_moves import EdgeMoves, KnownEdges
-from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
-from reshard.spmd.propagation.least_sum import CostSum
-from reshard.spmd.propagation.movement_tables import Between, Move, ValueMovements
-from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
-from reshard.spmd.propagation.shared_reads import (
+from reshard.spmd.propagation.by_cost.cost_model import CostModel
+from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.edge_moves import EdgeMoves, KnownEdges
+from reshard.spmd.propagation.by_cost.least_sum import CostSum
+from reshard.spmd.propagation.by_cost.movement_tables import Between, Move, ValueMovements
+from reshard.spmd.propagation.by_cost.shared_reads import (
     NOTHING,
     Decisions,
     MoveEnds,
     Parts,
     SharedReads,
 )
+from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
+from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 # Operations of a graph that is small enough for axes to be tried in every order.
@@ -349,11 +349,11 @@ class CostProblem:
                         id(moves), KnownEdges(self.model, moves.shape, moves.element)
                     )
                     placed = [way.placed for way in ways.options]
-                    for one in EdgeMoves.of(
+                    for edge in EdgeMoves.of(
                         known_edges, own[value], found, others, placed, position
                     ):
-                        self._between.append(one)
-                        numbered.append((position, one))
+                        self._between.append(edge)
+                        numbered.append((position, edge))
             for position, between in numbered:
                 value = places[position]
                 yield MoveEnds(self.variables[value], count + number, between, value)

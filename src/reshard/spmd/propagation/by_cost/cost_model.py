@@ -46,7 +46,7 @@ from reshard.spmd.propagation.axis_parts import (
     are_alike,
     size_of,
 )
-from reshard.spmd.propagation.cost_table import FloatArray
+from reshard.spmd.propagation.by_cost.cost_table import FloatArray
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.chosen_program import chosen_program

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.spmd.propagation.cost_table import (
+from reshard.spmd.propagation.by_cost.cost_table import (
     CostTable,
     FloatArray,
     IntArray,

@@ -19,8 +19,8 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.spmd.propagation.axis_parts import Sharding, are_alike
-from reshard.spmd.propagation.cost_model import CostModel
-from reshard.spmd.propagation.cost_table import FloatArray
+from reshard.spmd.propagation.by_cost.cost_model import CostModel
+from reshard.spmd.propagation.by_cost.cost_table import FloatArray
 
 Move = tuple[int, int]
 """From a sharding to another, by their numbers."""
@@ -83,7 +83,7 @@ class ValueMovements:
 
     >>> from reshard import DeviceMesh, dtype, spec
     >>> from reshard.spmd.propagation.axis_parts import AxisTable
-    >>> from reshard.spmd.propagation.cost_model import Machine
+    >>> from reshard.spmd.propagation.by_cost.cost_model import Machine
     >>> mesh = DeviceMesh.of(x=4)
     >>> model = CostModel(AxisTable.of(mesh), Machine())
     >>> moves = ValueMovements(model, (1024,), dtype("float32"))

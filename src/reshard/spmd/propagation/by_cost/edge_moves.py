@@ -17,9 +17,9 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.spmd.propagation.axis_parts import Sharding, are_alike
-from reshard.spmd.propagation.cost_candidates import PlacedRun
-from reshard.spmd.propagation.cost_model import CostModel
-from reshard.spmd.propagation.cost_table import FloatArray
+from reshard.spmd.propagation.by_cost.cost_candidates import PlacedRun
+from reshard.spmd.propagation.by_cost.cost_model import CostModel
+from reshard.spmd.propagation.by_cost.cost_table import FloatArray
 
 NO_EDGES = -1
 EdgePair = tuple[int, Sharding]
