@@ -10,8 +10,8 @@ from typing import Any
 
 _NAMES_OF = {
     "array_type": "ArrayType",
-    "propagation.cost_model": "Machine",
-    "propagation.cost_propagation": "propagate_by_cost",
+    "propagation.by_cost.cost_model": "Machine",
+    "propagation.by_cost.cost_propagation": "propagate_by_cost",
     "arrays.creation": ("arange asarray empty eye from_dlpack full linspace ones zeros"),
     "functions.filling": "empty_like full_like ones_like tril triu zeros_like",
     "functions.data_types": (

@@ -20,8 +20,8 @@ from reshard.plans.plan import Plan
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import rule_of
 from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation import cost_propagation
 from reshard.spmd.propagation.axis_parts import AxisTable
+from reshard.spmd.propagation.by_cost import cost_propagation
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS, propagate_by_cost
