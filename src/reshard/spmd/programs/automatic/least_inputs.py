@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.spmd.programs.automatic.input_search import InputSearch
-from reshard.spmd.propagation.by_cost.shared_reads import NOTHING
+from reshard.spmd.propagation.by_cost.common_reads import NOTHING
 
 # How many beginnings are looked at.
 MOST_LOOKS = 2048

@@ -21,6 +21,13 @@ import numpy as np
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
+from reshard.spmd.propagation.by_cost.common_reads import (
+    NOTHING,
+    CommonReads,
+    Decisions,
+    MoveEnds,
+    Parts,
+)
 from reshard.spmd.propagation.by_cost.cost_candidates import (
     RunOption,
     cuts_of,
@@ -34,13 +41,6 @@ from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
 from reshard.spmd.propagation.by_cost.edge_moves import EdgeMoves, KnownEdges
 from reshard.spmd.propagation.by_cost.least_sum import CostSum
 from reshard.spmd.propagation.by_cost.movement_tables import Between, Move, ValueMovements
-from reshard.spmd.propagation.by_cost.shared_reads import (
-    NOTHING,
-    Decisions,
-    MoveEnds,
-    Parts,
-    SharedReads,
-)
 from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -98,7 +98,7 @@ class CostProblem:
         self._moves: dict[tuple[tuple[int, ...], DType], ValueMovements] = {}
         self._kinds: list[ValueMovements] = []
         self._between: list[Between | EdgeMoves] = []
-        self.reads = SharedReads([])
+        self.reads = CommonReads([])
         self._sum: CostSum | None = None
         # Whether movements have other prices since, and what answers take with these.
         self._is_changed = False
@@ -192,7 +192,7 @@ class CostProblem:
                 candidates = shardings_of(own, every, bases_of, is_output)
                 known_values[value_key] = candidates
             self.values.append(candidates)
-        self.reads = SharedReads(list(self._find_ends()))
+        self.reads = CommonReads(list(self._find_ends()))
         count = len(graph.values)
         self._computing = [
             CostTable((count + number,), self._tabulate_compute(number))

@@ -32,9 +32,9 @@ import numpy as np
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
+from reshard.spmd.propagation.by_cost.common_reads import NOTHING
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
-from reshard.spmd.propagation.by_cost.shared_reads import NOTHING
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
