@@ -52,10 +52,12 @@ def run_kind(kind: str, suite: Path, examples: int, processes: int) -> int:
         "ARRAY_API_TESTS_MODULE": module,
         "ARRAY_API_TESTS_VERSION": sp.__array_api_version__,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore", "-r", "fEX", "--disable-deadline"]
-    # Every run has the same examples, so that the lists of reasons hold.
-    command += ["--hypothesis-derandomize", "--max-examples", str(examples)]
+    # Without -c, the path of the reasons would make this repository's configuration the suite's.
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "-q", "-n", str(processes)]
+    command += ["-p", "no:cacheprovider", "-W", "ignore", "--tb=short", "-r", "fEX"]
+    # Every run has the same examples, so that the lists of reasons hold. Special cases alone draw
+    # one number by chance.
+    command += ["--disable-deadline", "--hypothesis-derandomize", "--max-examples", str(examples)]
     command += ["--xfails-file", str(REASONS / reasons), "array_api_tests"]
     return subprocess.run(command, cwd=suite, env=environment, check=False).returncode
 
