@@ -191,12 +191,16 @@ CUT = sp.array(np.ones((4, 6)), spec(MESH, "dp, tp"))
         (lambda: sp.AdamW(betas=(0.9, 1.0)), UsageError, r"betas=\(0.9, 1.0\)"),
         (lambda: sp.AdamW().init([3]), UsageError, r"parameters\[0\] of int"),
         (lambda: sp.AdamW().init(sp.array([1])), UsageError, r"parameters of int64\[1\]"),
-        (lambda: sp.AdamW().init(W, ["dp", "-"]), SpecError, "specs of states of 2 for 1 places"),
+        (
+            lambda: sp.AdamW().init(W, ["dp", "-"]),
+            SpecError,
+            "specs of states at 2 places",
+        ),
         (lambda: sp.AdamW().update(W, W, {"step": 0}), UsageError, "make one by init"),
         (
             lambda: sp.AdamW().update(W, [W, W], sp.AdamW().init(W)),
             UsageError,
-            "gradients of 2 for",
+            "gradients at 2 places",
         ),
         (
             lambda: sp.AdamW().update({"w": W}, {"v": W}, sp.AdamW().init({"w": W})),

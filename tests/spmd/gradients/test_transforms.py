@@ -202,7 +202,7 @@ X = sp.array(np.ones(3))
             "complex numbers have no gradients",
         ),
         (lambda: sp.vjp(cubes, X)[1](np.ones(3)), r"a cotangent of float64\[3\] for the value"),
-        (lambda: sp.vjp(cubes, X)[1]([X, X]), "cotangents of 2 for 1 places"),
+        (lambda: sp.vjp(cubes, X)[1]([X, X]), "cotangents at 2 places, where 1 were"),
         (lambda: sp.vjp(lambda x: 3.0, X)[1](1.0), "a cotangent for 3.0"),
     ],
 )

@@ -264,7 +264,7 @@ def test_errors(way: Any) -> None:
             way(f)(*arguments)
 
     refused(
-        r"what is carried float64\[4, 6\] at one place, and then float64\[4\] at",
+        r"what is carried float64\[4, 6\] at one place, and then float64\[4\];",
         lambda x: sp.scan(lambda c, _: (sp.sum(c, axis=1), None), x, length=2),
         x,
     )
@@ -281,8 +281,87 @@ def test_errors(way: Any) -> None:
     )
 
 
-def test_functions_of_cond_return_the_same_kinds() -> None:
+def test_dictionaries_belong_together_by_their_keys(way: Any) -> None:
+    def turned(c: Any) -> Any:
+        return {"b": [c["b"][0] * 2.0], "a": c["a"] + 1.0}
+
+    def of_scan(c: Any) -> Any:
+        return sp.scan(lambda c, _: (turned(c), turned(c)), c, length=3)
+
+    def of_cond(c: Any) -> Any:
+        # Either branch is taken once.
+        return [
+            sp.cond(sp.sum(c["a"]) > least, turned, lambda c: {"a": c["a"], "b": c["b"]}, c)
+            for least in (0.0, 100.0)
+        ]
+
+    def of_while(c: Any) -> Any:
+        return sp.while_loop(lambda c: sp.max(c["a"]) < 4.0, turned, c)
+
+    def given() -> Any:
+        return {"a": sharded([1.0, 1.0], "x"), "b": [sharded([1.0, 1.0, 1.0], "y")]}
+
+    def elements(found: Any) -> Any:
+        return {key: np.asarray(one).tolist() for key, one in flat(found).items()}
+
+    def flat(found: Any) -> Any:
+        return {"a": found["a"].to_dense(), "b": found["b"][0].to_dense()}
+
+    run_scan, run_cond, run_while = map(way, (of_scan, of_cond, of_while))
+    for _ in range(2):
+        last, ys = run_scan(given())
+        assert list(last) == ["a", "b"]
+        assert elements(last) == {"a": [4.0] * 2, "b": [8.0] * 3}
+        rows = {"a": [[n] * 2 for n in (2.0, 3.0, 4.0)], "b": [[n] * 3 for n in (2.0, 4.0, 8.0)]}
+        assert elements(ys) == rows
+        taken, other = run_cond(given())
+        assert elements(taken) == {"a": [2.0] * 2, "b": [2.0] * 3}
+        assert elements(other) == {"a": [1.0] * 2, "b": [1.0] * 3}
+        assert elements(run_while(given())) == {"a": [4.0] * 2, "b": [8.0] * 3}
+
+
+def test_gradients_match_dictionaries_of_branches_by_key() -> None:
+    def loss(x: Any) -> Any:
+        found = sp.cond(
+            sp.sum(x) > 0, lambda x: {"p": x * 2.0, "q": x}, lambda x: {"q": x, "p": x * 3.0}, x
+        )
+        return sp.sum(found["p"]) + 10.0 * sp.sum(found["q"])
+
+    gradient = sp.jit(sp.grad(loss))
+    for start, slope in ((1.0, 12.0), (-1.0, 13.0), (1.0, 12.0)):
+        assert gradient(sharded([start] * 4, "x")).to_dense().tolist() == [slope] * 4
+
+
+def test_other_keys_are_named(way: Any) -> None:
+    x = sharded(np.ones(4), "x")
+    message = r"what is carried at 1 places, .* 1 \(\['a'\]\) have nothing, 1 \(\['b'\]\) are not"
+    with pytest.raises(UsageError, match=message):
+        way(lambda x: sp.scan(lambda c, _: ({"b": c["a"]}, None), {"a": x}, length=2))(x)
+    with pytest.raises(UsageError, match=message):
+        way(lambda x: sp.while_loop(lambda c: sp.sum(c["a"]) < 9, lambda c: {"b": x}, {"a": x}))(x)
+
+
+def test_a_scan_collects_the_same_at_every_place() -> None:
+    x, turns = sharded(np.ones(4), "x"), iter([1, 2, 3])
+
+    def body(c: Any, _: Any) -> Any:
+        return c, {"a": c if next(turns) < 3 else None}
+
+    with pytest.raises(UsageError, match=r"what is collected float64\[4\] .* and then None"):
+        sp.scan(body, x, length=3)
+
+
+def test_numbers_of_branches_are_arrays(way: Any) -> None:
+    run = way(lambda x: sp.cond(sp.sum(x) > 0, lambda: 1.0, lambda: 2.0))
+    for start, expected in ((1.0, 1.0), (-1.0, 2.0), (1.0, 1.0)):
+        assert float(run(sharded([start] * 4, "x")).to_dense()) == expected
+
+
+def test_functions_of_cond_return_the_same_trees_and_kinds() -> None:
     x = sharded(np.ones((4, 6)), "x, -")
     f = sp.jit(lambda x: sp.cond(sp.sum(x) > 0, lambda: x, lambda: sp.sum(x, axis=0)))
     with pytest.raises(UsageError, match=r"its functions return float64\[4, 6\]"):
+        f(x)
+    f = sp.jit(lambda x: sp.cond(sp.sum(x) > 0, lambda: {"a": x}, lambda: {"b": x}))
+    with pytest.raises(UsageError, match="what its second function gives at 1 places"):
         f(x)

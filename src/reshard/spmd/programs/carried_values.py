@@ -10,7 +10,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.local.library import library_of
 from reshard.spmd.programs.traced_function import arrays_of, settled
-from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.argument_tree import arranged_like, leaves, replaced
 
 
 def check_functions(name: str, *functions: object) -> None:
@@ -74,11 +74,15 @@ def split_pair(name: str, returned: Any) -> tuple[Any, Any]:
     return returned
 
 
-def check_carried(name: str, before: Any, after: Any) -> Any:
-    """What is carried on, as arrays. Raises UsageError where it is not like what was carried."""
-    found = as_arrays(name, after)
-    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (before, found)]
-    check_same(name, "what is carried", before, said[0], found, said[1])
+def read_like(name: str, what: str, like: Any, given: Any) -> Any:
+    """A tree as arrays, arranged as another one of arrays. Raises UsageError unless they are alike.
+
+    Args:
+        what: the trees are, for the message.
+    """
+    found = arranged_like(as_arrays(name, given), like, f"sp.{name}: {what}")
+    said = [[leaf.type for leaf in arrays_of(tree)] for tree in (like, found)]
+    check_same(name, what, like, said[0], found, said[1])
     return found
 
 
@@ -90,15 +94,19 @@ def check_same(
     other: Any,
     other_types: Sequence[ArrayType],
 ) -> None:
-    """Raises UsageError for trees that are not alike, in paths, shapes or element types."""
-    paths = [[path for path, _ in leaves(tree)] for tree in (one, other)]
-    texts = [[str(kind) for kind in kinds] for kinds in (types, other_types)]
-    if paths[0] != paths[1] or texts[0] != texts[1]:
-        said = [
-            f"{', '.join(text)} at {', '.join(path or 'one place' for path in where) or 'none'}"
-            for text, where in zip(texts, paths, strict=True)
-        ]
+    """Raises UsageError for trees of the same places with other shapes or element types in them."""
+    paths = [path for path, _ in leaves(one)]
+    kinds = [_types_at_leaves(one, types), _types_at_leaves(other, other_types)]
+    if kinds[0] != kinds[1]:
+        where = ", ".join(path or "one place" for path in paths)
+        said = [", ".join(text) for text in kinds]
         raise UsageError(
-            f"sp.{name}: {what} {said[0]}, and then {said[1]}; the same trees with dictionaries in "
-            "one order, shapes and element types were expected: cast with sp.astype"
+            f"sp.{name}: {what} {said[0]} at {where}, and then {said[1]}; the same shapes and "
+            "element types were expected: cast with sp.astype"
         )
+
+
+def _types_at_leaves(tree: Any, types: Sequence[ArrayType]) -> list[str]:
+    """What is at each leaf: the next one of the arrays' types, or None."""
+    left = iter(types)
+    return ["None" if leaf is None else str(next(left)) for _, leaf in leaves(tree)]

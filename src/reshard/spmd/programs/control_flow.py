@@ -20,10 +20,10 @@ from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_f
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.programs.carried_values import (
     as_arrays,
-    check_carried,
     check_functions,
     check_predicate,
     check_same,
+    read_like,
     read_predicate,
     split_pair,
     types_of,
@@ -37,7 +37,7 @@ from reshard.spmd.programs.traced_function import (
 )
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.argument_tree import leaves, replaced
+from reshard.spmd.tracing.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,
@@ -48,6 +48,10 @@ from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
 
+# For messages.
+CARRIED = "what is carried"
+COLLECTED = "what is collected"
+
 
 def scan(
     body: Function, init: Any, xs: Any = None, *, length: int | None = None, reverse: bool = False
@@ -57,7 +61,8 @@ def scan(
     Args:
         body: of what is carried and the arrays' parts at one place; returns what is carried on, and
             what is collected: arrays, or None.
-        init: what is carried at first: arrays, and lists, tuples and dictionaries of them.
+        init: what is carried at first: arrays, and lists, tuples and dictionaries of them, whose
+            entries belong to those that are carried on by their keys.
         xs: arrays of one length likewise, or None with a `length`.
         length: of the loop, where there are no `xs`.
         reverse: whether it goes from the last place to the first.
@@ -126,15 +131,14 @@ def _run_scan(
     for place in places:
         at = replaced(parts, lambda x, at=place: None if x is None else x[at])  # type: ignore[misc]
         carried, y = split_pair("scan", body(carried, at))
-        carried = _keep_lying(check_carried("scan", first, carried), first)
-        collected.append(as_arrays("scan", y))
+        carried = _keep_lying(read_like("scan", CARRIED, first, carried), first)
+        y = as_arrays("scan", y)
+        collected.append(read_like("scan", COLLECTED, collected[0], y) if collected else y)
     if not collected:
         return carried, _collect_nothing(body, carried, parts)
     if reverse:
         collected.reverse()
     rows = [[leaf for _, leaf in leaves(one)] for one in collected]
-    if any(len(row) != len(rows[0]) for row in rows):
-        raise UsageError("sp.scan of a body that collects other trees at other places")
     columns = iter(zip(*rows, strict=True))
 
     def stacked(_: Any) -> Any:
@@ -166,7 +170,7 @@ def _record_scan(
 
     def checked(c: Any, x: Any) -> Any:
         c_after, y = split_pair("scan", body(c, x))
-        return check_carried("scan", c, c_after), as_arrays("scan", y)
+        return read_like("scan", CARRIED, c, c_after), as_arrays("scan", y)
 
     traced = TracedFunction(checked, [first, at], recorder)
     starts, sequences = arrays_of(carried), arrays_of(parts)
@@ -250,12 +254,12 @@ def cond(predicate: Any, true_function: Function, false_function: Function, *arg
     Args:
         predicate: an array of one truth value, or a truth value.
         true_function, false_function: of the arguments, returning arrays of one tree, shapes and
-            element types.
+            element types. Entries of dictionaries belong together by their keys.
         arguments: arrays, and lists, tuples and dictionaries of them.
 
     Raises:
-        UsageError: a predicate that is not one truth value; functions that return different things,
-            where both are traced.
+        UsageError: a predicate that is not one truth value; functions that return other things
+            than arrays, or different ones, where both are traced.
 
     >>> import reshard.spmd as sp
     >>> x = sp.array([3.0, -4.0])
@@ -263,22 +267,30 @@ def cond(predicate: Any, true_function: Function, false_function: Function, *arg
     [-3.0, 4.0]
     """
     check_functions("cond", true_function, false_function)
+    given = as_arrays("cond", list(arguments))
     recorder = listening_recorder()
     if isinstance(predicate, bool) or recorder is None:
         chosen = true_function if read_predicate("cond", predicate) else false_function
-        return chosen(*arguments)
+        return as_arrays("cond", chosen(*given))
     check_predicate("cond", predicate)
-    return _record_cond(predicate, (true_function, false_function), arguments, recorder)
+    return _record_cond(predicate, (true_function, false_function), given, recorder)
 
 
 def _record_cond(
     predicate: Any,
     functions: tuple[Function, Function],
-    arguments: Sequence[Any],
+    given: list[Any],
     recorder: GraphRecorder,
 ) -> Any:
-    given = as_arrays("cond", list(arguments))
-    branches = [TracedFunction(one, types_of(given), recorder) for one in functions]
+    def first(*arguments: Any) -> Any:
+        return as_arrays("cond", functions[0](*arguments))
+
+    def second(*arguments: Any) -> Any:
+        found = as_arrays("cond", functions[1](*arguments))
+        return arranged_like(found, branches[0].results, "sp.cond: what its second function gives")
+
+    branches = [TracedFunction(first, types_of(given), recorder)]
+    branches.append(TracedFunction(second, types_of(given), recorder))
     own = arrays_of(given)
     operands = [*own, *branches[0].captured, *branches[1].captured]
     middle = len(own) + len(branches[0].captured)
@@ -355,7 +367,8 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
         condition: of what is carried; returns an array of one truth value.
         body: of what is carried; returns what is carried on, of the same tree, shapes and element
             types.
-        init: what is carried at first: arrays, and lists, tuples and dictionaries of them.
+        init: what is carried at first: arrays, and lists, tuples and dictionaries of them, whose
+            entries belong to those that are carried on by their keys.
 
     Raises:
         UsageError: a condition that returns no such array; a body that carries other things on than
@@ -373,7 +386,7 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
         return _record_while(condition, body, carried, recorder)
     first = carried
     while read_predicate("while_loop", condition(carried)):
-        carried = _keep_lying(check_carried("while_loop", first, body(carried)), first)
+        carried = _keep_lying(read_like("while_loop", CARRIED, first, body(carried)), first)
         _refuse_gradients(arrays_of(carried))
     return carried
 
@@ -384,7 +397,7 @@ def _record_while(
     first = types_of(carried)
 
     def checked(c: Any) -> Any:
-        return check_carried("while_loop", c, body(c))
+        return read_like("while_loop", CARRIED, c, body(c))
 
     def asked(c: Any) -> Any:
         found = condition(c)

@@ -46,15 +46,16 @@ def leaves_like(
     ...     leaves_like({"b": 1}, {"b": "y", "c": "z"}, "gradients")
     ... except UsageError as error:
     ...     print(str(error).partition(";")[0])
-    gradients of 1 for 2 places: 1 (['c']) have nothing, 0 are not expected
+    gradients at 1 places, where 2 were expected: 1 (['c']) have nothing, 0 are not expected
     """
     found, wanted = dict(leaves(tree)), [path for path, _ in leaves(like)]
     if found.keys() != set(wanted):
         lacking = [path for path in wanted if path not in found]
         more = [path for path in found if path not in set(wanted)]
         raise error(
-            f"{what} of {len(found)} for {len(wanted)} places: {_say(lacking)} have nothing, "
-            f"{_say(more)} are not expected; give the same lists, tuples and keys of dictionaries"
+            f"{what} at {len(found)} places, where {len(wanted)} were expected: {_say(lacking)} "
+            f"have nothing, {_say(more)} are not expected; give the same lists, tuples and keys of "
+            "dictionaries"
         )
     return [found[path] for path in wanted]
 
@@ -63,6 +64,16 @@ def _say(paths: list[str]) -> str:
     """How many places, and the first ones of them."""
     shown = ", ".join(path or "the whole" for path in paths[:3]) + ", ..." * (len(paths) > 3)
     return f"{len(paths)} ({shown})" if paths else "0"
+
+
+def arranged_like(tree: Any, like: Any, what: str) -> Any:
+    """The leaves of a tree in another one's lists, tuples and dictionaries. See `leaves_like`.
+
+    >>> arranged_like({"b": 1, "a": [2]}, {"a": ("x",), "b": "y"}, "gradients")
+    {'a': (2,), 'b': 1}
+    """
+    found = iter(leaves_like(tree, like, what))
+    return replaced(like, lambda _: next(found))
 
 
 def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None]:
