@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,17 @@ def test_categories_are_drawn_by_their_weights_and_logits_stay_where_they_are() 
     assert trace.moved_bytes <= 2 * 50 * 8 * 2 * 6
     columns = sp.random.categorical(KEY, sp.array(logits[:30].T), axis=0)
     assert columns.shape == (30,)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, sp.jit])
+def test_no_logits_are_an_error(run: Any) -> None:
+    logits = np.zeros((3, 5))
+    logits[0, 1] = np.nan
+    logits[1] = -np.inf
+    logits[2, 2:4] = np.inf
+    draw = run(lambda z: sp.random.categorical(KEY, z))
+    for cut in specs(MESH, 2):
+        assert draw(sp.array(logits, cut)).to_dense().tolist() == [4, 0, 2]
 
 
 def test_permutations() -> None:

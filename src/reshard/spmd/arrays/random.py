@@ -177,6 +177,16 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     """Indices along an axis, each drawn with the probability that `softmax` gives it.
 
     The axis may be cut: ranks exchange the greatest of each and where it is, not the logits.
+
+    No element raises an error, since a program does not look at elements: where any logit is NaN,
+    the last class is drawn, and where all are `-inf`, the first. `sp.any(sp.isnan(logits))` tells.
+
+    Raises UsageError for an axis that there is not, or that has no classes.
+
+    >>> import reshard.spmd as sp
+    >>> logits = sp.array([[0.0, 50.0, 0.0], [float("nan"), 50.0, 0.0]])
+    >>> sp.random.categorical(sp.random.key(0), logits).to_dense().tolist()
+    [1, 2]
     """
     place = axis_of(logits.ndim, axis)
     size = logits.shape[place]
