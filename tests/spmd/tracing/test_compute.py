@@ -348,3 +348,37 @@ def test_attention_and_its_gradients_work_on_pairs_of_queries_and_keys(cut: int)
         # The first factor is the batch.
         sizes = (rule.sizes[0] // cut, *rule.sizes[1:])
         assert operations_of(name, rule, sizes) == times * expected
+
+
+MASKS = [{"is_causal": True}, {"window": 3}, {"is_causal": True, "window": 3}]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_attention_under_a_mask_works_on_pairs_that_see_each_other(
+    parts: int, mask: dict[str, Any]
+) -> None:
+    """On the busiest of ranks that have a part of the queries each, counted one by one."""
+    size, heads, width = 12, 2, 4
+    reach = mask.get("window", size)
+    least = 0 if mask.get("is_causal") else 1 - reach
+    busiest = max(
+        sum(
+            least <= query - key < reach
+            for query in range(start, start + size // parts)
+            for key in range(size)
+        )
+        for start in range(0, size, size // parts)
+    )
+    x = sp.abstract((1, heads, size, width), "float32", spec(DeviceMesh.of(x=parts), "-, -, x, -"))
+    keys = sp.abstract(x.shape, "float32", spec(x.spec.mesh, "-, -, -, -"))
+
+    def weigh(x: Any, keys: Any) -> Any:
+        return sp.sum(sp.attention(x, keys, keys, **mask))
+
+    # Logarithms of the sums are half of the work forward, both gradients twice of it each.
+    for function, times in ((weigh, 1), (sp.grad(weigh), 1.5 + 2 + 2)):
+        traced = sp.trace(function, x, keys, topology=on(OPERATIONS.device, parts))
+        found = [one for one in traced.operations if one.operation.operator.startswith("attention")]
+        total = sum(one.busiest_s for one in found)
+        assert total == times * busiest * heads * 2 * (width + width)

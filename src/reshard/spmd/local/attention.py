@@ -12,9 +12,11 @@ Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -79,6 +81,22 @@ class SeenKeys:
         stop = np.minimum(places - low + 1, keys[1])
         return int(np.maximum(stop - first, 0).sum())
 
+    def most_pairs(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+        """The most pairs of parts of a sequence of queries and of one of keys, each cut evenly.
+
+        Args:
+            queries, keys: how many there are, and of how many a part is.
+
+        >>> seen = SeenKeys(is_causal=True)
+        >>> seen.most_pairs((8, 8), (8, 8)), seen.most_pairs((8, 4), (8, 8))
+        (36, 26)
+        """
+        if 0 in (*queries, *keys):
+            return 0
+        if not self.is_causal and self.window is None:
+            return queries[1] * keys[1]
+        return _most_pairs(self, queries, keys)
+
     def mask(self, space: Any, queries: tuple[int, int], keys: tuple[int, int], beside: Any) -> Any:
         """Truth values `[queries, keys]` of blocks."""
         # NumPy's arrays have devices from version 2 on.
@@ -90,6 +108,15 @@ class SeenKeys:
         low, high = self.limits
         seen = before >= (low if math.isfinite(low) else before)
         return seen & (before <= high) if math.isfinite(high) else seen
+
+
+@lru_cache(maxsize=4096)
+def _most_pairs(seen: SeenKeys, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+    parts = [
+        [(start, min(start + own, size)) for start in range(0, size, own)]
+        for size, own in (queries, keys)
+    ]
+    return max(seen.count_pairs(one, other) for one, other in itertools.product(*parts))
 
 
 def blocks(size: int) -> Iterator[tuple[int, int]]:

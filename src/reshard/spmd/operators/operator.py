@@ -87,8 +87,8 @@ class Operator:
         placed: shardings that no rule can say, of ranks that need other parts of an operand than
             they have; its rule alone when not given.
         fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
-        work: additions and multiplications, from the rule and the sizes of its factors on a rank.
-        repeats: how often the busiest rank does that, from the attributes; once when None.
+        work: additions and multiplications, from the rule, the sizes of its factors on a rank, and
+            the attributes.
         reads_part: whether it reads no more of its first operand than it writes.
         result_types: of the results' elements; as the library promotes when None.
         example: small shapes and attributes, for the page of rules and for tests.
@@ -110,7 +110,6 @@ class Operator:
     placed: Placed | None = None
     fails: Fails = "never"
     work: Work = no_operations
-    repeats: Callable[[Mapping[str, Any]], float] | None = None
     reads_part: bool = False
     result_types: ResultTypes | None = None
     example: Example | None = None

@@ -23,7 +23,7 @@ from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Fails, Infer, Linear, Operator
 from reshard.spmd.operators.result_types import ResultTypes, promoted
 from reshard.spmd.operators.table import SHIPPED, operators, register
-from reshard.spmd.operators.work import Work, no_operations
+from reshard.spmd.operators.work import Attributes, Work, no_operations
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import Template
@@ -275,7 +275,7 @@ def _make_result_types(name: str, given: object) -> ResultTypes:
 
 
 def _make_work(name: str, operations: Operations) -> Work:
-    def work(rule: OpShardingRule, sizes: Sequence[int]) -> float:
+    def work(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
         shapes = [
             tuple(math.prod(sizes[factor] for factor in dim) for dim in mapping)
             for mapping in rule.operands

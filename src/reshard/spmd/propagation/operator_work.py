@@ -45,9 +45,7 @@ def operations_of(
     >>> operations_of("exp", rule_of("exp", [(4, 8)]))
     0.0
     """
-    row = row_of(name)
-    found = row.work(rule, rule.sizes if sizes is None else sizes)
-    return found * row.repeats(attributes) if row.repeats is not None and attributes else found
+    return row_of(name).work(rule, rule.sizes if sizes is None else sizes, attributes)
 
 
 def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> int:

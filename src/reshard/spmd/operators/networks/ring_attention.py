@@ -16,9 +16,10 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
 from reshard.spmd.local.local_work import Stretch, stretches_of
 from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import of_pair
+from reshard.spmd.operators.work import Attributes, of_pair
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Specs = tuple[ShardingSpec, ...]
 
@@ -156,6 +157,15 @@ def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
     return Operator(name, "networks", infer, example=example, **options)
 
 
+def _work_forward(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
+    return of_pair(rule, sizes) * ring_attention.count_pairs(attributes)
+
+
+def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
+    # As much again for the gradients of queries, and for those of keys and values.
+    return 4 * _work_forward(rule, sizes, attributes)
+
+
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
 _PARTS: tuple[tuple[Stretch, ...], ...] = (((0, 3),), ((3, 6),))
 _TURN = {
@@ -172,8 +182,7 @@ OPERATORS: tuple[Operator, ...] = (
         "attention_turn",
         attention_turn,
         (_EVEN, _TURN),
-        work=of_pair,
-        repeats=ring_attention.count_pairs,
+        work=_work_forward,
         local=ring_attention.attention_turn,
         placed=_place_forward,
         note=_TURNS,
@@ -182,9 +191,7 @@ OPERATORS: tuple[Operator, ...] = (
         "attention_turn_gradient",
         attention_turn_gradient,
         ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),
-        # As much again for the gradients of queries, and for those of keys and values.
-        work=lambda rule, sizes: 4 * of_pair(rule, sizes),
-        repeats=ring_attention.count_pairs,
+        work=_work_back,
         local=ring_attention.attention_turn_gradient,
         placed=_place_back,
         note=_TURNS,
