@@ -49,11 +49,14 @@ class Point:
     needs_hosts: bool = False
 
 
-_LINK = "reshard.torch.links.link"
+_LINKS = "reshard.torch.links"
+_LINK = f"{_LINKS}.link"
 _EXCHANGE = "reshard.torch.exchange"
 POINTS: Mapping[str, Point] = {
     "before the store": Point("connect", f"{_LINK}:LinkAddress.open_store", is_early=True),
-    "before it is announced": Point("connect", f"{_LINK}:announce", is_early=True),
+    "before it is announced": Point(
+        "connect", "reshard.torch.links.connecting:announce", is_early=True
+    ),
     "before its card": Point("connect", f"{_LINK}:meet_at", is_early=True),
     "after its card": Point("connect", f"{_EXCHANGE}.meeting:RankMeeting.connect"),
     "in gloo's connect": Point(

@@ -396,17 +396,19 @@ def in_a_message(sender: int, receiver: int) -> None:
     os.environ["RESHARD_SHARED_MEMORY"] = "never"
     processes: list[int] = [0] * ranks
     dist.all_gather_object(processes, os.getpid())
-    start = MessageExchange.start
+    start, board = MessageExchange.start, dist.distributed_c10d._get_default_store()
 
     def stopping(self: MessageExchange) -> None:
         # The other end has begun.
         time.sleep(0.5)
         start(self)
+        board.set("stopping", "")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def kill() -> None:
+        board.wait(["stopping"])
         # The socket is full.
-        time.sleep(1.5)
+        time.sleep(1)
         os.kill(processes[1], signal.SIGKILL)
 
     if rank == 1:
@@ -436,14 +438,16 @@ def killed_while_it_tells() -> None:
     rank, large = dist.get_rank(), 64 << 20
     processes: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    broadcast = RankGroup.broadcast
+    broadcast, board = RankGroup.broadcast, dist.distributed_c10d._get_default_store()
 
     def late(self: RankGroup, tensor: torch.Tensor, sender: int) -> None:
+        board.set("late", "")
         # Rank 0 waits for it already, and reads nothing.
         time.sleep(2)
         broadcast(self, tensor, sender)
 
     def stop_and_kill() -> None:
+        board.wait(["late"])
         time.sleep(1)
         os.kill(processes[0], signal.SIGSTOP)
         # The socket is full.

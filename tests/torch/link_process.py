@@ -92,6 +92,7 @@ def beside() -> None:
                 if SIDE == "trainer":
                     set_values(model, 7 * number + step)
                 expect(sync.run(async_op=True) is None, "a run beside")
+            for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
                 report = sync.wait()
                 expect(report is not None and report.version == step, f"{report}")
                 expect(sync.is_done, "done")
@@ -132,6 +133,24 @@ def lose_b(sync: WeightSync) -> None:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, told)
         expect(both[0] == both[1], f"{both}")
+
+
+def other_orders() -> None:
+    """Processes that run the models of a link in other orders are told so; nothing is written."""
+    with link() as end:
+        syncs: list[WeightSync] = [end.prepare(own_model()) for _ in range(2)]
+        for sync in syncs:
+            sync.run()
+        told = "in one order on all processes"
+        if NAME == "b":
+            said = refused(syncs[1].run, LinkError, told)
+            expect("still has version 0" in said and syncs[1].is_usable, said)
+            return
+        report = syncs[0].run()
+        if SIDE == "trainer":
+            expect(list(report.engines) == ["a"] and told in report.lost["b"], f"{report}")
+        refused(syncs[NUMBER == 1].run, LinkError, told)
+        expect(all(sync.is_usable for sync in syncs), "usable")
 
 
 def buckets() -> None:

@@ -17,6 +17,7 @@ KILLED = {"engine_dies": {3}, "dies_among_changes": {3}, "trainer_dies": {0, 1}}
 CASES = (
     "steps",
     "beside",
+    "other_orders",
     "buckets",
     "traced",
     "options",

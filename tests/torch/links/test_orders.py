@@ -8,40 +8,51 @@ import pytest
 
 pytest.importorskip("torch")
 
-from reshard.errors import LinkError
+from reshard.errors import LinkError, PlanError
 from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
 
 HAND_ON = HandOn("0/1", 1, 3, 4, 2, 1)
 
 
 def test_an_order_comes_back() -> None:
-    order = Order(7, (HAND_ON,))
-    assert Order.read(order.write()) == order
+    order = Order(2, 7, (HAND_ON,))
+    assert Order.read(order.write(), 2) == order
     assert order.feed_of(4) == HAND_ON and order.feed_of(3) is None
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"sync": "0"},
         {"version": -1},
         {"version": True},
         {"version": "7"},
         {"hand_ons": [{"meeting": "m"}]},
-        {"hand_ons": [{**json.loads(Order(0, (HAND_ON,)).write())["hand_ons"][0], "turn": "1"}]},
-        {"hand_ons": [{**json.loads(Order(0, (HAND_ON,)).write())["hand_ons"][0], "meeting": 1}]},
+        {"hand_ons": [{**json.loads(Order(0, 0, (HAND_ON,)).write())["hand_ons"][0], "turn": "1"}]},
+        {
+            "hand_ons": [
+                {**json.loads(Order(0, 0, (HAND_ON,)).write())["hand_ons"][0], "meeting": 1}
+            ]
+        },
         {"hand_ons": 3},
     ],
 )
 def test_what_is_no_order(change: dict[str, object]) -> None:
-    text = json.dumps({"version": 7, "hand_ons": [], **change}).encode()
+    text = json.dumps({"sync": 0, "version": 7, "hand_ons": [], **change}).encode()
     with pytest.raises(LinkError, match="is no order of a trainer"):
-        Order.read(text)
+        Order.read(text, 0)
+
+
+def test_an_order_of_another_model() -> None:
+    told = "first rank runs model 1 of the link, and this process model 0.*in one order on all"
+    with pytest.raises(PlanError, match=told):
+        Order.read(Order(1, 7).write(), 0)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"7"])
 def test_what_is_no_text_of_ours(text: bytes) -> None:
     with pytest.raises(LinkError, match="is no order"):
-        Order.read(text)
+        Order.read(text, 0)
     if text:
         with pytest.raises(LinkError, match="is no outcome"):
             RunOutcome.read([text])

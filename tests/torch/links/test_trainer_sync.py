@@ -165,10 +165,17 @@ def sync_with(
         ranks = (0, 1)
 
     monkeypatch.setattr("reshard.torch.links.trainer_sync.gather", lambda *_: Told)
-    given: list[Any] = [None] * 7
-    sync = TrainerSync(TrainerEnd(*given), 0, 1, relays=False, needs_alike=False)
+    turn = threading.Lock()
+    rest: list[Any] = [None] * 5
+    sync = TrainerSync(
+        TrainerEnd("trainer", turn, lambda _: None, *rest),  # type: ignore[arg-type, return-value]
+        0,
+        1,
+        relays=False,
+        needs_alike=False,
+    )
     for number, (name, compare) in enumerate(engines.items()):
-        end = TrainerEnd("trainer", lambda _, compare=compare: Compared(compare), *given[2:])
+        end = TrainerEnd("trainer", turn, lambda _, compare=compare: Compared(compare), *rest)
         sync._end = end
         sync.prepare_for(number, name, Pair())  # type: ignore[arg-type]
     return sync

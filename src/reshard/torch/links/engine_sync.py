@@ -7,6 +7,7 @@ is told to the trainer; this engine then has its weights from the trainer itself
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class EngineEnd:
 
     Attributes:
         label: what people call this process.
+        turn: of the link, held by the one run that is under way.
         number: of the engine.
         meet: meets the other engine of a hand-on; the group of both, the source's ranks first.
         prepare: makes the refit of a hand-on; with the batch of each tensor where this engine is
@@ -48,6 +50,7 @@ class EngineEnd:
     """
 
     label: str
+    turn: threading.Lock
     number: int
     meet: Callable[[HandOn], RankGroup]
     prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit]
@@ -71,8 +74,8 @@ class _FillObserver:
 class EngineSync(WeightSync):
     """An engine's part: its refits, with all ranks of the trainer, and of other engines."""
 
-    def __init__(self, end: EngineEnd, refit: Refit, group: RankGroup) -> None:
-        super().__init__(end.label)
+    def __init__(self, end: EngineEnd, number: int, refit: Refit, group: RankGroup) -> None:
+        super().__init__(end.label, number, end.turn)
         self.refit = refit
         self._end, self._group = end, group
         self._relays: dict[str, Relay] = {}
@@ -144,7 +147,12 @@ class EngineSync(WeightSync):
         first = self._group.ranks[0]
         with span("wait for the trainer"):
             told = gather(b"", self._group, otherwise="the trainer does not answer")
-        return Order.read(told.values[first])
+        try:
+            return Order.read(told.values[first], self._number)
+        except PlanError as error:
+            # The trainer waits for this process in the run of the other model.
+            self._group.break_off(error)
+            raise
 
     def _fill(
         self, order: Order, options: RunOptions, counter: BucketCounter

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -30,7 +31,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from reshard.errors import LinkError, ReshardError, UsageError
-from reshard.integers import as_integer
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.meeting import Watch, leave_note, meet_at
@@ -38,8 +38,6 @@ from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,
     Announcement,
-    announce,
-    find_trainer,
     place_of,
     prove_secret,
     read_announcement,
@@ -54,7 +52,7 @@ from reshard.torch.links.orders import (
     read_options,
     write_options,
 )
-from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
+from reshard.torch.links.presence import Presence
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.silence import ending_when_silent
 from reshard.torch.links.sync import WeightSync
@@ -66,8 +64,6 @@ from reshard.torch.refitting.refit import Refit
 from reshard.torch.refitting.transforms import Transform
 
 Side = Literal["trainer", "engine"]
-_PATIENCE_S = 1800.0
-_SILENCE_S = 3.0
 _LINGER_S = 1.0
 # Who keeps others waiting gives up before they do: engines each other, then the trainer an engine,
 # then engines the trainer. These parts of `timeout_s` are theirs.
@@ -110,6 +106,8 @@ class WeightLink:
         self._lost: dict[str, str] = {}
         self._syncs: list[TrainerSync] = []
         self._engine_syncs: list[EngineSync] = []
+        # Runs of one link follow one another, whatever model they are of.
+        self._turn = threading.Lock()
         self._steps = 0
         # When the run began that was begun last.
         self._begun_s = 0.0
@@ -157,41 +155,56 @@ class WeightLink:
         if self.side == "engine" and options:
             raise UsageError(f"options {sorted(options)} on an engine; the trainer says them")
         given = {"transforms": transforms, "topology": topology}
-        if self.side == "engine":
-            (group,) = (group for _, group in self._groups.values())
-            read = read_options(gather(b"", group).values[group.ranks[0]])
-            refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
-            gather(refit.target_digest.encode(), group)
+        with self._turn:
+            if self.side == "engine":
+                return self._prepare_engine(model, names, given)
+            return self._prepare_trainer(model, names, relays, options, given)
 
-            def prepare_relay(
-                group: RankGroup, is_source: bool, batches: Mapping[str, int]
-            ) -> Refit:
-                said = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
-                told = read_buckets(gather(said, group).values[group.ranks[0]])
-                side = (model, None) if is_source else (None, model)
-                given = {name: read[name] for name in RELAYED if name in read}
-                # Between two engines that are not Megatron's, nobody finds these anew.
-                own = refit.names
-                return Refit.prepare(
-                    *side,
-                    source_names=own.target if is_source else None,
-                    target_names=None if is_source else own.target,
-                    stacks=own.stacks,
-                    ties=own.ties,
-                    num_experts=read.get("num_experts") if is_megatrons(model) else None,
-                    # The other engine may have more, and what it has is not the trainer's yet.
-                    strict=False,
-                    check_replicas=False,
-                    method="exchange",
-                    buckets=told,
-                    group=group,
-                    **given,
-                )
+    def _prepare_engine(
+        self, model: Model, names: Naming | None, given: Mapping[str, Any]
+    ) -> EngineSync:
+        (group,) = (group for _, group in self._groups.values())
+        read = read_options(gather(b"", group).values[group.ranks[0]])
+        refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
+        gather(refit.target_digest.encode(), group)
 
-            label = f"{self.name} rank {self.rank}"
-            engine = EngineEnd(label, self._own.number, self._meet_engine, prepare_relay)
-            self._engine_syncs.append(EngineSync(engine, refit, group))
-            return self._engine_syncs[-1]
+        def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
+            said = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
+            told = read_buckets(gather(said, group).values[group.ranks[0]])
+            side = (model, None) if is_source else (None, model)
+            given = {name: read[name] for name in RELAYED if name in read}
+            # Between two engines that are not Megatron's, nobody finds these anew.
+            own = refit.names
+            return Refit.prepare(
+                *side,
+                source_names=own.target if is_source else None,
+                target_names=None if is_source else own.target,
+                stacks=own.stacks,
+                ties=own.ties,
+                num_experts=read.get("num_experts") if is_megatrons(model) else None,
+                # The other engine may have more, and what it has is not the trainer's yet.
+                strict=False,
+                check_replicas=False,
+                method="exchange",
+                buckets=told,
+                group=group,
+                **given,
+            )
+
+        label = f"{self.name} rank {self.rank}"
+        end = EngineEnd(label, self._turn, self._own.number, self._meet_engine, prepare_relay)
+        sync = EngineSync(end, len(self._engine_syncs), refit, group)
+        self._engine_syncs.append(sync)
+        return sync
+
+    def _prepare_trainer(
+        self,
+        model: Model,
+        names: Naming | None,
+        relays: bool,
+        options: Mapping[str, Any],
+        given: Mapping[str, Any],
+    ) -> TrainerSync:
         said = write_options({"buckets": "auto", **options})
         read = read_options(said)
 
@@ -199,8 +212,9 @@ class WeightLink:
             gather(said if self.rank == 0 else b"", group)
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
-        trainer = TrainerEnd(
+        end = TrainerEnd(
             f"{self.name} rank {self.rank}",
+            self._turn,
             prepare_with,
             self._begin_run,
             self._give_up,
@@ -208,7 +222,8 @@ class WeightLink:
             self._interrupt,
             self._settle,
         )
-        sync = TrainerSync(trainer, len(self._syncs), self.ranks, relays, bool(transforms))
+        is_transformed = bool(given["transforms"])
+        sync = TrainerSync(end, len(self._syncs), self.ranks, relays, is_transformed)
         for number, (engine_name, group) in self._groups.items():
             sync.prepare_for(number, engine_name, group)
         self._syncs.append(sync)
@@ -419,79 +434,3 @@ class WeightLink:
         except (RuntimeError, ValueError) as error:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
-
-
-def connect(
-    url: str,
-    side: Side,
-    *,
-    rank: int,
-    ranks: int,
-    name: str = "engine",
-    engines: int = 1,
-    secret: str | None = None,
-    timeout_s: float = _PATIENCE_S,
-    silence_s: float = _SILENCE_S,
-) -> WeightLink:
-    """Connect this process with the other side, which is a job of its own.
-
-    All processes of a side call this. The trainer's waits for the first engines; engines that come
-    later are admitted when the trainer runs next, and their `connect` returns then.
-
-    Args:
-        url: the address of the store, such as `tcp://10.0.0.1:29400`. The trainer's first rank
-            serves it; all processes of both sides reach it there.
-        side: `"trainer"`, whose weights are sent, or `"engine"`, whose are filled.
-        rank, ranks: this process among the `ranks` of its side.
-        name: of the engine, on all of its processes; engines that run side by side have different
-            ones. One that comes again under its name takes the place of the one before.
-        engines: how many engines the trainer waits for.
-        secret: what only processes of the link know; the environment variable
-            RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
-        timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
-            for an engine, so that engines that wait for the trainer do not lose it by one that
-            hangs.
-        silence_s: after how long a host that cannot be reached counts as gone.
-
-    Raises:
-        LinkError: the other side does not come, has another secret, or does not fit.
-        UsageError: arguments that cannot be, or an address for all without a secret.
-    """
-    if side not in ("trainer", "engine"):
-        raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
-    ranks = as_integer(ranks, "ranks", least=1)
-    rank = as_integer(rank, "rank")
-    engines = as_integer(engines, "engines")
-    if rank >= ranks:
-        raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
-    if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
-        raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
-    for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
-        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
-            raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
-    address = LinkAddress.of(url)
-    is_server = side == "trainer" and rank == 0
-    with ending_when_silent(silence_s):
-        store = address.open_store(is_server, address.find_secret(secret), timeout_s)
-    presence: Presence | None = None
-    try:
-        trainer = None if side == "trainer" else find_trainer(store, timeout_s)
-        if is_server:
-            presence = PresenceDesk(store, address.own_address(), silence_s)
-        else:
-            presence = PresenceLine(store, timeout_s, silence_s)
-        store.check_others = presence.check
-        own_name = TRAINER if side == "trainer" else name
-        own = announce(store, own_name, rank, ranks, timeout_s, presence)
-        link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
-        link._join(engines)
-    except BaseException as error:
-        # Who waits for this process learns that it does not come.
-        if presence is not None:
-            presence.close()
-        is_ours = isinstance(error, ReshardError)
-        if is_ours or not isinstance(error, RuntimeError | ValueError | OSError):
-            raise
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LinkError(f"the store at {address} does not answer: {line}") from error
-    return link

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reshard.errors import LinkError, UsageError
+from reshard.errors import LinkError, PlanError, UsageError
 
 # Why a hand-on ended: models that do not fit; engines that cannot reach each other; anything else.
 MISFIT, UNREACHABLE, BROKE = "misfit", "unreachable", "broke"
@@ -46,12 +46,18 @@ class HandOn:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine does in a run: the version that comes, and the hand-ons it has a part in.
+    """What an engine does in a run.
 
-    >>> Order.read(Order(3).write())
-    Order(version=3, hand_ons=())
+    Attributes:
+        sync: the number of what the trainer runs, among the syncs of the link.
+        version: of the weights that come.
+        hand_ons: those that the engine has a part in.
+
+    >>> Order.read(Order(0, 3).write(), 0)
+    Order(sync=0, version=3, hand_ons=())
     """
 
+    sync: int
     version: int
     hand_ons: tuple[HandOn, ...] = ()
 
@@ -60,14 +66,20 @@ class Order:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def read(cls, text: bytes) -> Order:
-        """Raises LinkError for what is no order."""
+    def read(cls, text: bytes, sync: int) -> Order:
+        """The order of a text, in a run of the sync of this number.
+
+        Raises:
+            LinkError: what is no order.
+            PlanError: an order of another sync.
+        """
         try:
             found = json.loads(text)
-            order = cls(found["version"], tuple(HandOn(**one) for one in found["hand_ons"]))
+            hand_ons = tuple(HandOn(**one) for one in found["hand_ons"])
+            order = cls(found["sync"], found["version"], hand_ons)
         except (TypeError, ValueError, KeyError) as error:
             raise _refuse(text, "order of a trainer") from error
-        numbers = [order.version]
+        numbers = [order.sync, order.version]
         for one in order.hand_ons:
             given = asdict(one)
             if not isinstance(given.pop("meeting"), str):
@@ -75,6 +87,12 @@ class Order:
             numbers += given.values()
         if not all(type(one) is int and one >= 0 for one in numbers):
             raise _refuse(text, "order of a trainer")
+        if order.sync != sync:
+            raise PlanError(
+                f"the trainer's first rank runs model {order.sync} of the link, and this process "
+                f"model {sync}, in the order in which they were prepared; run the models of a link "
+                "in one order on all processes"
+            )
         return order
 
     def feed_of(self, number: int) -> HandOn | None:

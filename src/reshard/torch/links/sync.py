@@ -62,14 +62,14 @@ class WeightSync:
     are, on an engine, the events of the run that was begun last, in their order.
     """
 
-    def __init__(self, label: str) -> None:
-        # What people call this process.
-        self._label = label
+    def __init__(self, label: str, number: int, turn: threading.Lock) -> None:
+        # What people call this process, and which of the link's syncs this is.
+        self._label, self._number = label, number
         self.version: int | None = None
         self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
-        # Runs of several threads follow one another.
-        self._turn = threading.RLock()
+        # Of the link: held while a run of any of its syncs is under way, also in the background.
+        self._turn = turn
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -95,7 +95,8 @@ class WeightSync:
     ) -> SyncReport | None:
         """Bring the engines what the trainer has now. All processes of all sides call this.
 
-        Calls of several threads follow one another.
+        Runs of one link follow one another, whatever threads call them and whatever models they
+        are of. Where a link has several models, all processes run them in one order.
 
         Args:
             version: of the weights, on the trainer; one more than the last when None. An engine
@@ -123,7 +124,9 @@ class WeightSync:
             UsageError: a version that is no number from 0 up, or one before the last.
         """
         options = RunOptions(progress, stop, guard, trace)
-        with self._turn:
+        self._turn.acquire()
+        begun: threading.Thread | None = None
+        try:
             self.wait()
             version = self._check_version(version)
             self.buckets = self._list_buckets()
@@ -132,11 +135,16 @@ class WeightSync:
                 return self.report
             self._error = None
             # A thread that waits for a process that never answers must not keep this one.
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = begun = thread
             return None
+        finally:
+            # A run in the background gives the turn on once it has ended.
+            if begun is None:
+                self._turn.release()
 
     def wait(self) -> SyncReport | None:
         """The report of the run that was begun last, once it has ended. Raises what it raised."""
@@ -173,6 +181,8 @@ class WeightSync:
             self.report = self._run_traced(version, options)
         except BaseException as error:
             self._error = error
+        finally:
+            self._turn.release()
 
     def _run_traced(self, version: int, options: RunOptions) -> SyncReport:
         if options.trace is None:

@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
@@ -38,6 +38,7 @@ class TrainerEnd:
 
     Attributes:
         label: what people call this process.
+        turn: of the link, held by the one run that is under way.
         prepare: makes a refit with the ranks of an engine.
         begin: finds the engines of a run, prepares those that are new, and gives the run's place
             at the store, and number, name and group of each engine.
@@ -49,6 +50,7 @@ class TrainerEnd:
     """
 
     label: str
+    turn: threading.Lock
     prepare: Callable[[RankGroup], Refit]
     begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]]
     give_up: Callable[[int, str], None]
@@ -181,18 +183,18 @@ class _Service:
         name: str,
         group: RankGroup,
         prepared: _PreparedEngine,
-        order: bytes,
+        order: Order,
         counter: BucketCounter,
         when_lost: Callable[[int], None],
     ) -> None:
         self.number, self.name, self.prepared = number, name, prepared
         self.error: BaseException | None = None
-        self.order = Order(0)
+        self.order = order
         self.outcome = RunOutcome()
         self.seconds = 0.0
         self.sent_bytes = 0
         self.is_direct = False
-        self._group, self._said, self._when_lost = group, order, when_lost
+        self._group, self._when_lost = group, when_lost
         self._counter = counter
         self._begun_s = time.perf_counter()
         self._thread = _begin_thread(name, self._run)
@@ -202,11 +204,12 @@ class _Service:
 
     def _run(self) -> None:
         try:
-            self._serve(self._said)
+            self._serve()
             if self.outcome.lacks and not self.is_direct:
                 # Who was to hand on the weights failed: the trainer sends them.
                 ended = self.outcome.ended
-                self._serve(Order(self.order.version).write())
+                self.order = replace(self.order, hand_ons=())
+                self._serve()
                 self.outcome = RunOutcome(self.outcome.lacks, ended | self.outcome.ended)
             if self.outcome.lacks:
                 raise RunError(self.outcome.lacks)
@@ -217,10 +220,12 @@ class _Service:
             self._when_lost(self.number)
         self.seconds = time.perf_counter() - self._begun_s
 
-    def _serve(self, said: bytes) -> None:
-        ranks = self._group.ranks
-        is_first = self._group.rank == ranks[0]
-        self.order = Order.read(gather(said if is_first else b"", self._group).values[ranks[0]])
+    def _serve(self) -> None:
+        first = self._group.ranks[0]
+        # Only the first rank's order counts.
+        said = self.order.write() if self._group.rank == first else b""
+        told = gather(said, self._group).values[first]
+        self.order = Order.read(told, self.order.sync)
         self.is_direct = self.order.feed_of(self.number) is None
         if self.is_direct:
             refit = self.prepared.refit
@@ -270,8 +275,8 @@ class TrainerSync(WeightSync):
     def __init__(
         self, end: TrainerEnd, number: int, ranks: int, relays: bool, needs_alike: bool
     ) -> None:
-        super().__init__(end.label)
-        self._end, self._number, self._ranks = end, number, ranks
+        super().__init__(end.label, number, end.turn)
+        self._end, self._ranks = end, ranks
         self._relays, self._needs_alike = relays, needs_alike
         self._engines: dict[int, _PreparedEngine] = {}
         # Of the first rank only: it says what comes to pass.
@@ -317,7 +322,7 @@ class TrainerSync(WeightSync):
         begun_s = time.perf_counter()
         place, engines = self._end.begin()
         names = {number: name for number, name, _ in engines}
-        orders = self._write_orders(version, [(number, group) for number, _, group in engines])
+        orders = self._make_orders(version, [(number, group) for number, _, group in engines])
         services = [
             _Service(
                 number,
@@ -380,8 +385,8 @@ class TrainerSync(WeightSync):
         feed = service.order.feed_of(service.number)
         return "trainer" if feed is None else names[feed.source]
 
-    def _write_orders(self, version: int, engines: list[tuple[int, RankGroup]]) -> dict[int, bytes]:
-        """What each engine is told; only the first rank's words count."""
+    def _make_orders(self, version: int, engines: list[tuple[int, RankGroup]]) -> dict[int, Order]:
+        """What each engine is to be told; only the first rank's count."""
         of = [
             FedEngine(number, frozenset(group.hosts[self._ranks :]), self._engines[number].kind)
             for number, group in engines
@@ -402,8 +407,8 @@ class TrainerSync(WeightSync):
         self._hand_ons = found
         return {
             number: Order(
-                version, tuple(one for pair, one in found.items() if number in pair)
-            ).write()
+                self._number, version, tuple(one for pair, one in found.items() if number in pair)
+            )
             for number, _ in engines
         }
 

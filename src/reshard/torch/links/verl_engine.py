@@ -37,7 +37,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LinkError, ReshardError, RunError, UsageError
 from reshard.integers import as_integer
 from reshard.layout import Box, Layout
-from reshard.torch.links.link import WeightLink, connect
+from reshard.torch.links.connecting import connect
+from reshard.torch.links.link import WeightLink
 from reshard.torch.links.sync import WeightSync
 
 BACKEND = "reshard"

@@ -21,7 +21,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, LinkError, RunError, UsageError
 from reshard.integers import as_integers
 from reshard.recipes.engine_layouts import SourceTensor
-from reshard.torch.links.link import connect
+from reshard.torch.links.connecting import connect
 from reshard.torch.links.sync import SyncReport
 from reshard.torch.vllm.reloading import ReloadedModel
 

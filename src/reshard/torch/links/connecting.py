@@ -1,0 +1,90 @@
+"""How a process joins a link: it finds the store, tells of itself, and meets the other side."""
+
+from __future__ import annotations
+
+from reshard.errors import LinkError, ReshardError, UsageError
+from reshard.integers import as_integer
+from reshard.torch.links.address import LinkAddress
+from reshard.torch.links.admission import TRAINER, announce, find_trainer
+from reshard.torch.links.link import Side, WeightLink
+from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
+from reshard.torch.links.silence import ending_when_silent
+
+_PATIENCE_S = 1800.0
+_SILENCE_S = 3.0
+
+
+def connect(
+    url: str,
+    side: Side,
+    *,
+    rank: int,
+    ranks: int,
+    name: str = "engine",
+    engines: int = 1,
+    secret: str | None = None,
+    timeout_s: float = _PATIENCE_S,
+    silence_s: float = _SILENCE_S,
+) -> WeightLink:
+    """Connect this process with the other side, which is a job of its own.
+
+    All processes of a side call this. The trainer's waits for the first engines; engines that come
+    later are admitted when the trainer runs next, and their `connect` returns then.
+
+    Args:
+        url: the address of the store, such as `tcp://10.0.0.1:29400`. The trainer's first rank
+            serves it; all processes of both sides reach it there.
+        side: `"trainer"`, whose weights are sent, or `"engine"`, whose are filled.
+        rank, ranks: this process among the `ranks` of its side.
+        name: of the engine, on all of its processes; engines that run side by side have different
+            ones. One that comes again under its name takes the place of the one before.
+        engines: how many engines the trainer waits for.
+        secret: what only processes of the link know; the environment variable
+            RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
+        timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
+            for an engine, so that engines that wait for the trainer do not lose it by one that
+            hangs.
+        silence_s: after how long a host that cannot be reached counts as gone.
+
+    Raises:
+        LinkError: the other side does not come, has another secret, or does not fit.
+        UsageError: arguments that cannot be, or an address for all without a secret.
+    """
+    if side not in ("trainer", "engine"):
+        raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
+    ranks = as_integer(ranks, "ranks", least=1)
+    rank = as_integer(rank, "rank")
+    engines = as_integer(engines, "engines")
+    if rank >= ranks:
+        raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
+    if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
+        raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
+    for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+            raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
+    address = LinkAddress.of(url)
+    is_server = side == "trainer" and rank == 0
+    with ending_when_silent(silence_s):
+        store = address.open_store(is_server, address.find_secret(secret), timeout_s)
+    presence: Presence | None = None
+    try:
+        trainer = None if side == "trainer" else find_trainer(store, timeout_s)
+        if is_server:
+            presence = PresenceDesk(store, address.own_address(), silence_s)
+        else:
+            presence = PresenceLine(store, timeout_s, silence_s)
+        store.check_others = presence.check
+        own_name = TRAINER if side == "trainer" else name
+        own = announce(store, own_name, rank, ranks, timeout_s, presence)
+        link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
+        link._join(engines)
+    except BaseException as error:
+        # Who waits for this process learns that it does not come.
+        if presence is not None:
+            presence.close()
+        is_ours = isinstance(error, ReshardError)
+        if is_ours or not isinstance(error, RuntimeError | ValueError | OSError):
+            raise
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LinkError(f"the store at {address} does not answer: {line}") from error
+    return link
