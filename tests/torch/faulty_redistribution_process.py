@@ -389,6 +389,12 @@ def raising_before() -> None:
         time.sleep(2 * TIMEOUT_S)
 
 
+def await_word(board: Any, word: str) -> None:
+    """Return once a rank has set the word. To wait at a store keeps other threads from it."""
+    while not board.check([word]):
+        time.sleep(0.05)
+
+
 def in_a_message(sender: int, receiver: int) -> None:
     """Rank 1 is killed while a message of it, or to it, has gone in part."""
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), (64 << 20,)
@@ -406,7 +412,7 @@ def in_a_message(sender: int, receiver: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def kill() -> None:
-        board.wait(["stopping"])
+        await_word(board, "stopping")
         # The socket is full.
         time.sleep(1)
         os.kill(processes[1], signal.SIGKILL)
@@ -447,7 +453,7 @@ def killed_while_it_tells() -> None:
         broadcast(self, tensor, sender)
 
     def stop_and_kill() -> None:
-        board.wait(["late"])
+        await_word(board, "late")
         time.sleep(1)
         os.kill(processes[0], signal.SIGSTOP)
         # The socket is full.
