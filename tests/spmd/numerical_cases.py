@@ -405,51 +405,30 @@ def _heads_drawn(draw: Draw, count: int) -> Trial:
     return Trial([values(draw, size) for size in sizes[:count]], options)
 
 
-def _log_of_sums(queries: Array, keys: Array, part: Part | None, **options: Any) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.log(np.exp(_seen_scores(queries, keys, part=part, **options)).sum(axis=-1))
-
-
-@case("attention_logsumexp", _log_of_sums)
-def _attention_logsumexp(draw: Draw) -> Trial:
-    return _heads_drawn(draw, 2)
-
-
-def _back(
-    q: Array, k: Array, v: Array, sums: Array, shift: Array, g: Array, part: Part | None, **o: Any
-) -> tuple[Array, Array]:
-    weights = np.exp(_seen_scores(q, k, part=part, **o) - sums[..., None])
+def _back(q: Array, k: Array, v: Array, g: Array, part: Part | None, **options: Any) -> list[Array]:
+    weights = np.exp(_seen_scores(q, k, part=part, **options))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
     agreed = g @ np.swapaxes(np.repeat(v, _each(q, k), axis=-3), -1, -2)
-    return weights, weights * (agreed + shift[..., None]) / 8
+    slopes = weights * (agreed - (weights * agreed).sum(axis=-1, keepdims=True)) / 8
+    return _cotangents(q, k, v, g, weights, slopes)
 
 
-def _of_queries(*operands: Array, part: Part | None, **options: Any) -> Array:
-    q, k = operands[:2]
-    slopes = _back(*operands, part=part, **options)[1]
-    return slopes @ np.repeat(k, _each(q, k), axis=-3)
-
-
-def _of_keys(*operands: Array, part: Part | None, **options: Any) -> list[Array]:
-    q, k, v, *_, g = operands
-    found = _back(*operands, part=part, **options)
-    weights, slopes = (np.swapaxes(one, -1, -2) for one in found)
-    made = []
-    for every, like in ((slopes @ q, k), (weights @ g, v)):
+def _cotangents(
+    q: Array, k: Array, v: Array, g: Array, weights: Array, slopes: Array
+) -> list[Array]:
+    made = [slopes @ np.repeat(k, _each(q, k), axis=-3)]
+    for found, rows, like in ((slopes, q, k), (weights, g, v)):
+        every = np.swapaxes(found, -1, -2) @ rows
         grouped = every.reshape((*k.shape[:-2], _each(q, k), *like.shape[-2:]))
         made.append(grouped.sum(axis=-3))
     return made
 
 
-def _heads_and_cotangents(draw: Draw) -> Trial:
-    return _heads_drawn(draw, 6)
-
-
-drawn(
-    "attention_queries_gradient attention_keys_gradient",
-    _heads_and_cotangents,
-    attention_queries_gradient=_of_queries,
-    attention_keys_gradient=_of_keys,
-)
+@case("attention_gradient", _back)
+def _attention_gradient(draw: Draw) -> Trial:
+    trial = _heads_drawn(draw, 6)
+    return Trial([*trial.operands[:3], trial.operands[5]], trial.attributes)
 
 
 def _turning_scores(
@@ -475,13 +454,7 @@ def _turn_back(*operands: Array, part: Part | None, **options: Any) -> list[Arra
     q, k, v, sums, shift, g = operands
     weights = np.exp(_turning_scores(q, k, **options) - sums[..., None])
     agreed = g @ np.swapaxes(np.repeat(v, _each(q, k), axis=-3), -1, -2)
-    slopes = weights * (agreed + shift[..., None]) / 8
-    made = [slopes @ np.repeat(k, _each(q, k), axis=-3)]
-    for found, rows, like in ((slopes, q, k), (weights, g, v)):
-        every = np.swapaxes(found, -1, -2) @ rows
-        grouped = every.reshape((*k.shape[:-2], _each(q, k), *like.shape[-2:]))
-        made.append(grouped.sum(axis=-3))
-    return made
+    return _cotangents(q, k, v, g, weights, weights * (agreed + shift[..., None]) / 8)
 
 
 def _turns_drawn(draw: Draw, count: int) -> Trial:

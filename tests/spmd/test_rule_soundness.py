@@ -2,7 +2,8 @@
 
 1. A factor that passes through: what a device computes of its part of the operands is its part of
    the dense results.
-2. A reduced factor: what two parts compute combines, by the rule's operator, to the dense results.
+2. A reduced factor: what two parts compute combines, by the rule's operator, to the dense results
+   that lack it.
 3. Operands that are partial: contributions, computed one by one, combine to the dense results.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -93,13 +95,13 @@ def cut(
             tuple(starts_of(m, factor, low if knows else 0) for m in rule.results),
         )
         found = case.compute(operands, trial.attributes, part)
-        if factor in rule.reduction:
-            computed.append(found)
-        else:
-            same(str(rule), found, wanted)
-    if computed:
-        combine = COMBINE[rule.reduction_operator]
-        same(str(rule), [combine(*pair) for pair in zip(*computed, strict=True)], dense)
+        is_part = [factor not in reduced for reduced in rule.contributed]
+        same(str(rule), list(compress(found, is_part)), list(compress(wanted, is_part)))
+        computed.append(found)
+    is_reduced = [factor in reduced for reduced in rule.contributed]
+    combine = COMBINE[rule.reduction_operator]
+    combined = [combine(*pair) for pair in compress(zip(*computed, strict=True), is_reduced)]
+    same(str(rule), combined, list(compress(dense, is_reduced)))
 
 
 def is_whole(rule: OpShardingRule, factor: int) -> bool:

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
+from reshard.spmd.placement.placement import explicit_reshards
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.propagation.strategies import propagate_graph
+from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.sharding_rule import OpShardingRule, factor_names
 
 MATMUL = "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
@@ -146,6 +151,20 @@ def test_rules_that_cannot_be(build: Any, part: str) -> None:
     with pytest.raises(SpecError) as caught:
         build()
     assert part in str(caught.value)
+
+
+def test_a_factor_of_one_result_is_reduced_in_another() -> None:
+    """As a gradient's: rows are parts of the one result, and contributions to the other."""
+    rule = OpShardingRule.parse("([i, j]) -> ([i, j], [j]) {i=4, j=6} reduction={i}")
+    assert rule.contributed == ((), (0,))
+    mesh = DeviceMesh.of(x=2)
+    rows = spec(mesh, "x, -")
+    _, results = aligned(rule, (rows,), ((4, 6),), ((4, 6), (6,)))
+    assert [str(one) for one in results] == ["x, -", "- | sum(x)"]
+    graph = Graph.of([(4, 6)], [("both", [0], str(rule))], [1, 2])
+    for strategy in ("basic", "cost"):
+        placed = explicit_reshards(propagate_graph(graph, {0: rows}, strategy=strategy))
+        assert [str(one) for one in placed.results[0]] == ["x, -", "- | sum(x)"]
 
 
 def test_equal_rules_are_one() -> None:

@@ -12,7 +12,6 @@ from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import take_ranges
 from reshard.spmd.functions.networks import attend_by_scores
-from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep, is_watched
 from reshard.spmd.shards.operation_call import call
@@ -151,15 +150,10 @@ def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     found = pull_by_scores(step.operands, g, **{name: step.attributes[name] for name in every})
     if found is not None:
         return found
-    names = ("is_causal", "window")
-    attributes = {name: step.attributes[name] for name in names}
+    attributes = {name: step.attributes[name] for name in ("is_causal", "window")}
     options = {"scale": step.attributes["scale"]}
-    sums = call("attention_logsumexp", (q, k), attributes, options)
-    shift = e.negative(sum_over(e.multiply(g, step.result), axis=-1))
-    operands = (q, k, v, sums, shift, g)
-    of_queries = call("attention_queries_gradient", operands, attributes, options)
-    of_keys, of_values = call("attention_keys_gradient", operands, attributes, options)
-    return of_queries, of_keys, of_values
+    made: tuple[Any, ...] = call("attention_gradient", (q, k, v, g), attributes, options)
+    return made
 
 
 PULLBACKS: dict[str, Pullback] = {
@@ -175,10 +169,7 @@ PULLBACKS: dict[str, Pullback] = {
 """By operator."""
 
 _MADE = "softmax log_softmax layer_norm rms_norm cross_entropy"
-_SECOND = """
-attention_logsumexp attention_queries_gradient attention_keys_gradient attention_turn
-attention_turn_gradient
-"""
+_SECOND = "attention_gradient attention_turn attention_turn_gradient"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),

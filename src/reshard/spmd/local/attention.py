@@ -2,10 +2,10 @@
 
 Scores are found for a block of queries and a block of keys at a time. Of each query the greatest
 score so far, the sum of the exponentials under it and what they weigh are kept; a greater one
-scales them down. Blocks in which no query sees any key are left out. The gradient finds the
-weights again from the logarithm of their sum.
+scales them down. Blocks in which no query sees any key are left out. The gradient finds the weights
+of some queries again, over all keys that those see, and with them the cotangents of all three.
 
-PyTorch's own kernel does the forward pass of tensors.
+PyTorch's own kernels do both for tensors.
 
 Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021.
 """
@@ -28,6 +28,8 @@ from reshard.spmd.local.local_work import Function, LocalWork
 
 _BLOCK = 256
 """Places of a block of queries, and of a block of keys."""
+_LEAST = 32
+"""Places of the smallest block of queries that sees all its keys at once."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,15 @@ def _most_pairs(seen: SeenKeys, queries: tuple[int, int], keys: tuple[int, int])
     return max(seen.count_pairs(one, other) for one, other in itertools.product(*parts))
 
 
-def blocks(size: int) -> Iterator[tuple[int, int]]:
+def blocks(size: int, length: int = _BLOCK) -> Iterator[tuple[int, int]]:
     """Where blocks of a sequence start and stop.
 
     >>> list(blocks(300))
     [(0, 256), (256, 300)]
     """
     # An empty part has one empty block, whose result is empty.
-    for start in range(0, max(size, 1), _BLOCK):
-        yield start, min(start + _BLOCK, size)
+    for start in range(0, max(size, 1), length):
+        yield start, min(start + length, size)
 
 
 class Attention:
@@ -147,17 +149,6 @@ class Attention:
         self.scale = scale
         self.seen = seen
 
-    def _pairs(self, size: int, others: int, by_keys: bool) -> Iterator[tuple[Any, list[Any]]]:
-        """Blocks of the one sequence with those of the other that they reach, and if wholly."""
-        for one in blocks(size):
-            found = []
-            for other in blocks(others):
-                queries, keys = (other, one) if by_keys else (one, other)
-                is_any, is_all = self.seen.reaches(queries, keys)
-                if is_any:
-                    found.append((other, is_all))
-            yield one, found
-
     def _scores(self, q: Any, k: Any, queries: Any, keys: Any, is_all: bool) -> Any:
         space = self.space
         rows, columns = q[..., queries[0] : queries[1], :], k[..., keys[0] : keys[1], :]
@@ -174,17 +165,19 @@ class Attention:
         """
         space = self.space
         weighed, sums = [], []
-        for queries, reached in self._pairs(q.shape[-2], k.shape[-2], by_keys=False):
+        for queries in blocks(q.shape[-2]):
             part = q[..., queries[0] : queries[1], :]
             most = space.full_like(part[..., :1], -math.inf)
             total = space.zeros_like(part[..., :1])
             shape = (*part.shape[:-1], v.shape[-1])
             found = space.zeros_like(space.broadcast_to(part[..., :1], shape))
-            for keys, is_all in reached:
+            for keys in blocks(k.shape[-2]):
+                is_any, is_all = self.seen.reaches(queries, keys)
+                if not is_any:
+                    continue
                 scores = self._scores(q, k, queries, keys, is_all)
                 greatest = space.maximum(most, space.max(scores, axis=-1, keepdims=True))
-                # Where no key is seen yet, nothing is taken off.
-                level = space.where(space.isfinite(greatest), greatest, space.zeros_like(greatest))
+                level = self._level(greatest)
                 weights = space.exp(scores - level)
                 kept = space.exp(most - level)
                 total = total * kept + space.sum(weights, axis=-1, keepdims=True)
@@ -193,63 +186,67 @@ class Attention:
             is_none = total == 0
             one = space.ones_like(total)
             weighed.append(found / space.where(is_none, one, total))
-            level = space.where(space.isfinite(most), most, space.zeros_like(most))
-            logs = level + space.log(space.where(is_none, one, total))
+            logs = self._level(most) + space.log(space.where(is_none, one, total))
             sums.append(space.where(is_none, most, logs)[..., 0])
         return space.concat(weighed, axis=-2), space.concat(sums, axis=-1)
 
-    def _weights(self, q: Any, k: Any, sums: Any, at: Any, is_all: bool) -> Any:
-        queries, keys = at
-        level = sums[..., queries[0] : queries[1], None]
-        level = self.space.where(self.space.isfinite(level), level, self.space.zeros_like(level))
-        return self.space.exp(self._scores(q, k, queries, keys, is_all) - level)
-
-    def _slopes(self, weights: Any, v: Any, shift: Any, g: Any, at: Any) -> Any:
-        """The cotangent of the scores of a block, scaled."""
-        queries, keys = at
-        space = self.space
-        values = space.matrix_transpose(v[..., keys[0] : keys[1], :])
-        agreed = space.matmul(g[..., queries[0] : queries[1], :], values)
-        return weights * (agreed + shift[..., queries[0] : queries[1], None]) * self.scale
-
-    def queries_back(self, q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
-        """The cotangent of the queries.
+    def back(self, q: Any, k: Any, v: Any, g: Any, of_all: tuple[Any, Any] | None = None) -> Any:
+        """The cotangents of queries, of keys and of values, those summed over a group's heads.
 
         Args:
             q, k, v: as of `forward`.
-            sums: its second result, over all keys there are.
-            shift: the cotangent of `sums` less the product of what is weighed and its cotangent.
             g: the cotangent of what is weighed.
+            of_all: where these are not all keys that the queries see: of all of them the second
+                result of `forward`, and what is added to the weights' cotangents, minus the
+                product of what is weighed and `g`.
         """
         space = self.space
-        made = []
-        for queries, reached in self._pairs(q.shape[-2], k.shape[-2], by_keys=False):
-            found = space.zeros_like(q[..., queries[0] : queries[1], :])
-            for keys, is_all in reached:
-                at = queries, keys
-                slopes = self._slopes(self._weights(q, k, sums, at, is_all), v, shift, g, at)
-                found = found + space.matmul(slopes, k[..., keys[0] : keys[1], :])
-            made.append(found)
-        return space.concat(made, axis=-2)
+        of_keys, of_values = space.zeros_like(k), space.zeros_like(v)
+        of_queries = []
+        for queries, keys in self._rows(q.shape[-2], k.shape[-2]):
+            rows, cotangents = (x[..., queries[0] : queries[1], :] for x in (q, g))
+            columns, values = (x[..., keys[0] : keys[1], :] for x in (k, v))
+            is_all = self.seen.reaches(queries, keys)[1]
+            scores = self._scores(q, k, queries, keys, is_all)
+            agreed = space.matmul(cotangents, space.matrix_transpose(values))
+            if of_all is None:
+                weights = self._softmax(scores)
+                shift = -space.sum(weights * agreed, axis=-1, keepdims=True)
+            else:
+                sums, shift = (x[..., queries[0] : queries[1], None] for x in of_all)
+                weights = space.exp(scores - self._level(sums))
+            slopes = weights * (agreed + shift) * self.scale
+            of_queries.append(space.matmul(slopes, columns))
+            for found, one, other in (
+                (of_keys, slopes, rows),
+                (of_values, weights, cotangents),
+            ):
+                found[..., keys[0] : keys[1], :] += _sum_heads(space, one, other)
+        return space.concat(of_queries, axis=-2), of_keys, of_values
 
-    def keys_back(self, q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> tuple[Any, Any]:
-        """The cotangents of the keys and of the values, summed over a group's heads."""
+    def _rows(self, size: int, others: int) -> Iterator[tuple[Any, Any]]:
+        """Blocks of queries, each with the stretch of all keys that one of them sees.
+
+        The longer that is, the fewer queries a block has.
+        """
+        ahead = self.seen.query_start - self.seen.key_start
+        low, high = self.seen.limits
+        for start, stop in blocks(size, max(_BLOCK**2 // max(others, _BLOCK), _LEAST)):
+            first = min(max(start + ahead - high, 0), others)
+            last = max(min(stop - 1 + ahead - low + 1, others), first)
+            yield (start, stop), (int(first), int(last))
+
+    def _level(self, most: Any) -> Any:
+        """What is taken off before exponentials: nothing where no key is seen."""
+        return self.space.where(self.space.isfinite(most), most, self.space.zeros_like(most))
+
+    def _softmax(self, scores: Any) -> Any:
         space = self.space
-        of_keys, of_values = [], []
-        for keys, reached in self._pairs(k.shape[-2], q.shape[-2], by_keys=True):
-            for_keys = space.zeros_like(k[..., keys[0] : keys[1], :])
-            for_values = space.zeros_like(v[..., keys[0] : keys[1], :])
-            for queries, is_all in reached:
-                at = queries, keys
-                weights = self._weights(q, k, sums, at, is_all)
-                slopes = self._slopes(weights, v, shift, g, at)
-                rows = q[..., queries[0] : queries[1], :]
-                cotangents = g[..., queries[0] : queries[1], :]
-                for_keys = for_keys + _sum_heads(space, slopes, rows)
-                for_values = for_values + _sum_heads(space, weights, cotangents)
-            of_keys.append(for_keys)
-            of_values.append(for_values)
-        return space.concat(of_keys, axis=-2), space.concat(of_values, axis=-2)
+        if not scores.shape[-1]:
+            return scores
+        weights = space.exp(scores - self._level(space.max(scores, axis=-1, keepdims=True)))
+        total = space.sum(weights, axis=-1, keepdims=True)
+        return weights / space.where(total == 0, space.ones_like(total), total)
 
 
 def _sum_heads(space: Any, weights: Any, rows: Any) -> Any:
@@ -298,15 +295,25 @@ def _by_blocks(kernel: Attention) -> Function:
 
 
 def _by_torch(kernel: Attention, library: Library) -> Function:
+    weigh = _torch_kernel(kernel)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        if 0 not in (*q.shape, *k.shape, *v.shape):
+            return weigh(q, k, v)
+        made = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        for one in (q, k, v):
+            made = library.linked(made, one)
+        return made
+
+    return function
+
+
+def _torch_kernel(kernel: Attention) -> Function:
+    """PyTorch's kernel, of operands that are not empty."""
     compute = import_module("torch").nn.functional.scaled_dot_product_attention
     seen = kernel.seen
 
     def function(q: Any, k: Any, v: Any) -> Any:
-        if 0 in (*q.shape, *k.shape, *v.shape):
-            made = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-            for one in (q, k, v):
-                made = library.linked(made, one)
-            return made
         options: dict[str, Any] = {"scale": kernel.scale, "enable_gqa": k.shape[-3] != q.shape[-3]}
         whole = (0, q.shape[-2]), (0, k.shape[-2])
         if not seen.reaches(*whole)[1]:
@@ -320,54 +327,37 @@ def _by_torch(kernel: Attention, library: Library) -> Function:
     return function
 
 
-def attention_logsumexp(work: LocalWork) -> list[Function]:
-    """The logarithm of the sum of each query's exponentials."""
-
-    def make(kernel: Attention) -> Function:
-        def function(q: Any, k: Any) -> Any:
-            keys = k[..., None, :, :]
-            # What is weighed is not wanted: no values.
-            _, sums = kernel.forward(grouped(q, k.shape[-3]), keys, keys[..., :0])
-            return sums.reshape(q.shape[:-1])
-
-        return function
-
+def attention_gradient(work: LocalWork) -> list[Function]:
+    """The cotangents of queries, keys and values."""
+    make = _back_by_torch if work.library.name == "torch" else _back_by_blocks
     return [make(kernel) for kernel in _kernels(work)]
 
 
-def attention_queries_gradient(work: LocalWork) -> list[Function]:
-    """The cotangent of the queries."""
+def _back_by_blocks(kernel: Attention) -> Function:
+    def function(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, ...]:
+        groups = k.shape[-3]
+        made = kernel.back(
+            grouped(q, groups), k[..., None, :, :], v[..., None, :, :], grouped(g, groups)
+        )
+        return tuple(one.reshape(x.shape) for one, x in zip(made, (q, k, v), strict=True))
 
-    def make(kernel: Attention) -> Function:
-        def function(*operands: Any) -> Any:
-            return kernel.queries_back(*as_groups(*operands)).reshape(operands[0].shape)
-
-        return function
-
-    return [make(kernel) for kernel in _kernels(work)]
-
-
-def attention_keys_gradient(work: LocalWork) -> list[Function]:
-    """The cotangents of the keys and of the values."""
-
-    def make(kernel: Attention) -> Function:
-        def function(*operands: Any) -> Any:
-            of_keys, of_values = kernel.keys_back(*as_groups(*operands))
-            return of_keys.reshape(operands[1].shape), of_values.reshape(operands[2].shape)
-
-        return function
-
-    return [make(kernel) for kernel in _kernels(work)]
+    return function
 
 
-def as_groups(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> tuple[Any, ...]:
-    """The operands of a gradient with heads by groups, as `Attention` takes them."""
-    groups = k.shape[-3]
-    numbers = (grouped(one[..., None], groups)[..., 0] for one in (sums, shift))
-    return (
-        grouped(q, groups),
-        k[..., None, :, :],
-        v[..., None, :, :],
-        *numbers,
-        grouped(g, groups),
-    )
+def _back_by_torch(kernel: Attention) -> Function:
+    torch = import_module("torch")
+    weigh, by_blocks = _torch_kernel(kernel), _back_by_blocks(kernel)
+
+    def function(*operands: Any) -> tuple[Any, ...]:
+        # What autograd does here has no gradient that autograd could go on with.
+        is_watched = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
+        if is_watched or any(0 in one.shape for one in operands):
+            return by_blocks(*operands)
+        *arrays, g = operands
+        with torch.enable_grad():
+            watched = [one.detach().requires_grad_() for one in arrays]
+            made = weigh(*watched)
+        found: tuple[Any, ...] = torch.autograd.grad(made, watched, g)
+        return found
+
+    return function

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from reshard.spmd.local.attention import Attention, SeenKeys, as_groups, grouped
+from reshard.spmd.local.attention import Attention, SeenKeys, grouped
 from reshard.spmd.local.local_work import Function, LocalWork, Stretch
 
 Part = Sequence[Stretch]
@@ -159,20 +159,19 @@ def attention_turn_gradient(work: LocalWork) -> list[Function]:
         space = turn.space
 
         def function(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
+            groups = k.shape[-3]
             of_queries = space.zeros_like(q)
             of_keys, of_values = (_zeros(space, x, length) for x in (k, v))
             for rows, seen in turn.meetings(k):
                 of_rows = [x[..., rows[0] : rows[1], :] for x in (q, g)]
-                numbers = [x[..., rows[0] : rows[1]] for x in (sums, shift)]
+                some, cotangents = (grouped(x, groups) for x in of_rows)
+                numbers = (x[..., rows[0] : rows[1], None] for x in (sums, shift))
+                of_all = tuple(grouped(x, groups)[..., 0] for x in numbers)
                 for columns, kernel in seen:
-                    keys, values = (x[..., columns[0] : columns[1], :] for x in (k, v))
-                    operands = as_groups(
-                        of_rows[0], keys, values, numbers[0], numbers[1], of_rows[1]
-                    )
-                    made = kernel.queries_back(*operands)
-                    of_queries[..., rows[0] : rows[1], :] += made.reshape(of_rows[0].shape)
-                    pairs = zip((of_keys, of_values), kernel.keys_back(*operands), strict=True)
-                    for whole, part in pairs:
+                    keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
+                    one, *others = kernel.back(some, keys, values, cotangents, of_all)
+                    of_queries[..., rows[0] : rows[1], :] += one.reshape(of_rows[0].shape)
+                    for whole, part in zip((of_keys, of_values), others, strict=True):
                         whole[..., columns[0] : columns[1], :] += part[..., 0, :, :]
             return of_queries, of_keys, of_values
 

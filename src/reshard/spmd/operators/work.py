@@ -54,16 +54,9 @@ def of_attention(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> 
     return of_pair(rule, sizes) * _count_pairs(rule, sizes, attributes)
 
 
-def of_scores(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Scores alone: two for each channel of queries and keys that see each other."""
-    queries = _dimensions(rule.operands[0], sizes)
-    lead, channels = math.prod(queries[:-2]), queries[-1]
-    return float(2 * lead * channels * _count_pairs(rule, sizes, attributes))
-
-
 def of_attention_gradient(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Scores and the agreement of values, found again, and the products with their slopes."""
-    return 2 * of_attention(rule, sizes, attributes)
+    """Scores and the agreement of values, found again, and the three products with them."""
+    return of_pair_gradient(rule, sizes) * _count_pairs(rule, sizes, attributes)
 
 
 def _count_pairs(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> int:
@@ -78,9 +71,20 @@ def _count_pairs(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> 
 
 def of_pair(rule: OpShardingRule, sizes: Sizes) -> float:
     """Of attention, for a query and a key of each head; none on a rank without keys."""
+    return _of_products(rule, sizes, 1, 1)
+
+
+def of_pair_gradient(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Of attention's gradient, likewise."""
+    return _of_products(rule, sizes, 3, 2)
+
+
+def _of_products(rule: OpShardingRule, sizes: Sizes, of_queries: int, of_values: int) -> float:
+    """So many products of the queries' channels and of the values', for a pair of each head."""
     # By dimensions: what only a gradient reads has factors of its own in the rule.
     queries, keys, values = (_dimensions(mapping, sizes) for mapping in rule.operands[:3])
-    return float(2 * math.prod(queries[:-2]) * (queries[-1] + values[-1]) * (keys[-2] > 0))
+    channels = of_queries * queries[-1] + of_values * values[-1]
+    return float(2 * math.prod(queries[:-2]) * channels * (keys[-2] > 0))
 
 
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:

@@ -176,7 +176,6 @@ class _Placing:
             chosen = self._choose(operation, shardings)
         # 2. The shardings of all tensors under those cuts, and the axes along which results are
         # partial.
-        contributed = ordered((*kept, *(part for f in rule.reduction for part in chosen[f])))
         cut = [
             updated(
                 mapping,
@@ -201,6 +200,8 @@ class _Placing:
         made = []
         for position, value in enumerate(operation.results):
             target = self.state[value]
+            reduced = rule.contributed[position]
+            contributed = ordered((*kept, *(part for f in reduced for part in chosen[f])))
             found = cut[count + position]._replace(
                 partial=contributed,
                 reduction=self._find_combining(operation, kept) if contributed else None,

@@ -62,7 +62,6 @@ def aligned(
     mesh = operands[0].mesh
     blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
     cuts = _choose(rule, operands, operand_shapes, blocked)
-    partial = [axis for factor in rule.reduction if factor in cuts for axis in cuts[factor].axes]
     placed = [
         ShardingSpec(mesh, [_find_dim(dim, cuts) for dim in mapping]) for mapping in rule.operands
     ]
@@ -70,10 +69,10 @@ def aligned(
         ShardingSpec(
             mesh,
             [_find_dim(dim, cuts) for dim in mapping],
-            partial_axes=partial,
+            partial_axes=[axis for f in contributed if f in cuts for axis in cuts[f].axes],
             reduction=rule.reduction_operator,
         )
-        for mapping in rule.results
+        for mapping, contributed in zip(rule.results, rule.contributed, strict=True)
     ]
     return tuple(placed), tuple(results)
 

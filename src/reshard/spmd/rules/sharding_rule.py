@@ -10,7 +10,7 @@ A factor that is cut over mesh axes may be cut so in every dimension it is in. W
 operator depends on the factor's kind:
 
     pass-through      nothing: each device computes its part of the results
-    reduction         it is in no result: each device has a contribution, to be combined
+    reduction         a result that lacks it has a contribution on each device, to be combined
     need_replication  the operator needs all of it on each device
     permutation       the cut carries over, but elements move between devices
     blocked           shardings do not propagate along it
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from reshard.errors import NotationError, SpecError
@@ -65,7 +66,7 @@ class OpShardingRule(Interned):
 
     Raises:
         SpecError: a factor that is not there, is in no tensor or twice in one, a reduction factor
-            in a result, a negative size, two kinds for one factor.
+            in all results, a negative size, two kinds for one factor.
 
     >>> rule = OpShardingRule([[[0], [2]], [[2], [1]]], [[[0], [1]]], [4, 16, 8], reduction=[2])
     >>> print(rule)
@@ -131,7 +132,6 @@ class OpShardingRule(Interned):
         for factor, name in enumerate(self.names):
             if factor not in used:
                 raise SpecError(f"factor {name} is in no tensor; leave it out")
-        of_results = {factor for mapping in self.results for dim in mapping for factor in dim}
         seen: dict[int, str] = {}
         # The first three kinds exclude one another; "blocked" may go with any of them.
         for kind in _KINDS[:3]:
@@ -146,11 +146,24 @@ class OpShardingRule(Interned):
         for factor in self.blocked:
             self._check_known(factor)
         for factor in self.reduction:
-            if factor in of_results:
+            if self.results and not any(factor in one for one in self.contributed):
                 raise SpecError(
-                    f"factor {self.names[factor]} is reduced, but it is in a result; contributions "
-                    "are combined over factors of operands alone"
+                    f"factor {self.names[factor]} is reduced, but it is in all results; "
+                    "contributions are combined over factors that a result lacks"
                 )
+
+    @cached_property
+    def contributed(self) -> tuple[tuple[int, ...], ...]:
+        """For each result the factors along which devices have contributions to it.
+
+        >>> rule = OpShardingRule.parse("([i, j]) -> ([i], [j]) {i=4, j=8} reduction={i, j}")
+        >>> rule.contributed
+        ((1,), (0,))
+        """
+        owned = [{factor for dim in mapping for factor in dim} for mapping in self.results]
+        return tuple(
+            tuple(factor for factor in self.reduction if factor not in own) for own in owned
+        )
 
     def _check_known(self, factor: int) -> None:
         if not 0 <= factor < len(self.sizes):

@@ -1,4 +1,4 @@
-"""Attention, and the operators of its gradient."""
+"""Attention, and its gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.local import attention as local
 from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import of_attention, of_attention_gradient, of_scores
+from reshard.spmd.operators.work import of_attention, of_attention_gradient
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 
@@ -80,76 +80,35 @@ def attention(
     return builder.build()
 
 
-def attention_logsumexp(
+def attention_gradient(
     shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
 ) -> Inferred:
-    """Queries and keys of attention: the logarithm of the sum of each query's exponentials.
+    """Of attention, the cotangents of queries, keys and values: of these and of the result's.
 
-    >>> print(attention_logsumexp([(2, 8, 5, 16), (2, 4, 7, 16)]).rule)
-    ([i, jk, l, m], [i, j, n, m]) -> ([i, jk, l])
-    {i=2, j=4, k=2, l=5, m=16, n=7} need_replication={m, n}
+    Those of keys and values add up queries, and all heads of a group: ranks that have parts of
+    these have contributions.
+
+    >>> print(attention_gradient([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32), (2, 8, 5, 32)]).rule)
+    ([i, jk, l, n], [i, j, m, n], [i, j, m, o], [i, jk, l, o]) ->
+    ([i, jk, l, n], [i, j, m, n], [i, j, m, o])
+    {i=2, j=4, k=2, l=5, m=7, n=16, o=32} reduction={k, l} need_replication={m, n, o}
     """
-    counted("attention_logsumexp", shapes, 2)
-    queries, keys = shapes
-    lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [queries[:-1]])
-    for dim in range(lead):
-        builder.factor([dim, dim], [dim])
-    builder.factor([lead, lead], [lead], size=keys[lead])
-    builder.factor([lead], [lead], size=queries[lead] // max(keys[lead], 1))
-    builder.factor([lead + 1], [lead + 1], adjusted=is_causal or window is not None)
-    builder.factor([lead + 2, lead + 2], kind="need_replication")
-    return builder.build()
-
-
-def attention_queries_gradient(
-    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
-) -> Inferred:
-    """Of attention, the cotangent of the queries.
-
-    Operands are queries, keys, values, the logarithms of the sums, what is taken off the weights'
-    cotangents, and the cotangent of the result.
-    """
-    counted("attention_queries_gradient", shapes, 6)
-    queries, keys = shapes[:2]
-    lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [queries])
-    for dim in range(lead):
-        builder.factor([dim] * 6, [dim])
-    builder.factor([lead] * 6, [lead], size=keys[lead])
-    each = queries[lead] // max(keys[lead], 1)
-    builder.factor([lead, None, None, lead, lead, lead], [lead], size=each)
-    place = lead + 1
-    is_placed = is_causal or window is not None
-    builder.factor([place, None, None, place, place, place], [place], adjusted=is_placed)
-    builder.factor([lead + 2, lead + 2], [lead + 2], kind="need_replication")
-    return builder.build()
-
-
-def attention_keys_gradient(
-    shapes: Sequence[Shape], is_causal: bool = False, window: int | None = None
-) -> Inferred:
-    """Of attention, the cotangents of the keys and of the values: operands as of the queries'.
-
-    Queries add up, those of all heads of a group, so that each part of them has a contribution.
-    """
-    counted("attention_keys_gradient", shapes, 6)
+    counted("attention_gradient", shapes, 4)
     queries, keys, values = shapes[:3]
     lead = len(queries) - 3
-    builder = RuleBuilder(shapes, [keys, values])
+    builder = RuleBuilder(shapes, [queries, keys, values])
     for dim in range(lead):
-        builder.factor([dim] * 6, [dim, dim])
-    builder.factor([lead] * 6, [lead, lead], size=keys[lead])
+        builder.factor([dim] * 4, [dim] * 3)
+    builder.factor([lead] * 4, [lead] * 3, size=keys[lead])
     each = queries[lead] // max(keys[lead], 1)
-    builder.factor([lead, None, None, lead, lead, lead], size=each, kind="reduction")
-    place = lead + 1
+    builder.factor([lead, None, None, lead], [lead], size=each, kind="reduction")
+    place, channel = lead + 1, lead + 2
     is_placed = is_causal or window is not None
-    builder.factor([place, None, None, place, place, place], kind="reduction", adjusted=is_placed)
-    builder.factor([None, place, place], [place, place], adjusted=is_placed)
-    builder.factor([lead + 2, lead + 2], [lead + 2], kind="need_replication")
-    builder.factor(
-        [None, None, lead + 2, None, None, lead + 2], [None, lead + 2], kind="need_replication"
-    )
+    builder.factor([place, None, None, place], [place], kind="reduction", adjusted=is_placed)
+    builder.factor([None, place, place], [None, place, place], kind="need_replication")
+    builder.factor([channel] * 2, [channel] * 2, kind="need_replication")
+    of_values = [None, None, channel]
+    builder.factor([*of_values, channel], of_values, kind="need_replication")
     return builder.build()
 
 
@@ -164,13 +123,12 @@ def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
 
 
 _HEADS: list[Shape] = [(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]
-_BACK: list[Shape] = [*_HEADS, (2, 8, 5), (2, 8, 5), (2, 8, 5, 32)]
 
 OPERATORS: tuple[Operator, ...] = (
     _row(
         "attention",
         attention,
-        ([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)], {}),
+        (_HEADS, {}),
         linear=(2,),
         work=of_attention,
         local=local.attention,
@@ -178,30 +136,12 @@ OPERATORS: tuple[Operator, ...] = (
         note="heads are cut by groups of keys; keys are whole along their sequence",
     ),
     _row(
-        "attention_logsumexp",
-        attention_logsumexp,
-        (_HEADS[:2], {}),
-        work=of_scores,
-        local=local.attention_logsumexp,
-        knows_place=_finds_places,
-        note="for the gradient of attention",
-    ),
-    _row(
-        "attention_queries_gradient",
-        attention_queries_gradient,
-        (_BACK, {}),
+        "attention_gradient",
+        attention_gradient,
+        ([*_HEADS, (2, 8, 5, 32)], {}),
         work=of_attention_gradient,
-        local=local.attention_queries_gradient,
+        local=local.attention_gradient,
         knows_place=_finds_places,
-        note="weights are found again, block by block",
-    ),
-    _row(
-        "attention_keys_gradient",
-        attention_keys_gradient,
-        (_BACK, {}),
-        work=of_attention_gradient,
-        local=local.attention_keys_gradient,
-        knows_place=_finds_places,
-        note="queries that are cut have contributions",
+        note="weights are found again; queries that are cut have contributions",
     ),
 )

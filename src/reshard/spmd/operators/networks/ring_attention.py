@@ -16,7 +16,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
 from reshard.spmd.local.local_work import Stretch, stretches_of
 from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import Attributes, of_pair
+from reshard.spmd.operators.work import Attributes, of_pair, of_pair_gradient
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -162,8 +162,7 @@ def _work_forward(rule: OpShardingRule, sizes: Sequence[int], attributes: Attrib
 
 
 def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
-    # As much again for the gradients of queries, and for those of keys and values.
-    return 4 * _work_forward(rule, sizes, attributes)
+    return of_pair_gradient(rule, sizes) * ring_attention.count_pairs(attributes)
 
 
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]

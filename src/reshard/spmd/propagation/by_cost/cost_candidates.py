@@ -81,16 +81,15 @@ class RunOption:
         """The shardings of the results, contributions included."""
         if self.placed is not None:
             return self.placed.makes
-        reduced = tuple(part for factor in rule.reduction for part in self.cuts[factor])
-        axes: Parts = ()
-        for part in sorted((*self.kept, *reduced)):
-            axes = joined(axes, part)
-        operator = rule.reduction_operator if reduced else self.reduction
-        first = len(rule.operands)
-        return tuple(
-            self._make_sharding(rule, first + place, axes, operator)
-            for place in range(len(rule.results))
-        )
+        found = []
+        for place, contributed in enumerate(rule.contributed, len(rule.operands)):
+            reduced = tuple(part for factor in contributed for part in self.cuts[factor])
+            axes: Parts = ()
+            for part in sorted((*self.kept, *reduced)):
+                axes = joined(axes, part)
+            operator = rule.reduction_operator if reduced else self.reduction
+            found.append(self._make_sharding(rule, place, axes, operator))
+        return tuple(found)
 
     def _make_sharding(
         self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
