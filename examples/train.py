@@ -235,7 +235,7 @@ class PipelinedTraining(Training):
     """A run whose layers are in stages, each on a mesh of its own.
 
     A step is a pipeline of microbatches, then AdamW of each stage. A process has the parameters and
-    states of its own stage; in one process, of all. `zero` is 0, 1 or 3.
+    states of its own stage; in one process, of all.
     """
 
     def __init__(
@@ -270,6 +270,7 @@ class PipelinedTraining(Training):
             [network.stage(number, self.count) for number in range(self.count)],
             sp.pipeline_schedule(order, self.count, microbatches),
             [spec(own, "dp, -, -") for own in meshes],
+            [self.of_stage(over, n) or None for n in range(self.count)] if zero >= 2 else None,
         )
         self.update = sp.jit(adam.update)
 
@@ -458,13 +459,11 @@ def runner_over(mesh: DeviceMesh) -> Any:
 
 
 def begin(arguments: argparse.Namespace, lengths: dict[str, int]) -> Training:
-    """A run at its first step. Raises SystemExit where it cannot be."""
+    """A run at its first step."""
     common = (arguments.dtype, arguments.zero)
     sizes = TINY if arguments.tiny else Sizes()
     if lengths["pp"] == 1:
         return Training(sizes, DeviceMesh.of(dp=lengths["dp"], tp=lengths["tp"]), *common)
-    if arguments.zero == 2:
-        raise SystemExit("stages give gradients as parameters lie: with pp, --zero 0, 1 or 3")
     return PipelinedTraining(sizes, DeviceMesh.of(**lengths), *common, arguments.order)
 
 

@@ -52,7 +52,13 @@ def test_every_mesh_has_the_losses_of_one_device(dp: int, tp: int, zero: int, st
 
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "zero", "order"),
-    [(2, 2, 1, 1, "1f1b"), (2, 1, 2, 0, "gpipe"), (2, 2, 2, 3, "zb-h1"), (2, 2, 2, 1, "1f1b")],
+    [
+        (2, 2, 1, 1, "1f1b"),
+        (2, 1, 2, 0, "gpipe"),
+        (2, 2, 2, 3, "zb-h1"),
+        (2, 2, 2, 2, "1f1b"),
+        (2, 2, 1, 2, "zb-h2"),
+    ],
 )
 def test_stages_have_the_losses_of_one_device(
     pp: int, dp: int, tp: int, zero: int, order: str

@@ -156,13 +156,13 @@ class Tape:
             for one in found:
                 self.watch(one)
 
-    def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> _Cotangents:
+    def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> Cotangents:
         """The cotangents of what is watched, from those of results.
 
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
         """
-        found, combined = _Cotangents(cotangents), _Combined()
+        found, combined = Cotangents(cotangents), _Combined()
         for step in reversed(self.steps):
             given_back = _take_results(step, found)
             if given_back is not None:
@@ -172,7 +172,7 @@ class Tape:
 
     def pulled_back_in_two(
         self, cotangents: Sequence[tuple[ArrayValue, Any]], towards: Sequence[ArrayValue]
-    ) -> tuple[_Cotangents, Callable[[], None]]:
+    ) -> tuple[Cotangents, Callable[[], None]]:
         """The cotangents of some of what is watched, and a function that adds those of the rest.
 
         Operations on the way from results to `towards` pull back what lies on that way at once,
@@ -183,7 +183,7 @@ class Tape:
             cotangents: as in `pulled_back`.
             towards: arrays that are watched, whose cotangents come first.
         """
-        found, combined = _Cotangents(cotangents), _Combined()
+        found, combined = Cotangents(cotangents), _Combined()
         reached = {id(one) for one in towards}
         for step in self.steps:
             if any(id(one) in reached for one in step.operands):
@@ -256,7 +256,7 @@ class _Combined:
         return replace(step, operands=tuple(operands))
 
 
-def _take_results(step: TapeStep, found: _Cotangents) -> Any:
+def _take_results(step: TapeStep, found: Cotangents) -> Any:
     """The cotangents of a step's results as its pullback takes them; None where there are none."""
     given = [found.take(one) for one in step.results]
     if all(one is None for one in given):
@@ -274,7 +274,7 @@ def _take_results(step: TapeStep, found: _Cotangents) -> Any:
 
 
 def _pull_into(
-    found: _Cotangents,
+    found: Cotangents,
     step: TapeStep,
     combined: _Combined,
     given_back: Any,
@@ -295,7 +295,7 @@ def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
     return [step.pullback(step, cotangents, number) for number in wanted]
 
 
-class _Cotangents:
+class Cotangents:
     """Cotangents by array, added up."""
 
     def __init__(self, pairs: Sequence[tuple[ArrayValue, Any]]) -> None:

@@ -19,7 +19,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.filling import ones_like, zeros_like
 from reshard.spmd.gradients.table import find_pullback
-from reshard.spmd.gradients.tape import Tape, ended, is_real_floating
+from reshard.spmd.gradients.tape import Cotangents, Tape, ended, is_real_floating
 from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
@@ -145,7 +145,7 @@ def _check_function(name: str, function: object) -> None:
 
 
 def vjp_in_two(
-    function: Function, parameters: Any, inputs: Any
+    function: Function, parameters: Any, inputs: Any, specs: Any = None
 ) -> tuple[Any, Callable[[Any], tuple[Any, Callable[[], Any]]]]:
     """A function's value, and a pullback that gives the cotangents of inputs before parameters'.
 
@@ -153,6 +153,7 @@ def vjp_in_two(
         function: of parameters and inputs.
         parameters, inputs: trees of arrays of real floating numbers; None as inputs for a function
             of parameters alone.
+        specs: shardings for the cotangents of parameters, in their places; their own when None.
 
     Returns:
         The value and the pullback. It takes the value's cotangents, and returns those of the
@@ -178,16 +179,11 @@ def vjp_in_two(
     def pullback(cotangents: Any) -> tuple[Any, Callable[[], Any]]:
         found, pull_rest = tape.pulled_back_in_two(_pair(value, cotangents), towards)
 
-        def end(tree: Any) -> Any:
-            return replaced(
-                [tree], lambda leaf: None if leaf is None else _end(leaf, found.of(leaf), None)
-            )[0]
-
         def parameters_too() -> Any:
             pull_rest()
-            return end(given[0])
+            return _end_all(given[0], found, specs)
 
-        return end(given[1]), parameters_too
+        return _end_all(given[1], found, None), parameters_too
 
     return value, pullback
 
@@ -259,15 +255,7 @@ def _run(
         value, aux = value
 
     def pullback(cotangents: Any, *, specs: Any = None) -> tuple[Any, ...]:
-        found = tape.pulled_back(_pair(value, cotangents))
-        wanted = _read_specs(given, specs)
-        made = iter(
-            [
-                None if leaf is None else _end(leaf, found.of(leaf), spec)
-                for (_, leaf), spec in zip(leaves(given), wanted, strict=True)
-            ]
-        )
-        return tuple(replaced(given, lambda _: next(made)))
+        return tuple(_end_all(given, tape.pulled_back(_pair(value, cotangents)), specs))
 
     return value, aux, pullback
 
@@ -299,6 +287,17 @@ def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
     if specs is None:
         return [None] * sum(1 for _ in leaves(given))
     return shardings_like(specs, given, "specs of gradients")
+
+
+def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
+    """The gradients of a tree of parameters, each in its own sharding or the one asked for."""
+    wanted = iter(_read_specs(parameters, specs))
+
+    def end(leaf: Any) -> Any:
+        spec = next(wanted)
+        return None if leaf is None else _end(leaf, found.of(leaf), spec)
+
+    return replaced(parameters, end)
 
 
 def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:

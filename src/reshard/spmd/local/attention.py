@@ -348,7 +348,7 @@ def _back_by_torch(kernel: Attention) -> Function:
     torch = import_module("torch")
     weigh, by_blocks = _torch_kernel(kernel), _back_by_blocks(kernel)
 
-    def function(*operands: Any) -> tuple[Any, ...]:
+    def function(*operands: Any) -> Any:
         # What autograd does here has no gradient that autograd could go on with.
         is_watched = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
         if is_watched or any(0 in one.shape for one in operands):
@@ -357,7 +357,6 @@ def _back_by_torch(kernel: Attention) -> Function:
         with torch.enable_grad():
             watched = [one.detach().requires_grad_() for one in arrays]
             made = weigh(*watched)
-        found: tuple[Any, ...] = torch.autograd.grad(made, watched, g)
-        return found
+        return torch.autograd.grad(made, watched, g)
 
     return function

@@ -15,7 +15,7 @@ from pipeline_models import make_arrays, make_stages, place, whole
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
-from reshard.spmd.programs.pipelines import stage_programs
+from reshard.spmd.programs.pipelines import stage_passes, stage_programs
 from reshard.spmd.shards.operation_call import recording
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
@@ -49,6 +49,44 @@ def test_losses_and_gradients_are_those_of_the_whole(
             assert slope.spec is given[stage][name].spec
             difference = np.asarray(slope.to_dense()) - np.asarray(wanted[name].to_dense())
             assert np.abs(difference).max() < 1e-12, (stage, name)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(("order", "per_rank"), [("1f1b", 1), ("zb-v", 2)])
+def test_gradients_of_each_microbatch_are_reduced_to_parts(
+    order: str, per_rank: int, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "torch":
+        pytest.importorskip("torch")
+    schedule = sp.pipeline_schedule(order, 2, 4, stages_per_rank=per_rank)
+    parameters, batch = make_arrays(schedule.n_stages, 4)
+    _, expected = whole(parameters, batch)
+    meshes = [reshard.DeviceMesh.of(dp=2, tp=1, devices=(2 * n, 2 * n + 1)) for n in range(2)]
+    added: list[Any] = []
+    do = pipelines.PipelineRun.do
+
+    def watched(self: Any, task: sp.PipelineTask) -> None:
+        do(self, task)
+        added.extend(self.gradients.items())
+
+    monkeypatch.setattr(pipelines.PipelineRun, "do", watched)
+    with sp.running(sp.in_process(library)):
+        given, microbatches, specs = place(parameters, batch, schedule, meshes)
+        on = [meshes[schedule.rank_of[stage]] for stage in range(schedule.n_stages)]
+        over = [sp.specs_over(own, mesh, "dp") for own, mesh in zip(given, on, strict=True)]
+        # The first stage's end as its parameters lie.
+        ends = [None, *over[1:]]
+        pipeline = sp.Pipeline(make_stages(schedule.n_stages), schedule, specs, ends)
+        _, gradients = pipeline(given, microbatches)
+        monkeypatch.setattr(stage_passes.StagePasses, "_find_programs", lambda *_: None)
+        _, eager = pipeline(given, microbatches)
+    for stage, found in [*added, *enumerate(gradients), *enumerate(eager)]:
+        for name, slope in found.items():
+            assert slope.spec is (over[stage][name] if stage else given[stage][name].spec)
+    for found in (gradients, eager):
+        for one, other in zip(found, expected, strict=True):
+            for name, slope in one.items():
+                np.testing.assert_allclose(slope.to_dense(), other[name].to_dense(), 0, 1e-12)
 
 
 @pytest.mark.parametrize(("order", "per_rank"), ORDERS)
@@ -247,6 +285,8 @@ def test_what_is_refused() -> None:
         sp.Pipeline(stages[:1], schedule, rows[:1])
     with pytest.raises(SpecError, match="for 2 stages"):
         sp.Pipeline(stages, schedule, rows[:1])
+    with pytest.raises(SpecError, match="gradient_specs of 1 stages for 2"):
+        sp.Pipeline(stages, schedule, rows, [None])
     with pytest.raises(SpecError, match="None at most for the first"):
         sp.Pipeline(stages, schedule, [rows[0], None])
     pipeline = sp.Pipeline(stages, schedule, rows)

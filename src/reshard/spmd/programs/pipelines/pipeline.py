@@ -35,8 +35,8 @@ class Pipeline:
     """The loss of microbatches and its gradients, stage by stage in a schedule's order.
 
     Called with the parameters of each stage and the microbatches, it returns the mean of their
-    losses and, like the parameters, the gradients of that mean. Stages are traced as by `sp.jit`,
-    once for arrays of a kind; one that asks for elements goes operation by operation.
+    losses and, in the places of the parameters, the gradients of that mean. Stages are traced as by
+    `sp.jit`, once for arrays of a kind; one that asks for elements goes operation by operation.
 
     Over processes all call it, each with arrays of the stages whose meshes it is in (None for
     others) over the group of that mesh's ranks, `sp.over_processes(group)`. The loss is None but
@@ -49,6 +49,10 @@ class Pipeline:
         schedule: with as many stages.
         specs: in which sharding each stage takes its array; that of the first is of microbatches,
             which are not moved, and may be None. A mesh is where the stage's parameters are.
+        gradient_specs: for each stage shardings of its gradients, in the places of its parameters:
+            cut over data parallel ranks, for instance, as ZeRO 2 has them. Those of a microbatch
+            are reduced to them before the next one's are there. As the parameters lie when None,
+            for all stages or for one.
 
     Raises:
         UsageError: stages that are not functions, or not as many as the schedule has.
@@ -72,6 +76,7 @@ class Pipeline:
     stages: Sequence[Stage]
     schedule: PipelineSchedule
     specs: Sequence[ShardingSpec | None]
+    gradient_specs: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         if not all(map(callable, self.stages)):
@@ -82,6 +87,11 @@ class Pipeline:
             raise UsageError(
                 f"{len(self.stages)} stages for a schedule of {self.schedule.n_stages}; join or "
                 "cut them, or make a schedule for as many"
+            )
+        if self.gradient_specs is not None and len(self.gradient_specs) != len(self.stages):
+            raise SpecError(
+                f"gradient_specs of {len(self.gradient_specs)} stages for {len(self.stages)}; give "
+                "a tree of shardings for each, or None"
             )
         fits = len(self.specs) == len(self.stages) and all(
             isinstance(one, ShardingSpec) for one in self.specs[1:]
@@ -94,7 +104,15 @@ class Pipeline:
 
     @cached_property
     def _passes(self) -> list[StagePasses]:
-        return [StagePasses(one, stage > 0) for stage, one in enumerate(self.stages)]
+        return [
+            StagePasses(one, stage > 0, specs)
+            for stage, (one, specs) in enumerate(zip(self.stages, self._ends, strict=True))
+        ]
+
+    @property
+    def _ends(self) -> Sequence[Any]:
+        """The shardings of each stage's gradients, None for those of its parameters."""
+        return [None] * len(self.stages) if self.gradient_specs is None else self.gradient_specs
 
     def __call__(
         self, parameters: Sequence[Any], microbatches: Sequence[tuple[Any, Any]]
@@ -171,7 +189,7 @@ class Pipeline:
         from reshard.spmd.programs.pipelines.stage_costs import find_stage_costs
 
         self._check_parameters(parameters)
-        own = self.stages, self.specs, parameters
+        own = self.stages, self.specs, self._ends, parameters
         return find_stage_costs(*own, microbatch, topology, library)
 
     def _check_parameters(self, parameters: Sequence[Any]) -> None:

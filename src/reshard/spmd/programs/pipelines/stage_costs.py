@@ -30,6 +30,7 @@ from reshard.topology import Topology
 def find_stage_costs(
     stages: Sequence[Stage],
     specs: Sequence[ShardingSpec | None],
+    gradient_specs: Sequence[Any],
     parameters: Sequence[Any],
     microbatch: tuple[Any, Any],
     topology: Topology,
@@ -44,9 +45,10 @@ def find_stage_costs(
     x, targets = microbatch
     found = []
     for number, (function, own) in enumerate(zip(stages, parameters, strict=True)):
+        ends = gradient_specs[number]
         is_last = number == len(stages) - 1
         given = (x, targets) if is_last else (x,)
-        found.append(_costs_of(function, own, given, number == 0, topology, library))
+        found.append(_costs_of(function, own, given, ends, number == 0, topology, library))
         if not is_last:
             (made,) = trace(function, own, x).outputs
             x = made if specs[number + 1] is None else made.with_spec(specs[number + 1])
@@ -59,18 +61,22 @@ def _costs_of(
     function: Stage,
     own: Any,
     given: tuple[Any, ...],
+    specs: Any,
     is_first: bool,
     topology: Topology,
     library: str,
 ) -> StageCosts:
-    """Those of one stage, but for what it sends: `given` are its array and the targets."""
+    """Those of one stage, but for what it sends.
+
+    `given` are its array and the targets, `specs` the shardings of its gradients.
+    """
 
     def run(tasks: int, own: Any, cotangent: Any, x: Any, *more: Any) -> Any:
         """So many tasks of the stage."""
         if is_first:
-            made, pullback = vjp_in_two(lambda p: function(p, x, *more), own, None)
+            made, pullback = vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
         else:
-            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x)
+            made, pullback = vjp_in_two(lambda p, x: function(p, x, *more), own, x, specs)
         found = [made]
         if tasks > 1:
             slope, rest = pullback(cotangent)

@@ -53,10 +53,11 @@ class StagePasses:
     Args:
         function: of the stage's parameters, its array, and maybe targets.
         has_gradient: whether the cotangent of its array is asked for: not of the first stage.
+        specs: shardings for the gradients, in the places of the parameters; their own when None.
     """
 
-    def __init__(self, function: Stage, has_gradient: bool) -> None:
-        self._function, self._has_gradient = function, has_gradient
+    def __init__(self, function: Stage, has_gradient: bool, specs: Any = None) -> None:
+        self._function, self._has_gradient, self._specs = function, has_gradient, specs
         # None where a stage cannot be traced.
         self._programs: dict[Any, StagePrograms | None] = {}
         self._lock = RLock()
@@ -104,21 +105,22 @@ class StagePasses:
 
     def _differentiate(self, is_split: bool) -> Differentiated:
         """The stage with its way back, as a function of its parameters and what it is given."""
-        function = self._function
+        function, specs = self._function, self._specs
 
         def differentiated(own: Any, x: Any, *more: Any) -> tuple[Any, Back]:
             # Tokens have no gradients, and nobody asks for those of others.
             if is_split and self._has_gradient:
-                return vjp_in_two(lambda p, x: function(p, x, *more), own, x)
+                return vjp_in_two(lambda p, x: function(p, x, *more), own, x, specs)
             if is_split:
-                return vjp_in_two(lambda p: function(p, x, *more), own, None)
+                return vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
             if self._has_gradient:
                 made, pullback = vjp(lambda p, x: function(p, x, *more), own, x)
             else:
                 made, pullback = vjp(lambda p: function(p, x, *more), own)
+            wanted = None if specs is None else (specs, None)[: 1 + self._has_gradient]
 
             def back(cotangent: Any) -> tuple[Any, Callable[[], Any]]:
-                gradients, *slopes = pullback(cotangent)
+                gradients, *slopes = pullback(cotangent, specs=wanted)
                 return (slopes[0] if slopes else None), lambda: gradients
 
             return made, back
