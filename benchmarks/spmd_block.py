@@ -16,7 +16,9 @@ an all-reduce counted as a reduce-scatter and an all-gather:
 Estimated times are those of the trace.
 
 `--times` runs eager, `sp.jit`, `sp.auto` and `jax.jit` in turns in one process, on a smaller batch:
-medians of five of processor time.
+medians of five of processor time. There *rows* computes the two experts of each token alone, by
+`sp.expert_routing`, experts cut over tp, and *ragged_dot* is what JAX has for that; the others
+compute all experts for every token.
 
     python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,bytes,hand,fsdp,auto] [--times]
 """
@@ -150,7 +152,31 @@ def said(moved_bytes: float, kinds: Counter[str]) -> str:
     return f"{moved_bytes / 1e6:.1f} MB in {kinds.total()} collectives ({each})"
 
 
-def loss_in_jax(p: Any, tokens: Any, targets: Any, sizes: Any) -> Any:
+def all_experts_in_jax(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    shares = (jax.nn.one_hot(which, gate.shape[0]) * best[..., None]).sum(-2)
+    inner = jax.nn.silu(jnp.einsum("btd,edf->btef", n, gate))
+    inner = inner * jnp.einsum("btd,edf->btef", n, up) * shares[..., None]
+    return jnp.einsum("btef,efd->btd", inner, down)
+
+
+def chosen_experts_in_jax(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
+    """Rows sorted by expert, and `jax.lax.ragged_dot`."""
+    import jax
+    import jax.numpy as jnp
+
+    order = jnp.argsort(which.reshape(-1))
+    counts = jnp.bincount(which.reshape(-1), length=gate.shape[0])
+    rows = n.reshape(-1, n.shape[-1])[order // which.shape[-1]]
+    inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, counts))
+    made = jax.lax.ragged_dot(inner * jax.lax.ragged_dot(rows, up, counts), down, counts)
+    back = jnp.zeros_like(made).at[order].set(made).reshape(*which.shape, n.shape[-1])
+    return (back * best[..., None]).sum(-2)
+
+
+def loss_in_jax(p: Any, tokens: Any, targets: Any, sizes: Any, experts: Any) -> Any:
     """The loss of the block in JAX, by its own functions."""
     import jax
     import jax.numpy as jnp
@@ -180,15 +206,14 @@ def loss_in_jax(p: Any, tokens: Any, targets: Any, sizes: Any) -> Any:
     n = norm(x, p["norm2"])
     best, which = jax.lax.top_k(jax.nn.softmax(n @ p["router"]), 2)
     best = best / best.sum(-1, keepdims=True)
-    shares = (jax.nn.one_hot(which, sizes.experts) * best[..., None]).sum(-2)
-    gate = jnp.einsum("btd,edf->btef", n, p["gate"])
-    inner = jax.nn.silu(gate) * jnp.einsum("btd,edf->btef", n, p["up"]) * shares[..., None]
-    x = x + jnp.einsum("btef,efd->btd", inner, p["down"])
+    x = x + experts(n, which, best, p["gate"], p["up"], p["down"])
     logits = jax.nn.log_softmax(norm(x, p["norm3"]) @ p["unembed"])
     return -jnp.take_along_axis(logits, targets[..., None], axis=-1).mean()
 
 
-def prepare_in_jax(axes: dict[str, int], backward: bool, sizes: Any) -> tuple[Any, Any]:
+def prepare_in_jax(
+    axes: dict[str, int], backward: bool, sizes: Any, experts: Any = all_experts_in_jax
+) -> tuple[Any, Any]:
     """The compiled function, and its arguments."""
     import jax
     import numpy as np
@@ -210,7 +235,7 @@ def prepare_in_jax(axes: dict[str, int], backward: bool, sizes: Any) -> tuple[An
     ]
 
     def loss(p: Any, tokens: Any, targets: Any) -> Any:
-        return loss_in_jax(p, tokens, targets, sizes)
+        return loss_in_jax(p, tokens, targets, sizes, experts)
 
     whole = NamedSharding(jax_mesh, PartitionSpec())
     function = jax.value_and_grad(loss) if backward else loss
@@ -325,6 +350,19 @@ def count_in_dtensor(axes: dict[str, int], backward: bool) -> str:
     return f"{said(sizing.moved, sizing.kinds)}; CommDebugMode {counting.get_total_counts()}"
 
 
+def prepare_rows(mesh: DeviceMesh, backward: bool, p: dict[str, Any]) -> tuple[Any, Any]:
+    """The loss by the experts that tokens chose, experts cut over `tp`, and its parameters."""
+    axes = [axis for axis in mesh.axis_names if axis == "tp"]
+    experts = block.chosen_experts(axes)
+
+    def loss(p: Any, tokens: Any, targets: Any) -> Any:
+        return block.loss(p, tokens, targets, SMALL, experts=experts)
+
+    cut = [axes, [], []]
+    weights = {name: p[name].with_sharding(mesh, cut) for name in ("gate", "up", "down")}
+    return sp.value_and_grad(loss) if backward else loss, p | weights
+
+
 def time_turns(axes: dict[str, int], backward: bool) -> str:
     import jax
     import torch
@@ -337,6 +375,7 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
 
     function = sp.value_and_grad(loss) if backward else loss
     compiled, arguments = prepare_in_jax(axes, backward, SMALL)
+    ragged, _ = prepare_in_jax(axes, backward, SMALL, chosen_experts_in_jax)
     with sp.running(sp.in_process("torch")):
         given = block.shardings(mesh)
         p = {
@@ -346,11 +385,16 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
         batch = [sp.array(one, block.batch_sharding(mesh)) for one in block.make_batch(SMALL)]
         ways: dict[str, Callable[[], Any]] = {
             "jax.jit": lambda: jax.block_until_ready(compiled(*arguments)),
+            "jax.jit, ragged_dot": lambda: jax.block_until_ready(ragged(*arguments)),
             "eager": lambda: function(p, *batch),
         }
         for strategy in ("eager", "cost"):
             jitted = sp.jit(function, strategy=strategy)
             ways[f"sp.jit, {strategy}"] = lambda jitted=jitted: jitted(p, *batch)
+        by_rows, with_experts = prepare_rows(mesh, backward, p)
+        jitted_rows = sp.jit(by_rows)
+        ways["eager, rows"] = lambda: by_rows(with_experts, *batch)
+        ways["sp.jit, rows"] = lambda: jitted_rows(with_experts, *batch)
         shapes = {name: sp.abstract(one.shape) for name, one in p.items()}
         tokens = sp.abstract(batch[0].shape, batch[0].dtype)
         found = sp.auto(function, mesh, shapes, tokens, tokens)

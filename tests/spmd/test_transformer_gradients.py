@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 import reshard.spmd as sp
-from reshard import DeviceMesh
+from reshard import DeviceMesh, ShardingSpec, spec
 from spmd.transformer_block import (
     Sizes,
     batch_sharding,
+    chosen_experts,
     loss,
     loss_in_torch,
     make_batch,
@@ -20,28 +24,55 @@ from spmd.transformer_block import (
 SMALL = Sizes()
 
 
+def assert_gradients_of_pytorch(
+    function: Callable[..., Any], mesh: DeviceMesh, given: dict[str, ShardingSpec], library: str
+) -> None:
+    """The value and gradients of a loss of the block, for parameters in given shardings."""
+    torch = pytest.importorskip("torch")
+    data, batch = make_parameters(SMALL), make_batch(SMALL)
+    leaves = {name: torch.tensor(one, requires_grad=True) for name, one in data.items()}
+    expected = loss_in_torch(leaves, *map(torch.as_tensor, batch), SMALL)
+    expected.backward()
+    with sp.running(sp.in_process(library)):
+        parameters = {name: sp.array(one, given[name]) for name, one in data.items()}
+        tokens, targets = (sp.array(one, batch_sharding(mesh)) for one in batch)
+        value, gradients = function(parameters, tokens, targets)
+        assert float(value) == pytest.approx(expected.item(), abs=1e-12)
+        for name, one in gradients.items():
+            assert one.spec is given[name]
+            right = leaves[name].grad.numpy()
+            np.testing.assert_allclose(np.asarray(one.to_dense()), right, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4}, {"dp": 2, "tp": 3}])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_gradients_of_a_block_are_those_of_pytorch(
     axes: dict[str, int], fsdp: bool, library: str
 ) -> None:
-    torch = pytest.importorskip("torch")
-    data, batch = make_parameters(SMALL), make_batch(SMALL)
-    leaves = {name: torch.tensor(one, requires_grad=True) for name, one in data.items()}
-    expected = loss_in_torch(leaves, *map(torch.as_tensor, batch), SMALL)
-    expected.backward()
+    def step(p: Any, tokens: Any, targets: Any) -> Any:
+        return sp.value_and_grad(loss)(p, tokens, targets, SMALL)
+
     mesh = DeviceMesh.of(**axes)
-    given = shardings(mesh, fsdp)
-    with sp.running(sp.in_process(library)):
-        parameters = {name: sp.array(one, given[name]) for name, one in data.items()}
-        tokens, targets = (sp.array(one, batch_sharding(mesh)) for one in batch)
-        value, gradients = sp.value_and_grad(loss)(parameters, tokens, targets, SMALL)
-        assert float(value) == pytest.approx(expected.item(), abs=1e-12)
-        for name, one in gradients.items():
-            assert one.spec is given[name]
-            right = leaves[name].grad.numpy()
-            np.testing.assert_allclose(np.asarray(one.to_dense()), right, rtol=0, atol=1e-12)
+    assert_gradients_of_pytorch(step, mesh, shardings(mesh, fsdp), library)
+
+
+@pytest.mark.parametrize(
+    ("axes", "compiled"), [({"dp": 2, "tp": 2}, True), ({"tp": 4}, False), ({"dp": 4}, False)]
+)
+def test_experts_by_their_rows_have_the_gradients_of_pytorch(
+    axes: dict[str, int], compiled: bool
+) -> None:
+    cut = [axis for axis in axes if axis == "tp"]
+    experts = chosen_experts(cut)
+
+    def step(p: Any, tokens: Any, targets: Any) -> Any:
+        return sp.value_and_grad(lambda p: loss(p, tokens, targets, SMALL, experts=experts))(p)
+
+    mesh = DeviceMesh.of(**axes)
+    over_experts = spec(mesh, "tp, -, -" if cut else "-, -, -")
+    given = shardings(mesh) | dict.fromkeys(("gate", "up", "down"), over_experts)
+    assert_gradients_of_pytorch(sp.jit(step) if compiled else step, mesh, given, "torch")
 
 
 def test_a_strategy_trains_the_block_alike() -> None:

@@ -7,7 +7,7 @@ queries, a router with two experts for each token, each with SwiGLU, and cross-e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,16 +117,43 @@ def _stay(name: str, x: Any) -> Any:
     return x
 
 
+def all_experts(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
+    """Every expert of every token `[batch, length]`, by shares that are mostly zero."""
+    chosen = sp.one_hot(which, gate.shape[0], dtype=best.dtype)
+    shares = sp.sum(chosen * sp.expand_dims(best, axis=-1), axis=-2)
+    inner = sp.silu(sp.einsum("btd,edf->btef", n, gate)) * sp.einsum("btd,edf->btef", n, up)
+    return sp.einsum("btef,efd->btd", inner * sp.expand_dims(shares, axis=-1), down)
+
+
+def chosen_experts(axes: Sequence[str]) -> Callable[..., Any]:
+    """The experts of each token alone, by their rows; experts are cut over `axes`."""
+
+    @sp.eagerly
+    def of_rows(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
+        routing = sp.expert_routing(which, gate.shape[0], axes=axes)
+        rows = routing.send(n)
+        inner = sp.silu(routing.multiply(rows, gate)) * routing.multiply(rows, up)
+        return routing.back(routing.multiply(inner, down), best)
+
+    def found(n: Any, which: Any, best: Any, *weights: Any) -> Any:
+        flat = (sp.reshape(one, (-1, one.shape[-1])) for one in (n, which, best))
+        return sp.reshape(of_rows(*flat, *weights), n.shape)
+
+    return found
+
+
 def loss(
     p: dict[str, Any],
     tokens: Any,
     targets: Any,
     sizes: Sizes,
     place: Callable[[str, Any], Any] = _stay,
+    experts: Callable[..., Any] = all_experts,
 ) -> Any:
     """The mean loss of a batch, in arrays in shards.
 
-    `place` may give "embedded", "to_attention", "to_experts" and "to_logits" another sharding.
+    `place` may give "embedded", "to_attention", "to_experts" and "to_logits" another sharding;
+    `experts` is `all_experts`, or what `chosen_experts` makes.
     """
     b, t, d, h = tokens.shape[0], sizes.length, sizes.model, sizes.head
     dtype = p["wq"].dtype
@@ -149,14 +176,7 @@ def loss(
     n = place("to_experts", sp.rms_norm(x, p["norm2"]))
     best, which = sp.top_k(sp.softmax(n @ p["router"]), 2)
     best = best / sp.sum(best, axis=-1, keepdims=True)
-    shares = sp.sum(
-        sp.one_hot(which, sizes.experts, dtype=dtype) * sp.expand_dims(best, axis=-1), axis=-2
-    )
-    inner = sp.silu(sp.einsum("btd,edf->btef", n, p["gate"])) * sp.einsum(
-        "btd,edf->btef", n, p["up"]
-    )
-    inner = inner * sp.expand_dims(shares, axis=-1)
-    x = x + sp.einsum("btef,efd->btd", inner, p["down"])
+    x = x + experts(n, which, best, p["gate"], p["up"], p["down"])
     logits = place("to_logits", sp.rms_norm(x, p["norm3"])) @ p["unembed"]
     return sp.mean(sp.cross_entropy(logits, targets))
 
