@@ -187,6 +187,11 @@ def casts() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     expect(sent[f32, bf16] == sent[bf16, f32] == sent[f32, f32] // 2, f"{sent} bytes")
     expect(sent[f32, torch.float8_e4m3fn] == sent[f32, f32] // 4, f"{sent} bytes")
+    wide = {n: v * 300 for n, v in values(dtype=torch.int32).items()}
+    target = laid_out(zeros(values(dtype=torch.int8)), layouts_of(2))
+    refit(laid_out(wide, layouts_of(4)), target, cast=True)
+    wrapped = {n: v.to(torch.int8) for n, v in wide.items()}
+    expect_same(target, laid_out(wrapped, layouts_of(2)), "wrapped whole numbers")
     some = {name: name != "norm" for name in values()}
     source = laid_out(values(), layouts_of(4))
     target = laid_out(
