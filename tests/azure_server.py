@@ -104,18 +104,13 @@ def _proxy(server: AzureServer, port: int) -> type[BaseHTTPRequestHandler]:
                 # Who sent it was killed.
                 return
             request: Any = AzureRequest(self.command, self.path)
-            with server.lock:
-                server.requests.append(request)
-                number = len(server.requests)
-            fault = server.fault(number, request)
-            if isinstance(fault, float):
-                time.sleep(fault)
-            elif isinstance(fault, int):
+            fault = server.arrive(request)
+            if isinstance(fault, int):
                 self.send_response(fault)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            elif fault == "slam":
+            if fault == "slam":
                 return
             status, headers, answer = self._ask(body)
             if request.part is not None and status == 201:

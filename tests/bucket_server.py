@@ -95,6 +95,17 @@ class BucketServer:
         """One request."""
         self.client.list_buckets()
 
+    def arrive(self, request: Any) -> int | str | None:
+        """Count a request, and wait where its fault is to; what becomes of it else."""
+        with self.lock:
+            self.requests.append(request)
+            number = len(self.requests)
+        fault = self.fault(number, request)
+        if isinstance(fault, float):
+            time.sleep(fault)
+            return None
+        return fault
+
     def count_connections(self, httpd: Any) -> None:
         """Count the connections that are open, for `settle`."""
         take, close = httpd.process_request, httpd.shutdown_request
@@ -128,16 +139,11 @@ def _app(server: BucketServer) -> Callable[..., Iterable[bytes]]:
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         request = Request(environ)
-        with server.lock:
-            server.requests.append(request)
-            number = len(server.requests)
-        fault = server.fault(number, request)
-        if isinstance(fault, float):
-            time.sleep(fault)
-        elif isinstance(fault, int):
+        fault = server.arrive(request)
+        if isinstance(fault, int):
             start_response(f"{fault} no", [("Content-Length", "0")])
             return [b""]
-        elif fault == "slam":
+        if fault == "slam":
             raise ConnectionResetError("as told")
 
         def begin(status: str, *others: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.collectives.steps import Exchange
+from reshard.context_values import set_inside
 from reshard.errors import MeshError, ReshardError, RunError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -141,11 +142,11 @@ class OverProcesses(Runner):
                 is_here = any(one.device.type != "cpu" for one in shards)
                 return sequence.begin(partial(move, shards), is_here).wait
 
-            with _set_agreed(_Agreed(self, sequence.group)):
+            with set_inside(_agreed, _Agreed(self, sequence.group)):
                 yield begin
 
     def unagreed(self) -> AbstractContextManager[None]:
-        return _set_agreed(None)
+        return set_inside(_agreed, None)
 
     def known(self, error: Exception) -> Exception:
         rank_group(self.group).note_known(error)
@@ -214,15 +215,6 @@ class _Agreed(NamedTuple):
 
 # The runner whose movements all ranks have agreed on, and its ranks.
 _agreed: ContextVar[_Agreed | None] = ContextVar("agreed", default=None)
-
-
-@contextmanager
-def _set_agreed(agreed: _Agreed | None) -> Iterator[None]:
-    token = _agreed.set(agreed)
-    try:
-        yield
-    finally:
-        _agreed.reset(token)
 
 
 def _choose_error(failure: Exception) -> type[Exception]:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
+from reshard.context_values import set_inside
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -258,11 +259,8 @@ def running(runner: Runner) -> Iterator[Runner]:
             f"running {runner!r}, a {type(runner).__name__}; give sp.in_process('numpy') or "
             "sp.over_processes()"
         )
-    token = _chosen.set(runner)
-    try:
+    with set_inside(_chosen, runner):
         yield runner
-    finally:
-        _chosen.reset(token)
 
 
 def runner_for(data: object = None) -> Runner:

@@ -5,26 +5,22 @@ Programs of which a strategy places all values leave it to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from reshard.context_values import set_inside
 
 _settles: ContextVar[bool] = ContextVar("settles", default=True)
 
 
-@contextmanager
-def unsettled() -> Iterator[None]:
+def unsettled() -> AbstractContextManager[None]:
     """Values stay as operations make them: a strategy is to place them.
 
     >>> with unsettled():
     ...     settles()
     False
     """
-    token = _settles.set(False)
-    try:
-        yield
-    finally:
-        _settles.reset(token)
+    return set_inside(_settles, False)
 
 
 def settles() -> bool:

@@ -6,26 +6,22 @@ expert is chosen as often as another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from reshard.context_values import set_inside
 
 _is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
 
 
-@contextmanager
-def supposed_elements() -> Iterator[None]:
+def supposed_elements() -> AbstractContextManager[None]:
     """What reads elements supposes them inside, where there are none.
 
     >>> with supposed_elements():
     ...     supposes_elements()
     True
     """
-    token = _is_supposed.set(True)
-    try:
-        yield
-    finally:
-        _is_supposed.reset(token)
+    return set_inside(_is_supposed, True)
 
 
 def supposes_elements() -> bool:

@@ -27,6 +27,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import IO, Any
 
+from reshard.context_values import set_inside
+
 _CATEGORY = "reshard"
 _CURRENT: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
@@ -55,14 +57,9 @@ class Timeline:
         self.events: list[dict[str, Any]] = []
         self._add_name("process_name", process, 0)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """What this thread does is recorded."""
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+        return set_inside(_CURRENT, self)
 
     @contextmanager
     def span(self, name: str, details: Details | None = None) -> Iterator[None]:

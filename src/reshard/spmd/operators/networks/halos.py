@@ -34,17 +34,7 @@ def place_windows(
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
     """Shardings of what computes windows over an operand's space; None where none is cut."""
-    lead = len(shapes[0]) - len(reaches)
-    cuts = find_cuts(specs, shapes, 0, lead, reaches)
-    if not cuts:
-        return None
-    runs, results = align_others(specs, shapes, cuts, inferred)
-    for dim, cut in cuts.items():
-        reach = reaches[dim - lead]
-        seen = cut_by_windows(cut, runs[0].mesh, reach.count, reach.size, reach.seen_by)
-        runs = (with_cut(runs[0], dim, seen), *runs[1:])
-        results = (with_cut(results[0], dim, cut), *results[1:])
-    return runs, results
+    return _place_first(specs, shapes, reaches, inferred, _seen_elements)
 
 
 def place_elements_gradient(
@@ -57,17 +47,35 @@ def place_elements_gradient(
 
     The elements are cut as the windows are; each rank gets the windows that see its own.
     """
+    return _place_first(specs, shapes, reaches, inferred, _seeing_windows)
+
+
+def _place_first(
+    specs: Sequence[ShardingSpec],
+    shapes: Sequence[Shape],
+    reaches: Sequence[WindowReach],
+    inferred: Inferred,
+    needed: Callable[[DimSpec, DeviceMesh, WindowReach], DimSpec],
+) -> tuple[Specs, Specs] | None:
+    """The first operand's cut space stays cut in results, and it is cut by what those need."""
     lead = len(shapes[0]) - len(reaches)
     cuts = find_cuts(specs, shapes, 0, lead, reaches)
     if not cuts:
         return None
     runs, results = align_others(specs, shapes, cuts, inferred)
     for dim, cut in cuts.items():
-        reach = reaches[dim - lead]
-        seeing = cut_by_windows(cut, runs[0].mesh, reach.size, reach.count, reach.seeing)
-        runs = (with_cut(runs[0], dim, seeing), *runs[1:])
+        wide = needed(cut, runs[0].mesh, reaches[dim - lead])
+        runs = (with_cut(runs[0], dim, wide), *runs[1:])
         results = (with_cut(results[0], dim, cut), *results[1:])
     return runs, results
+
+
+def _seen_elements(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
+    return cut_by_windows(cut, mesh, reach.count, reach.size, reach.seen_by)
+
+
+def _seeing_windows(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
+    return cut_by_windows(cut, mesh, reach.size, reach.count, reach.seeing)
 
 
 def place_largest_gradient(
@@ -86,7 +94,7 @@ def place_largest_gradient(
     for dim, cut in cuts.items():
         reach = reaches[dim - lead]
         mesh = of_windows.mesh
-        seeing = cut_by_windows(cut, mesh, reach.size, reach.count, reach.seeing)
+        seeing = _seeing_windows(cut, mesh, reach)
         seen = cut_by_windows(cut, mesh, reach.size, reach.size, reach.beside)
         of_windows, largest = (with_cut(one, dim, seeing) for one in (of_windows, largest))
         elements = with_cut(elements, dim, seen)
