@@ -59,6 +59,34 @@ def test_every_entry_has_a_reason() -> None:
             assert all(test.startswith("array_api_tests/test_") for test in tests)
 
 
+def test_types_that_a_library_lacks_are_left_out_where_the_suite_draws_types(
+    tools: None, tmp_path: Path
+) -> None:
+    for folder in ("array_api_tests", "array-api/src"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    # What the suite's own conftest has of options.
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n"
+        "    for name in ('disable-deadline', 'hypothesis-derandomize'):\n"
+        "        parser.addoption(f'--{name}', action='store_true')\n"
+        "    for name in ('max-examples', 'xfails-file'):\n"
+        "        parser.addoption(f'--{name}')\n"
+    )
+    (tmp_path / "array_api_tests" / "test_types.py").write_text(
+        "import os\n"
+        "def test_it():\n"
+        "    left_out = os.environ.get('ARRAY_API_TESTS_SKIP_DTYPES')\n"
+        "    assert left_out == {'numpy': None, 'torch': 'uint16,uint32,uint64'}[\n"
+        "        os.environ['ARRAY_API_TESTS_MODULE'].split('.')[1].split('_')[0]]\n"
+    )
+    (tmp_path / "array_api_tests" / "test_other.py").write_text("def test_it(): assert False\n")
+    options = ["--only", "numpy", "torch", "--processes", "0", "--tests", "test_types.py"]
+    command = [sys.executable, "-m", "array_api_suite", str(tmp_path), *options]
+    done = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.count("1 passed")) == (0, 2), done.stdout + done.stderr
+
+
 def test_a_folder_that_has_no_suite_is_told(tmp_path: Path, tools: None) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "array_api_suite", str(tmp_path)],

@@ -10,7 +10,7 @@ import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.errors import ShardError
+from reshard.errors import ShardError, UsageError
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.test_eager_exhaustively import dense
 
@@ -39,6 +39,20 @@ def test_tensors_keep_their_type() -> None:
     total = sp.sum(x @ x.T, axis=0)
     assert torch.equal(total.to_dense(), torch.full((3,), 12.0, dtype=torch.bfloat16))
     assert x.shards[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["multiply", "floor_divide", "bitwise_left_shift", "equal"])
+def test_whole_numbers_are_not_narrowed_to_the_type_of_the_array_with_dimensions(name: str) -> None:
+    few = sp.array(torch.tensor([44, 2], dtype=torch.uint8), spec(MESH, "x"))
+    for wide in (torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(UsageError, match=r"PyTorch promotes no uint.*sp\.astype"):
+            getattr(sp, name)(sp.array(torch.tensor(300, dtype=wide)), few)
+    found = sp.multiply(sp.array(torch.tensor(300, dtype=torch.int16)), few)
+    assert found.to_dense().tolist() == [13200, 600]
+    same = sp.multiply(sp.array(torch.tensor(300, dtype=torch.uint16)), 2)
+    assert (int(same), same.dtype.name) == (600, "uint16")
+    halves = sp.multiply(sp.array(torch.tensor(300, dtype=torch.uint16)), sp.array([0.5]))
+    assert halves.to_dense().tolist() == [150.0]
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

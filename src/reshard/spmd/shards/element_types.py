@@ -18,6 +18,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import library
 from reshard.spmd.local.local_work import Function, LocalWork
@@ -25,6 +26,7 @@ from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.result_types import kind_of, meant, stand_in
 
 _WIDE = as_dtype("float32")
+_UNPROMOTED = {"uint16", "uint32", "uint64"}
 _COMPUTING = ("elementwise", "products", "reductions", "windows", "networks", "linear algebra")
 """The families of operators that do arithmetic; others only move elements, or order them."""
 
@@ -79,6 +81,24 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
         return computed
 
     return [widen(function) for function in operator.local_functions(wide)]
+
+
+def check_promotion(operator: Operator, work: LocalWork) -> None:
+    """Raises UsageError for whole numbers that PyTorch would promote to the narrower type.
+
+    It promotes no `uint16`, `uint32` and `uint64`, and says so of arrays of dimensions alone: of
+    one beside an array without, it takes the type of the one that has them.
+    """
+    if operator.family != "elementwise":
+        return
+    given = [one for one in work.operands if one is not None and "integer" in kind_of(one.dtype)]
+    types = {one.dtype.name for one in given}
+    if len(types) > 1 and not types.isdisjoint(_UNPROMOTED):
+        said = ", ".join(f"{one.dtype.name}{list(one.shape)}" for one in given)
+        raise UsageError(
+            f"{work.name} of {said}: PyTorch promotes no {', '.join(sorted(_UNPROMOTED & types))}; "
+            "give both one type, by sp.astype"
+        )
 
 
 def _is_narrow(dtype: DType) -> bool:

@@ -28,7 +28,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import Library, library, library_of
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.shards.element_types import widened_functions
+from reshard.spmd.shards.element_types import check_promotion, widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
 Travel = Literal["here", "messages", "together"]
@@ -90,6 +90,7 @@ class Runner:
             return []
         if self.library.name == "numpy":
             return widened_functions(operator, work)
+        check_promotion(operator, work)
         return operator.local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
