@@ -55,6 +55,15 @@ def test_whole_numbers_are_not_narrowed_to_the_type_of_the_array_with_dimensions
     assert halves.to_dense().tolist() == [150.0]
 
 
+def test_contributions_of_infinite_complex_numbers_are_their_sum() -> None:
+    mesh = DeviceMesh.of(k=2)
+    infinite = torch.tensor([complex(1, np.inf), complex(np.inf, 1), complex(-np.inf, np.nan)])
+    zero = torch.zeros(3, dtype=infinite.dtype)
+    for parts in ({0: zero, 1: infinite}, {0: infinite, 1: zero}):
+        x = sp.from_shards(parts, (3,), spec(mesh, "- | sum(k)"))
+        np.testing.assert_array_equal(x.reduced().to_dense(), infinite)
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_a_tensor_whose_memory_was_freed_is_refused(library: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 4))

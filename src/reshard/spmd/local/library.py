@@ -42,7 +42,7 @@ class Library:
         }
         if name == "torch":
             self.reductions = {
-                reduction: _with_unsigned(combine, _UFUNCS[reduction])
+                reduction: _of_tensors(combine, _UFUNCS[reduction])
                 for reduction, combine in self.reductions.items()
             }
         self._dtypes: dict[Any, DType] = {}
@@ -214,12 +214,18 @@ _UFUNCS = {
 }
 
 
-def _with_unsigned(combine: Combine, by_numpy: np.ufunc) -> Combine:
-    """PyTorch's function of two tensors, by NumPy for unsigned types that PyTorch cannot add."""
+def _of_tensors(combine: Combine, by_numpy: np.ufunc) -> Combine:
+    """PyTorch's function of two tensors, by NumPy for unsigned types that PyTorch cannot add.
+
+    PyTorch's sum multiplies its second operand by 1, which is no number where that is complex and
+    infinite. So parts are added by themselves.
+    """
     torch = import_module("torch")
     lacking = (torch.uint16, torch.uint32, torch.uint64)
 
     def combined(x: Any, y: Any) -> Any:
+        if by_numpy is np.add and x.is_complex() and y.is_complex():
+            return torch.complex(x.real + y.real, x.imag + y.imag)
         if x.dtype not in lacking:
             return combine(x, y)
         made = np.asarray(by_numpy(_as_numpy(x), _as_numpy(y)))

@@ -150,8 +150,7 @@ class Refit:
             num_experts: in the whole model, where Megatron's ranks number their own from 0, and
                 the names given with a `MegatronModel` do not say it.
             cast: whether a target may have another type than its source, for all or by name;
-                or the type that it has then. The narrower of both travels. Whole numbers that
-                do not fit wrap, as by `Tensor.to`.
+                or the type that it has then. The narrower travels; whole numbers may wrap.
             strict: whether a source that fills nothing is an error. A target without a source
                 always is.
             source_offset, target_offset: the rank that layouts given with tensors, or Megatron's

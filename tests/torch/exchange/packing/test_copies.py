@@ -138,6 +138,15 @@ def test_contributions_are_combined_as_in_one_process(
     assert bits_of(target) == bits_of(kind.array(expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_infinite_complex_contributions_are_their_sum(dtype: torch.dtype) -> None:
+    infinite = torch.tensor([[complex(1, math.inf), complex(-math.inf, math.nan)]] * 9, dtype=dtype)
+    for source in (infinite, infinite.T.contiguous().T, infinite.conj().resolve_conj().conj()):
+        target = torch.zeros(9, 2, dtype=dtype)
+        combine("sum", target, source)
+        torch.testing.assert_close(target, infinite, rtol=0, atol=0, equal_nan=True)
+
+
 def test_weights_of_an_engine_are_added_to() -> None:
     with torch.inference_mode():
         target = torch.ones(5)

@@ -34,7 +34,7 @@ def place_windows(
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
     """Shardings of what computes windows over an operand's space; None where none is cut."""
-    return _place_first(specs, shapes, reaches, inferred, _seen_elements)
+    return _place_first(specs, shapes, reaches, inferred, _find_seen)
 
 
 def place_elements_gradient(
@@ -47,7 +47,7 @@ def place_elements_gradient(
 
     The elements are cut as the windows are; each rank gets the windows that see its own.
     """
-    return _place_first(specs, shapes, reaches, inferred, _seeing_windows)
+    return _place_first(specs, shapes, reaches, inferred, _find_seeing)
 
 
 def _place_first(
@@ -70,11 +70,11 @@ def _place_first(
     return runs, results
 
 
-def _seen_elements(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
+def _find_seen(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
     return cut_by_windows(cut, mesh, reach.count, reach.size, reach.seen_by)
 
 
-def _seeing_windows(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
+def _find_seeing(cut: DimSpec, mesh: DeviceMesh, reach: WindowReach) -> DimSpec:
     return cut_by_windows(cut, mesh, reach.size, reach.count, reach.seeing)
 
 
@@ -94,7 +94,7 @@ def place_largest_gradient(
     for dim, cut in cuts.items():
         reach = reaches[dim - lead]
         mesh = of_windows.mesh
-        seeing = _seeing_windows(cut, mesh, reach)
+        seeing = _find_seeing(cut, mesh, reach)
         seen = cut_by_windows(cut, mesh, reach.size, reach.size, reach.beside)
         of_windows, largest = (with_cut(one, dim, seeing) for one in (of_windows, largest))
         elements = with_cut(elements, dim, seen)

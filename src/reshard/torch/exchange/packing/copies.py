@@ -62,8 +62,11 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
     """Put the combination of both, of equal shape and dtype, into `target`."""
     is_closed = target.is_inference() and not torch.is_inference_mode_enabled()
     if target.device.type == "cpu" and is_added_in_place(reduction, target.dtype) and not is_closed:
-        into = target.detach()
-        torch.add(into, source.detach(), out=into)
+        into, part = target.detach(), source.detach()
+        if into.is_complex() and not into.is_conj():
+            # The sum multiplies its second operand by 1, which is no number of infinite ones.
+            into, part = torch.view_as_real(into), torch.view_as_real(part.resolve_conj())
+        torch.add(into, part, out=into)
         return
     parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
     for into, part in parts:
