@@ -57,6 +57,10 @@ CUTS = {"letters": "tp, -", "unembed": "-, tp", "wo": "tp, -", "down": "tp, -"}
 CUTS |= dict.fromkeys(("wq", "wk", "wv", "up"), "-, tp")
 
 
+# Orders in which ranks have several stages; in others they have one.
+STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
+
+
 def cuts(sizes: Sizes, mesh: DeviceMesh) -> dict[str, ShardingSpec]:
     """How layers use parameters: over `tp`, copies over `dp`."""
     return {
@@ -232,10 +236,10 @@ class Training:
 
 
 class PipelinedTraining(Training):
-    """A run whose layers are in stages, each on a mesh of its own.
+    """A run whose layers are in stages, dealt out to the meshes along `pp`.
 
     A step is a pipeline of microbatches, then AdamW of each stage. A process has the parameters and
-    states of its own stage; in one process, of all.
+    states of its own stages; in one process, of all.
     """
 
     def __init__(
@@ -250,8 +254,12 @@ class PipelinedTraining(Training):
         self.sizes, self.mesh, self.text = sizes, mesh, read_text()
         self.losses: list[float] = []
         self.microbatches = microbatches
-        self.meshes = meshes = stage_meshes(mesh)
-        self.count = len(meshes)
+        ranks = stage_meshes(mesh)
+        schedule = sp.pipeline_schedule(
+            order, len(ranks), microbatches, stages_per_rank=STAGES_PER_RANK.get(order, 1)
+        )
+        self.count = schedule.n_stages
+        self.meshes = meshes = [ranks[schedule.rank_of[stage]] for stage in range(self.count)]
         rank = own_rank()
         self.here = [n for n, own in enumerate(meshes) if rank is None or rank in own.devices]
         stage = {name: stage_of(name, sizes, self.count) for name in sizes.shapes()}
@@ -268,7 +276,7 @@ class PipelinedTraining(Training):
         network = Network(sizes, specs)
         self.pipeline = sp.Pipeline(
             [network.stage(number, self.count) for number in range(self.count)],
-            sp.pipeline_schedule(order, self.count, microbatches),
+            schedule,
             [spec(own, "dp, -, -") for own in meshes],
             [self.of_stage(over, n) or None for n in range(self.count)] if zero >= 2 else None,
         )
@@ -299,7 +307,7 @@ class PipelinedTraining(Training):
                     state[slot] |= after[slot]
             self.state = state
             self.losses.append(0.0 if value is None else float(value))
-        self.losses[begin:] = told_by_last(self.losses[begin:])
+        self.losses[begin:] = told_by(self.meshes[-1].devices[0], self.losses[begin:])
 
     def make_microbatches(self, number: int) -> list[tuple[Any, Any]]:
         """Those of a step: letters for the first stage, what follows them for the last."""
@@ -321,7 +329,7 @@ def own_rank() -> int | None:
 
 
 def stage_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The mesh of each stage along `pp`."""
+    """The meshes along `pp`."""
     stages, dp, tp = mesh.shape
     return [
         DeviceMesh.of(dp=dp, tp=tp, devices=mesh.devices[stage * dp * tp : (stage + 1) * dp * tp])
@@ -329,15 +337,15 @@ def stage_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
     ]
 
 
-def told_by_last(losses: list[float]) -> list[float]:
-    """The losses, which over processes the ranks of the last stage have."""
+def told_by(rank: int, losses: list[float]) -> list[float]:
+    """The losses, which over processes the ranks of the last stage have, one of which is given."""
     if own_rank() is None:
         return losses
     import torch
     import torch.distributed as dist
 
     told = torch.tensor(losses, dtype=torch.float64)
-    dist.broadcast(told, dist.get_world_size() - 1)
+    dist.broadcast(told, rank)
     return list(told.tolist())
 
 
@@ -476,7 +484,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where checkpoints are")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
-    parser.add_argument("--order", default="1f1b", help="of the stages, where the mesh has pp")
+    parser.add_argument("--order", default="1f1b", help="of the stages, such as zb-v, with pp")
     return parser.parse_args(words)
 
 

@@ -57,7 +57,8 @@ def test_every_mesh_has_the_losses_of_one_device(dp: int, tp: int, zero: int, st
         (2, 1, 2, 0, "gpipe"),
         (2, 2, 2, 3, "zb-h1"),
         (2, 2, 2, 2, "1f1b"),
-        (2, 2, 1, 2, "zb-h2"),
+        (2, 2, 1, 2, "zb-v"),
+        (2, 1, 2, 1, "interleaved"),
     ],
 )
 def test_stages_have_the_losses_of_one_device(

@@ -20,14 +20,14 @@ def main() -> None:
     common = ["--tiny", "--dtype", "float64", "--every", "20", "--folder", sys.argv[1]]
     for mesh, zero, order, steps in (
         ("dp=4", "1", "", "80"),
-        ("pp=2,dp=2", "3", "1f1b", "100"),
+        ("pp=2,dp=2", "2", "zb-v", "100"),
         ("dp=2,tp=2", "3", "", "180"),
         ("pp=2,tp=2", "0", "zb-h1", "200"),
     ):
         words = ["--mesh", mesh, "--zero", zero, "--order", order, "--steps", steps]
         run = train.train(train.read_arguments([*common, *words]))
         assert len(run.losses) == int(steps)
-        # A process has the parameters of its stage.
+        # A process has the parameters of its stages.
         is_whole = len(run.parameters) == len(train.TINY.shapes())
         assert is_whole == (not order), (mesh, len(run.parameters))
     # Groups of processes have threads: as many as four meshes need, whatever number of arrays.

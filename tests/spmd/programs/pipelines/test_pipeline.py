@@ -51,6 +51,31 @@ def test_losses_and_gradients_are_those_of_the_whole(
             assert np.abs(difference).max() < 1e-12, (stage, name)
 
 
+@pytest.mark.parametrize("order", ["1f1b", "zb-h1"])
+def test_stages_may_pass_on_what_they_are_given(order: str) -> None:
+    """Their array as it is, and its cotangent as a gradient."""
+    meshes = [reshard.DeviceMesh.of(x=2, devices=(2 * n, 2 * n + 1)) for n in range(4)]
+    rows = [reshard.spec(mesh, "x") for mesh in meshes]
+    stages: list[Any] = [
+        lambda p, x: x * p["w"],
+        lambda p, x: x,
+        lambda p, x: x + p["w"],
+        lambda p, x, y: sp.sum(x * p["w"] * y),
+    ]
+    numbers = [{"w": 2.0}, {}, {"w": 3.0}, {"w": 5.0}]
+    parameters = [
+        {name: sp.full((4,), value, spec=rows[stage]) for name, value in one.items()}
+        for stage, one in enumerate(numbers)
+    ]
+    batch = [(sp.full((4,), 7.0, spec=rows[0]), sp.full((4,), 11.0, spec=rows[3]))] * 4
+    pipeline = sp.Pipeline(stages, sp.pipeline_schedule(order, 4, 4), rows)
+    loss, gradients = pipeline(parameters, batch)
+    assert float(loss) == 4 * (7 * 2 + 3) * 5 * 11
+    found = [{name: x.to_dense().tolist() for name, x in one.items()} for one in gradients]
+    expected = [{"w": 7 * 5 * 11}, {}, {"w": 5 * 11}, {"w": (7 * 2 + 3) * 11}]
+    assert found == [{name: [x] * 4 for name, x in one.items()} for one in expected]
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(("order", "per_rank"), [("1f1b", 1), ("zb-v", 2)])
 def test_gradients_of_each_microbatch_are_reduced_to_parts(

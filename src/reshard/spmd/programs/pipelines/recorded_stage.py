@@ -88,6 +88,11 @@ class RecordedStage:
         return [n for n in inputs if n not in constants and n != self.cotangent]
 
     @property
+    def returned(self) -> tuple[int | None, ...]:
+        """What each part returns beside gradients. It may be what the part is given."""
+        return self.made, self.slope, None
+
+    @property
     def gradient_numbers(self) -> list[int]:
         """The values of the gradients, in the order of the parameters."""
         return _numbers(self.gradients)

@@ -49,9 +49,8 @@ class StagePrograms:
         stage, part = self.stage, self.stage.parts[place]
         # What others have, they go on having: passes are given objects of their own.
         passed = {number for one in stage.parts for number in one.makes} | {stage.cotangent}
-        given_up = [
-            n for n, number in enumerate(part.reads) if number in passed and number not in part.kept
-        ]
+        passed -= {*part.kept, stage.returned[place]}
+        given_up = [n for n, number in enumerate(part.reads) if number in passed]
         if known:
             count = len(stage.gradient_numbers)
             given_up += range(len(part.reads), len(part.reads) + count)
@@ -112,8 +111,7 @@ class ProgramPass:
         given = [values[number] for number in part.reads]
         given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
         # What is returned may be an argument.
-        returned = (self._stage.made, self._stage.slope, None)[place]
-        for number in values.keys() - part.kept - {returned}:
+        for number in values.keys() - part.kept - {self._stage.returned[place]}:
             del values[number]
         made = found.program.run(given, self._programs.runner, found.given_up)
         values.update(zip(part.makes, made, strict=False))
