@@ -123,6 +123,9 @@ ELEMENTWISE = [
     GradientCase("sigmoid", _op("sigmoid"), (ROWS,), by_torch=_torch("sigmoid")),
     GradientCase("silu", _op("silu"), (ROWS,), by_torch=_torch("silu")),
     GradientCase(
+        "silu_gradient", lambda xp, g, x: call("silu_gradient", (g, x)), (ROWS, ROWS), by_torch=None
+    ),
+    GradientCase(
         "gelu",
         _op("gelu"),
         (ROWS,),

@@ -187,11 +187,19 @@ drawn(
     empty_like=np.zeros_like,
     full_like=lambda x: np.full_like(x, 3),
 )
+
+
+def _silu_gradient(g: Array, x: Array) -> Array:
+    share = 1 / (1 + np.exp(-x))
+    return g * share * (1 + x * (1 - share))
+
+
 drawn(
     "atan2 bitwise_xor copysign equal floor_divide greater greater_equal hypot less less_equal "
     "logaddexp logaddexp2 logical_xor nextafter not_equal remainder heaviside gcd lcm fmod add "
-    "subtract multiply divide maximum minimum fmax fmin bitwise_or bitwise_and",
+    "subtract multiply divide maximum minimum fmax fmin bitwise_or bitwise_and silu_gradient",
     _two,
+    silu_gradient=_silu_gradient,
 )
 drawn("bitwise_left_shift bitwise_right_shift pow ldexp float_power", _two_counts)
 drawn("logical_or logical_and", _two_truths)

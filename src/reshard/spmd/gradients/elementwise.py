@@ -15,6 +15,7 @@ from reshard.spmd.functions.elementwise import clip, where
 from reshard.spmd.functions.networks import sigmoid
 from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
 
 Derivative = Callable[..., Any]
 
@@ -58,8 +59,12 @@ def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
 
 
 def _pull_silu(g: Any, x: Any, r: Any) -> Any:
+    return call("silu_gradient", (g, x))
+
+
+def _pull_silu_gradient(g: Any, cotangent: Any, x: Any, r: Any) -> Any:
     share = sigmoid(x)
-    return g * (share + r * (1.0 - share))
+    return g * cotangent * (share * (1.0 - share) * (2.0 + x * (1.0 - 2.0 * share)))
 
 
 def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
@@ -123,6 +128,7 @@ PULLBACKS: dict[str, Pullback] = {
     "tan": _of_one(lambda g, x, r: g * (r * r + 1.0)),
     "sigmoid": _of_one(lambda g, x, r: g * r * (1.0 - r)),
     "silu": _of_one(_pull_silu),
+    "silu_gradient": _of_two(lambda g, c, x, r: call("silu_gradient", (g, x)), _pull_silu_gradient),
     "relu": _of_one(lambda g, x, r: where(e.less_equal(r, 0), 0.0, g)),
     "tanh": _of_one(lambda g, x, r: g * (1.0 - r * r)),
     "negative": _of_one(lambda g, x, r: -g),

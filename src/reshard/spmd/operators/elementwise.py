@@ -219,6 +219,12 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     _binary("bitwise_or", "Bits that are in one of both."),
     _binary("bitwise_and", "Bits that are in both."),
+    _binary(
+        "silu_gradient",
+        linear=(0,),
+        local=elementwise_functions.silu_gradient,
+        note="of a cotangent and silu's operand",
+    ),
     _row(
         "clip",
         _UP_TO_THREE,
