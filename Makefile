@@ -10,6 +10,7 @@ PROCESSES ?= 3
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
 	@$(DEMO)/venv/bin/python examples/demo.py $(DEMO)/model $(DEMO)/checkpoints
+	@echo; echo "To look at a checkpoint of yours: $(DEMO)/venv/bin/reshard inspect FOLDER"
 
 $(DEMO)/venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reshard needs Python 3.11 or later, %s is %s: make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]) or 0)'
