@@ -5,37 +5,62 @@ Placements are read by `reshard.notation.dtensor.text`, which says what they mea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor import objects as dtensor_objects
 from reshard.notation.dtensor import text as dtensor
 from reshard.sharding import ShardingSpec
 
+# Torch works out the ranks of a mesh each time they are asked for, which takes longer than all
+# else of a small redistribution. Those of a part of a mesh depend on the rank that asks.
+_MESHES: weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
-def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
+
+def mesh_of(torch_mesh: Any) -> DeviceMesh:
+    """The mesh of a torch `DeviceMesh`, as this process is in it."""
+    known = _MESHES.setdefault(torch_mesh, {})
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank not in known:
+        known[rank] = dtensor_objects.mesh_of(torch_mesh)
+    return known[rank]
+
+
+def sharding_of_placements(
+    torch_mesh: Any, placements: Sequence[Any], ndim: int, shard_order: Any = None
+) -> ShardingSpec:
     """What placements over a torch `DeviceMesh` mean for a tensor of `ndim` dimensions.
 
     Raises:
         NotationError: a placement that reshard has no word for, several different reductions, or
             another number of placements than the mesh's.
     """
-    return dtensor.sharding_of_placements(dtensor_objects.mesh_of(torch_mesh), placements, ndim)
+    return dtensor.sharding_of_placements(mesh_of(torch_mesh), placements, ndim, shard_order)
+
+
+def sharding_of_dtensor(tensor: DTensor) -> ShardingSpec:
+    """How a DTensor is cut. Raises as `sharding_of_placements`."""
+    says = tensor._spec
+    order = getattr(says, "shard_order", None)
+    return sharding_of_placements(says.mesh, says.placements, tensor.ndim, order)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor over ranks; a plain tensor is whole, on rank 0 of 1."""
     if isinstance(tensor, DTensor):
-        return dtensor_objects.sharding_of_dtensor(tensor).layout(tuple(tensor.shape))
+        return sharding_of_dtensor(tensor).layout(tuple(tensor.shape))
     return Layout.whole(tuple(tensor.shape), [0], 1)
 
 
 def rank_of(tensor: torch.Tensor) -> int:
     """The rank that this process is in `layout_of(tensor)`."""
     if isinstance(tensor, DTensor):
-        return int(torch.distributed.get_rank())
+        return int(dist.get_rank())
     return 0

@@ -25,12 +25,12 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.contributions import check_reduction
 from reshard.geometry.layout_change import LayoutChange
-from reshard.notation.objects import sharding_of
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
 from reshard.plans.schedule.messages import limit_message_bytes
 from reshard.topology import Topology
+from reshard.torch.distributed_tensor import sharding_of_dtensor
 from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
@@ -241,7 +241,7 @@ def _with_gradient(
         options: dict[str, Any] = {"group": group, "extra_bytes": prepared.extra_bytes}
         spec = replicated_spec(prepared.target.spec)
         if isinstance(gradient, DTensor):
-            source, spec = None, sharding_of(gradient)
+            source, spec = None, sharding_of_dtensor(gradient)
         program = None
         if prepared.program is not None:
             ranks = len(group.ranks)

@@ -21,9 +21,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
-from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import empty_result
 
@@ -77,7 +76,7 @@ class TensorSide:
     @classmethod
     def of_tensor(cls, tensor: DTensor, group: RankGroup) -> TensorSide:
         """The side of a DTensor."""
-        spec = place_sharding(sharding_of(tensor), group)
+        spec = place_sharding(sharding_of_dtensor(tensor), group)
         layout = spec.layout(tuple(tensor.shape))
         return cls(layout, tensor.device_mesh, tuple(tensor.placements), spec)
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reshard.block_rules import Strided
 from reshard.errors import LayoutError, NotationError
@@ -196,7 +197,17 @@ def sharding_of_placements(
     >>> print(sharding_of_placements(mesh, [Shard(1), StridedShard(1, 2)], 2))
     -, dp / tp@stride2
     """
-    values = [as_placement(item) for item in placements]
+    order = None
+    if shard_order is not None:
+        order = tuple((int(dim), tuple(map(int, axes))) for dim, axes in shard_order)
+    return _make_sharding(mesh, tuple(map(as_placement, placements)), ndim, order)
+
+
+# Tensors of a model are cut alike, and again and again.
+@lru_cache(maxsize=1024)
+def _make_sharding(
+    mesh: DeviceMesh, values: tuple[Placement, ...], ndim: int, shard_order: ShardOrder | None
+) -> ShardingSpec:
     if len(values) != len(mesh.shape):
         raise NotationError(
             f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give "
@@ -274,13 +285,13 @@ def _order_steps(
 
 
 def _check_order(
-    shard_order: Iterable[tuple[int, Sequence[int]]] | None, by_dim: dict[int, dict[int, Level]]
+    shard_order: ShardOrder | None, by_dim: dict[int, dict[int, Level]]
 ) -> dict[int, list[int]]:
     """The axes of every dimension, by number, in the order in which they cut."""
     rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
     if shard_order is None:
         return rising
-    order = {int(dim): [int(axis) for axis in axes] for dim, axes in shard_order}
+    order = {dim: list(axes) for dim, axes in shard_order}
     cut = {dim: axes for dim, axes in rising.items() if axes}
     if {dim: sorted(axes) for dim, axes in order.items()} != cut:
         raise NotationError(

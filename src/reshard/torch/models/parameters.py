@@ -18,10 +18,9 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.groups import MegatronGrids
-from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
-from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of, tensors_of
@@ -290,7 +289,7 @@ class _Lister:
         says = value._spec
         key = says.mesh, says.placements, value.shape, getattr(says, "shard_order", None)
         if key not in self._described:
-            spec = place_sharding(sharding_of(value), self._group)
+            spec = place_sharding(sharding_of_dtensor(value), self._group)
             self._described[key] = spec, spec.layout(tuple(value.shape))
         return self._described[key]
 
