@@ -29,8 +29,7 @@ class JobItem:
     target: Binding
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise PlanError(f"a tensor named {self.name!r}; expected a text")
+        _check_name(self.name)
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         for side, binding, layout in (
             ("source", self.source, self.change.source),
@@ -44,7 +43,13 @@ class JobItem:
 
     def named(self, name: str) -> JobItem:
         """A tensor of another name that moves alike."""
-        return JobItem(name, self.dtype, self.change, self.source, self.target)
+        _check_name(name)
+        # All else was checked of this one, and a job may have very many.
+        other: JobItem = object.__new__(JobItem)
+        for field in ("dtype", "change", "source", "target"):
+            object.__setattr__(other, field, getattr(self, field))
+        object.__setattr__(other, "name", name)
+        return other
 
     @classmethod
     def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
@@ -53,6 +58,11 @@ class JobItem:
         Raises PlanError for layouts of different shapes, or what is no layout.
         """
         return cls(name, as_dtype(dtype), *_between_ranks(source, target))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise PlanError(f"a tensor named {name!r}; expected a text")
 
 
 # Layers of a model move alike.

@@ -179,7 +179,7 @@ class _Lister:
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
             numbers = self._group.numbering, self.first_rank
-            self.described = own_names, meanings, columns.looks, numbers
+            self.described = own_names, meanings, columns.looks, columns.meshes, numbers
             held = [tensor for tensor in columns.tensors if tensor is not None]
             self.known = _KNOWN.find(held, self.described)
         if self.known is not None:
@@ -214,7 +214,9 @@ class _Lister:
         # 3. What each has of its own.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
-        for name, number, tensor, local, look in zip(names, numbers, *columns, strict=True):
+        for name, number, tensor, local, look in zip(
+            names, numbers, columns.tensors, columns.locals, columns.looks, strict=True
+        ):
             if tensor is not None and local is not None:
                 self.tensors[name] = tensor
                 if kinds[number].shape is not None:
@@ -430,26 +432,29 @@ _Look: TypeAlias = tuple[object, ...]
 class _TensorColumns(NamedTuple):
     """Tensors, what each has on this rank, and all that it has alike with others.
 
-    With a layout there may be no tensor. A look begins with None for one that is whole.
+    With a layout there may be no tensor. A look begins with None for one that is whole; it says a
+    mesh by its id, which `meshes` keeps from another.
     """
 
     tensors: list[torch.Tensor | None]
     locals: list[torch.Tensor | None]
     looks: list[_Look]
+    meshes: dict[int, Any]
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> _TensorColumns | None:
         """Those of a model; None where any of its tensors has to be looked at by itself."""
-        found = tensors, locals_of, looks = cls([], [], [])
+        found = tensors, locals_of, looks, meshes = cls([], [], [], {})
         # One pass: of very many tensors each is read from memory anew.
         for one in values:
             local = tensor = one
             said: object = None
             if type(one) is DTensor:
                 local, cut = one._local_tensor, one._spec
-                # Torch's own hashes of placements take longer than all else of a tensor.
+                # Torch's own hashes take longer than all else of a tensor.
                 places = map(_identify_placement, cut.placements)
-                said = (cut.mesh, *places, one.shape, getattr(cut, "shard_order", None))
+                meshes[id(cut.mesh)] = cut.mesh
+                said = (id(cut.mesh), *places, one.shape, getattr(cut, "shard_order", None))
             elif type(one) is tuple and len(one) == 2 and type(one[1]) is Layout:
                 tensor, said = one
                 local = tensor

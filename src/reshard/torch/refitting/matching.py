@@ -197,15 +197,18 @@ class _Matcher:
 
     def unused(self, one_tensor: Mapping[str, str]) -> Iterator[str]:
         """What of the source serves nothing."""
-        wanted = {
-            one for name, tensor in self.target.items() for one in _list_members(name, tensor)
-        }
-        used = wanted | self.target.keys()
+        used = set(self.target)
+        for tensor in self.target.values():
+            if tensor.fusion is not None:
+                used.update(tensor.fusion.members)
         if self.ties:
             used = {tied_root(name, self.ties) for name in used}
         one_used = {one_tensor.get(name, name) for name in used if name in self.source}
         for name, tensor in self.source.items():
-            if tied_root(name, self.ties) in used or one_tensor.get(name, name) in one_used:
+            # Mostly all serve, by names of their own.
+            if name in used or tied_root(name, self.ties) in used:
+                continue
+            if one_tensor.get(name, name) in one_used:
                 continue
             for member in _list_members(name, tensor):
                 if tied_root(member, self.ties) not in used:

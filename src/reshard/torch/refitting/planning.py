@@ -59,7 +59,7 @@ class RefitPlanner:
         """The transform of every tensor that one is given for; what it makes besides has none."""
         found: dict[str, Transform] = {}
         made: set[str] = set()
-        for name in names:
+        for name in names if self.transforms else ():
             transform = fitting(name, self.transforms)
             if transform is not None and name not in made:
                 found[name] = transform

@@ -37,7 +37,9 @@ class StagedMessage:
     def stage(self, buffer: torch.Tensor) -> None:
         """Give it its bytes."""
         self.buffer = buffer
-        self.copies = _list_copies(self.message, buffer)
+        # As in `list_messages`.
+        with torch.inference_mode():
+            self.copies = _list_copies(self.message, buffer)
 
     def unpack(self) -> None:
         """Put what has arrived into its place."""
