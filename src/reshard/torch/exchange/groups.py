@@ -243,7 +243,7 @@ class RankGroup:
     def find_maxima(self, numbers: Sequence[int]) -> list[int]:
         """The greatest, of all ranks, of each of a few numbers of 64 bits; as many on every rank.
 
-        In the rounds of `maxima`.
+        As `maxima` says.
         """
         # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
         # of its own; to make tensors of so few numbers takes torch as long as a message.

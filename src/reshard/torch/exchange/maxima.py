@@ -6,21 +6,23 @@ not mind (dissemination, Hensgen, Finkel and Manber, 1988)::
     round 0    each rank tells the next one          knows 2
     round 1    each rank tells the second next       knows 4
 
-What a round takes is mostly that a rank sleeps until another has told it. So few ranks that share
-memory tell all others at once, in one round.
+What it takes is mostly that ranks are woken by each other, which each note does. So of few ranks
+that share memory the first hears all others, and tells them::
+
+    1, 2, 3 -> 0 -> 1, 2, 3     6 notes of four ranks, where all tell all others by 12
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from reshard.runs import IntArray
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
-# The most ranks that tell all others at once: each tells, and reads, as many notes.
-MOST_AT_ONCE = 8
+# The most ranks of which the first hears and tells all others, one after another.
+MOST_BY_FIRST = 8
 
 
 def list_distances(ranks: int) -> list[int]:
@@ -45,12 +47,26 @@ def find_near_maxima(
         RuntimeError: a rank is gone.
     """
     count = len(ranks)
-    rounds = [[ahead] for ahead in list_distances(count)]
-    if count <= MOST_AT_ONCE:
-        rounds = [list(range(1, count))]
-    for distances in rounds:
-        receivers = [ranks[(position + ahead) % count] for ahead in distances]
-        senders = [ranks[(position - ahead) % count] for ahead in distances]
-        told = near.swap(numbers.tobytes(), receivers, senders)
-        numbers = np.max([numbers, *(np.frombuffer(one, np.int64) for one in told)], axis=0)
+    if count <= MOST_BY_FIRST:
+        return _find_by_first(near, numbers, ranks, position)
+    for ahead in list_distances(count):
+        receiver, sender = (ranks[(position + n) % count] for n in (ahead, -ahead))
+        numbers = _find_greatest(numbers, near.swap(numbers.tobytes(), [receiver], [sender]))
     return numbers
+
+
+def _find_by_first(
+    near: SharedMemory, numbers: IntArray, ranks: Sequence[int], position: int
+) -> IntArray:
+    first, others = ranks[0], ranks[1:]
+    if position:
+        (told,) = near.swap(numbers.tobytes(), [first], [first])
+        return np.frombuffer(told, np.int64)
+    numbers = _find_greatest(numbers, near.swap(b"", [], others))
+    near.swap(numbers.tobytes(), others, [])
+    return numbers
+
+
+def _find_greatest(numbers: IntArray, told: Iterable[bytes]) -> IntArray:
+    greatest: IntArray = np.max([numbers, *(np.frombuffer(one, np.int64) for one in told)], axis=0)
+    return greatest
