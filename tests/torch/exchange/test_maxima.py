@@ -50,11 +50,29 @@ def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
     assert found == [numbers.max(axis=1).tolist()] * count
 
 
-def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
-    zero, one, two = connect([0, 1, 2])
-    two.close()
-    for position, near in enumerate((zero, one)):
+@pytest.mark.parametrize("count", [3, MOST_BY_FIRST + 1])
+def test_who_comes_after_a_rank_has_gone_is_told(count: int) -> None:
+    ranks = [*range(count)]
+    near = connect(ranks)
+    near[1].close()
+    # Also who would wait for others, which are not there yet.
+    for position in (0, count - 1):
         with pytest.raises(RuntimeError, match="closed"):
-            find_near_maxima(near, np.zeros(2, np.int64), [0, 1, 2], position)
+            find_near_maxima(near[position], np.zeros(2, np.int64), ranks, position)
+
+
+def test_who_waits_for_a_rank_that_goes_is_told() -> None:
+    ranks = [0, 1, 2]
+    near = connect(ranks)
+
+    def wait(position: int) -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            find_near_maxima(near[position], np.zeros(2, np.int64), ranks, position)
         # Who fails closes its end, and who waits for that one is told in turn.
-        near.close()
+        near[position].close()
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait, position) for position in (0, 1)]
+        near[2].close()
+        for one in waiting:
+            one.result()

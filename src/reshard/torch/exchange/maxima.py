@@ -46,6 +46,8 @@ def find_near_maxima(
     Raises:
         RuntimeError: a rank is gone.
     """
+    # Who hears of a few only, which may be late, would not learn of others that have ended.
+    near.check_ends()
     count = len(ranks)
     if count <= MOST_BY_FIRST:
         return _find_by_first(near, numbers, ranks, position)

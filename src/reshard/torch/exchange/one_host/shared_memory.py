@@ -15,6 +15,7 @@ tells another travel in a note themselves.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -117,6 +118,10 @@ class SharedMemory:
         self.ranks = {
             rank: NearRank(rank, one, timeout_s, self._devices) for rank, one in sockets.items()
         }
+        # Tells of hang-ups, whatever it is asked for.
+        self._ends = select.poll()
+        for one in sockets.values():
+            self._ends.register(one, 0)
 
     def serves(self, device: torch.device) -> bool:
         """Whether what travels between tensors of a device stays on devices."""
@@ -149,6 +154,11 @@ class SharedMemory:
     def receive(self, size_bytes: int, sender: int, tag: int) -> NearMessage:
         """Expect the next message of a tag from a rank."""
         return self.ranks[sender].expect(size_bytes, tag)
+
+    def check_ends(self) -> None:
+        """Raise RuntimeError where a rank is gone."""
+        if self._ends.poll(0):
+            raise RuntimeError("Connection closed by peer")
 
     def swap(self, told: bytes, receivers: Iterable[int], senders: Iterable[int]) -> list[bytes]:
         """Tell some ranks up to `MOST_TOLD_BYTES`, and return what some tell next.
