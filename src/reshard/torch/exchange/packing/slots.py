@@ -37,9 +37,7 @@ class StagedMessage:
     def stage(self, buffer: torch.Tensor) -> None:
         """Give it its bytes."""
         self.buffer = buffer
-        # As in `list_messages`.
-        with torch.inference_mode():
-            self.copies = _list_copies(self.message, buffer)
+        self.copies = _list_copies(self.message, buffer)
 
     def unpack(self) -> None:
         """Put what has arrived into its place."""
@@ -171,19 +169,21 @@ def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     combinations: list[Callable[[], object]] = []
     wholes: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
+    for dtype in {form.dtype for _, form in message.pieces}:
+        # Its length is no multiple of every element's, but every piece lies within it.
+        stop = buffer.numel() // dtype.itemsize * dtype.itemsize
+        wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype).as_strided
     begin_bytes, is_sent = buffer.storage_offset(), message.is_sent
-    for (view, form), low in zip(message.pieces, message.offsets, strict=False):
-        dtype, reduction, shape, strides, _ = form
-        if dtype not in wholes:
-            # Its length is no multiple of every element's, but every piece lies within it.
-            stop = buffer.numel() // dtype.itemsize * dtype.itemsize
-            wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype).as_strided
-        # One call, where to cut and to shape it would be three.
-        part = wholes[dtype](shape, strides, (begin_bytes + low) // dtype.itemsize)
-        if is_sent:
-            pairs.append((part, view))
-        elif reduction is None:
-            pairs.append((view, part))
-        else:
-            combinations.append(functools.partial(combine, reduction, view, part))
+    # As in `list_messages`: of these only a view as another type would be one of this mode.
+    with torch.inference_mode():
+        for (view, form), low in zip(message.pieces, message.offsets, strict=False):
+            dtype, reduction, shape, strides, _ = form
+            # One call, where to cut and to shape it would be three.
+            part = wholes[dtype](shape, strides, (begin_bytes + low) // dtype.itemsize)
+            if is_sent:
+                pairs.append((part, view))
+            elif reduction is None:
+                pairs.append((view, part))
+            else:
+                combinations.append(functools.partial(combine, reduction, view, part))
     return [*copiers(pairs), *combinations]
