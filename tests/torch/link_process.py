@@ -151,6 +151,11 @@ def other_orders() -> None:
             expect(list(report.engines) == ["a"] and told in report.lost["b"], f"{report}")
         refused(syncs[NUMBER == 1].run, LinkError, told)
         expect(all(sync.is_usable for sync in syncs), "usable")
+        # Why is told at the store of the link, which is in the trainer's first process.
+        board = open_board()
+        board.set(f"{NUMBER} knows", "")
+        if NUMBER == 0:
+            board.wait([f"{number} knows" for number in range(1, 4)])
 
 
 def buckets() -> None:
