@@ -351,6 +351,8 @@ def _back_by_torch(kernel: Attention) -> Function:
     def function(*operands: Any) -> Any:
         # What autograd does here has no gradient that autograd could go on with.
         is_watched = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
+        # The compiler follows blocks, and not autograd.
+        is_watched = is_watched or torch.compiler.is_compiling()
         if is_watched or any(0 in one.shape for one in operands):
             return by_blocks(*operands)
         *arrays, g = operands
