@@ -31,7 +31,7 @@ from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
-    Starts,
+    Shardings,
     Trace,
     check_trace_options,
     record_for,
@@ -149,7 +149,7 @@ class JittedFunction:
         overlap: int,
         donate: frozenset[int] = frozenset(),
         backend: bool | str = False,
-        starts: Starts = (),
+        known: Shardings | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -160,7 +160,7 @@ class JittedFunction:
         self._overlap = overlap
         self._donate = donate
         self._backend = backend
-        self._starts = starts
+        self._known = known
         self._programs: dict[Any, RecordedProgram] = {}
         self._traced_count = 0
         self._lock = RLock()
@@ -235,7 +235,7 @@ class JittedFunction:
         def trace_by(strategy: str) -> Trace:
             recorded = self._record(strategy, arguments, options)
             topology, library = self._topology, self._library
-            return trace_recorded(recorded, strategy, topology, library, self._starts)
+            return trace_recorded(recorded, strategy, topology, library, self._known)
 
         donated = self._find_donated(arguments)
 
@@ -287,7 +287,7 @@ class JittedFunction:
             if self._live_bytes is None and not (moves_beside and self._topology is not None):
                 recorded = self._record(self._strategy, arguments, options)
                 shardings = shardings_of(
-                    recorded, self._strategy, self._topology, self._library, self._starts
+                    recorded, self._strategy, self._topology, self._library, self._known
                 )
             else:
                 traced = self._trace_program(arguments, options, moves_beside)

@@ -27,6 +27,7 @@ from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Graph, Operation
+from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import moves_each_time
@@ -55,7 +56,6 @@ from reshard.topology import Topology
 
 STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
 Spec = ShardingSpec | None
-Starts = Sequence[Sequence[ShardingSpec]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +239,14 @@ def shardings_of(
     strategy: str,
     topology: Topology | None,
     library: str,
-    starts: Starts = (),
+    known: Shardings | None = None,
 ) -> Shardings:
     """The sharding of each value of a recorded function by a strategy.
 
-    `starts` are shardings of all values near which "cost" looks as well, where they are as many.
+    `known` is what "cost" has found for the function before.
     """
+    if known is not None and strategy == "cost":
+        return known
     if strategy == "eager" or not meshes_of(recorded):
         return keep_given(recorded)
     machine = Machine(topology, library)
@@ -252,8 +254,8 @@ def shardings_of(
     def place(
         graph: Graph, known: dict[int, ShardingSpec], mesh: DeviceMesh
     ) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
-        near = [one for one in starts if len(one) == len(graph.values)]
-        return _propagate(graph, known, mesh, strategy, machine, near)
+        found = _propagate(graph, known, mesh, strategy, machine)
+        return found.values, found.operands
 
     values, operands = place_parts(recorded, place)
     return Shardings(tuple(values), tuple(operands))
@@ -264,17 +266,17 @@ def trace_recorded(
     strategy: str,
     topology: Topology | None,
     library: str,
-    starts: Starts = (),
+    known: Shardings | None = None,
 ) -> Trace:
     """The trace of a recorded function.
 
     Args:
         recorded: the function.
         strategy, topology, library: see `trace`.
-        starts: see `shardings_of`.
+        known: see `shardings_of`.
     """
     # What each value is to be sharded by.
-    shardings = shardings_of(recorded, strategy, topology, library, starts)
+    shardings = shardings_of(recorded, strategy, topology, library, known)
     return trace_placed(recorded, shardings, strategy, topology, library)
 
 
@@ -340,18 +342,22 @@ def _propagate(
     mesh: DeviceMesh,
     strategy: str,
     machine: Machine,
-    starts: Starts,
-) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
+) -> Shardings:
     """Shardings of all values and operands, from those of the inputs and the `with_sharding`s."""
     if strategy == "cost":
-        found = propagate_by_cost(graph, known, machine=machine, starts=starts).propagated
+        found = propagate_by_cost(graph, known, machine=machine).propagated
     else:
         found = keep_pending(propagate_graph(graph, known, strategy=strategy))
+    return shardings_from(found, mesh)
+
+
+def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
+    """The shardings of all values and operands of a propagated graph; those not known are whole."""
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
-        for value, spec in zip(graph.values, found.values, strict=True)
+        for value, spec in zip(found.graph.values, found.values, strict=True)
     )
-    return values, explicit_reshards(found).operands
+    return Shardings(values, tuple(map(tuple, explicit_reshards(found).operands)))
 
 
 class Watcher(Recorder, Protocol):

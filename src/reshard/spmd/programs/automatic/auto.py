@@ -6,11 +6,14 @@
 
 1. The function is recorded with its arguments whole. What it returns where an argument lies (a
    gradient, a new weight) stays tied to that.
-2. Shardings of little time are looked for (`input_search`), without a price of memory first. If the
-   program holds more than the limit, the price at which it does not is looked for.
-3. In a small graph all others that might take less are judged as well (`least_inputs`).
+2. Shardings of little time are looked for (`input_search`), then in turn those of what is between
+   the arguments, by strategy "cost", and of all values near that; also from arguments that are cut
+   over all axes, as by fully sharded data parallelism.
+3. If the program holds more than the limit, bytes get a price: those of arguments, and of what a
+   program holds where it holds the most. The price at which the limit is kept is looked for.
+4. In a small graph all others that might take less are judged as well (`least_inputs`).
 
-Every program is judged as it runs: traced with strategy "cost", by its seconds and its peak.
+Every program is judged as it runs: traced, by its seconds and its peak.
 """
 
 from __future__ import annotations
@@ -32,20 +35,33 @@ from reshard.spmd.programs.memory_limit import check_limit
 from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.propagation.by_cost.cost_model import Machine
+from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.mesh_parts import meshes_of
-from reshard.spmd.tracing.trace import Starts, Trace, check_trace_options, record_for
+from reshard.spmd.tracing.trace import (
+    Shardings,
+    Trace,
+    check_trace_options,
+    record_for,
+    shardings_from,
+)
 from reshard.topology import Topology
 
 # Operations of a graph in which the best is proven.
 MOST_PROVEN = 16
-# Prices of a byte, in parts of what the function takes for each byte of its arguments: first one
-# that decides between equals, then those that are tried in turn to keep a limit.
+# Prices of a byte, in parts of what the function takes for each byte of its arguments: one that
+# decides between equals, the first that is tried to keep a limit, and the highest; and how many
+# are tried.
 LOWEST_PRICE = 1e-4
-PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+FIRST_PRICE = 0.3
+HIGHEST_PRICE = 100.0
+MOST_PRICES = 6
+# Operations of a graph in which inputs and what is between them are placed in turn, and how often.
+MOST_TURNED = 512
+MOST_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +154,8 @@ def auto(
     machine = Machine(topology, library)
     timed = _find_timed(machine, mesh)
 
-    def make_program(limit: int | None, starts: Starts) -> JittedFunction:
-        return JittedFunction(
-            function, "cost", timed, library, limit, overlap, places, starts=starts
-        )
+    def make_program(limit: int | None, known: Shardings | None) -> JittedFunction:
+        return JittedFunction(function, "cost", timed, library, limit, overlap, places, known=known)
 
     return _Choosing(function, mesh, arguments, live_bytes, machine, make_program).answer()
 
@@ -160,12 +174,12 @@ class _Program(NamedTuple):
 
     Args:
         specs: of free inputs.
-        starts: shardings of all values near which it was placed.
+        shardings: of all its values; those that "cost" finds when None.
         trace: of it, without a limit.
     """
 
     specs: tuple[ShardingSpec, ...]
-    starts: Starts
+    shardings: Shardings | None
     trace: Trace
 
     @property
@@ -189,14 +203,14 @@ class _Choosing:
         arguments: Sequence[Any],
         limit: int | None,
         machine: Machine,
-        make_program: Callable[[int | None, Starts], JittedFunction],
+        make_program: Callable[[int | None, Shardings | None], JittedFunction],
     ) -> None:
         self._name = f"sp.auto of {function!r} over {mesh}"
         self._mesh = mesh
         self._arguments = list(arguments)
         self._limit = limit
         self._make_program = make_program
-        self._known: dict[tuple[ShardingSpec, ...], _Program] = {}
+        self._known: dict[object, _Program] = {}
         kinds = [type_of(leaf) for _, leaf in leaves(self._arguments)]
         arrays = [kind for kind in kinds if kind is not None]
         self._check_meshes(kind.spec.mesh for kind in arrays if kind.spec is not None)
@@ -207,6 +221,7 @@ class _Choosing:
         self._check_meshes(meshes_of(recorded))
         self._graph = recorded.graph
         self._search = self._begin(recorded, machine)
+        self._is_small = len(self._graph.operations) <= MOST_PROVEN
 
     def _check_meshes(self, meshes: Iterable[DeviceMesh]) -> None:
         other = next((one for one in meshes if one is not self._mesh), None)
@@ -243,11 +258,13 @@ class _Choosing:
         annotations = {number: spec for number, spec in known.items() if spec is not None}
         return InputSearch(graph, annotations, free, ties, self._mesh, machine)
 
-    def _judge(self, specs: tuple[ShardingSpec, ...], starts: Starts = ()) -> _Program:
-        found = self._known.get(specs)
+    def _judge(
+        self, specs: tuple[ShardingSpec, ...], shardings: Shardings | None = None
+    ) -> _Program:
+        found = self._known.get((specs, shardings))
         if found is None:
-            trace = self._make_program(None, starts).trace(*self._fill(specs))
-            found = self._known[specs] = _Program(specs, starts, trace)
+            trace = self._make_program(None, shardings).trace(*self._fill(specs))
+            found = self._known[specs, shardings] = _Program(specs, shardings, trace)
         return found
 
     def _keeps_limit(self, one: _Program) -> bool:
@@ -261,7 +278,7 @@ class _Choosing:
             best = min(fitting, key=lambda one: (one.seconds_s, one.peak_bytes))
         else:
             best = min(self._known.values(), key=lambda one: one.peak_bytes)
-        program = self._make_program(self._limit, best.starts)
+        program = self._make_program(self._limit, best.shardings)
         filled = self._fill(best.specs)
         trace = best.trace if fitting else self._trace_within(program, filled, best)
         specs = replaced(filled, lambda leaf: leaf.spec if isinstance(leaf, ArrayType) else None)
@@ -289,16 +306,18 @@ class _Choosing:
             self._judge(())
             return True
         # 1. What takes least time, and of equals has the least memory.
-        first = self._judge_price(LOWEST_PRICE)
-        # 2. The lowest price at which the limit is kept, halving what is left of them.
-        prices = [] if self._keeps_limit(first) else list(PRICES)
-        while prices:
-            middle = len(prices) // 2
-            keeps = self._keeps_limit(self._judge_price(prices[middle]))
-            prices = prices[:middle] if keeps else prices[middle + 1 :]
+        inputs = frozenset(search.free)
+        first = self._judge_price(LOWEST_PRICE, inputs)
+        if not self._is_small and len(self._graph.operations) <= MOST_TURNED:
+            begun = [first, *map(self._judge, search.spread())]
+            self._improve(begun, LOWEST_PRICE, inputs)
+        # 2. The lowest price of memory at which the limit is kept.
+        if not self._keeps_limit(first):
+            self._find_price(inputs | held_at_peak(first.trace))
         # 3. All others that may be better.
-        if len(self._graph.operations) > MOST_PROVEN:
+        if not self._is_small:
             return False
+        search.problem.charge([])
         table, values = search.table, search.problem.values
 
         def judge(chosen: tuple[int, ...]) -> float:
@@ -310,6 +329,72 @@ class _Choosing:
         limit = math.inf if self._limit is None else self._limit
         return least_inputs(search, judge, min(known_s, default=math.inf), limit)
 
-    def _judge_price(self, price: float) -> _Program:
-        every = self._search.specs(self._search.least(price * self._search.byte_s))
-        return self._judge(tuple(every[number] for number in self._search.free), (every,))
+    def _find_price(self, held: frozenset[int]) -> None:
+        """Judge what is found for prices, up to near the lowest one at which the limit is kept.
+
+        Bytes have the price of what some program holds at its peak, `held` to begin with.
+        """
+        low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
+        for _ in range(MOST_PRICES):
+            found = self._judge_price(price, held)
+            if self._keeps_limit(found):
+                high = price
+            else:
+                low = price
+                if self._has_same_values(found.trace):
+                    held |= held_at_peak(found.trace)
+            # The middle of the orders of magnitude.
+            price = math.sqrt(low * high)
+        fitting = [one for one in self._known.values() if self._keeps_limit(one)]
+        if fitting and not self._is_small:
+            self._improve([min(fitting, key=lambda one: one.seconds_s)], high, held)
+
+    def _improve(self, begun: Sequence[_Program], price: float, held: frozenset[int]) -> None:
+        """Place in turn what is between inputs, and inputs as well, as long as that helps."""
+        best_s = math.inf
+        if len(self._graph.operations) > MOST_TURNED:
+            return
+        for _ in range(MOST_TURNS):
+            anew = [self._judge(one.specs) for one in begun]
+            found = [self._judge_price(price, held, one) for one in anew]
+            best = min(found, key=lambda one: one.seconds_s)
+            if best.seconds_s >= best_s:
+                break
+            begun, best_s = [best], best.seconds_s
+
+    def _has_same_values(self, traced: Trace) -> bool:
+        """Whether values have the same numbers: not with movements beside computing."""
+        return _list_operands(traced.graph) == _list_operands(self._graph)
+
+    def _judge_price(
+        self, price: float, held: frozenset[int], near: _Program | None = None
+    ) -> _Program:
+        """The program that is found for a price, near another one."""
+        search = self._search
+        known = []
+        if near is not None and self._has_same_values(near.trace):
+            known = [near.trace.shardings.values]
+        placed = search.placed(search.least(price * search.byte_s, held, known))
+        known_specs = [placed.values[number] for number in search.free]
+        specs = tuple([spec for spec in known_specs if spec is not None])
+        # Small graphs are placed by "cost" anew, which proves what is best.
+        return self._judge(specs, None if self._is_small else shardings_from(placed, self._mesh))
+
+
+def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
+    return [(one.operator, tuple(one.operands)) for one in graph.operations]
+
+
+def held_at_peak(traced: Trace) -> frozenset[int]:
+    """What is held where the fullest rank holds the most: values, and the operation there.
+
+    An operation has its number behind those of the values.
+    """
+    graph, frees = traced.graph, traced.graph.last_uses()
+    peaks = [max(one.live_bytes) for one in traced.operations]
+    at = max(range(len(peaks)), key=peaks.__getitem__, default=0)
+    held = {*graph.inputs, len(graph.values) + at} if peaks else {*graph.inputs}
+    for place, one in enumerate(graph.operations[: at + 1]):
+        held.update(one.results)
+        held.difference_update(frees[place] if place < at else ())
+    return frozenset(held)

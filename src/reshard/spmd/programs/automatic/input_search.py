@@ -1,13 +1,14 @@
 """Input search: shardings of a graph's inputs that take little time, for a price of their memory.
 
-What is looked for is the least sum of `cost_problem` with all inputs free, and for each of them
-its bytes on a rank, times a price. Where the graph lets it be, that is found by elimination. Else
+What is looked for is the least sum of `cost_problem` with all inputs free, what several operations
+read moved once, and the bytes of some values on a rank times a price. Where the graph lets it be,
+that is found by elimination. Else
 
 1. *seeds* are laid: one dimension of inputs of a kind is cut over an axis, the strategy
    "aggressive" carries that through the graph, and the operations run in the ways that suit it
    best. The seed that helps most stays, others are laid beside it, as long as one helps;
-2. the best of what was seen *descends*, one value at a time, then in *windows*: the values and
-   operations around an input, all chosen at once by elimination.
+2. the best of what was seen, or programs that are known, *descend*, one value at a time, then in
+   *windows*: values and operations near one another, all chosen at once by elimination.
 
 Inputs of a kind have the same shape, element type and readers, as the weights of a model's layers.
 Data parallelism is one seed, tensor parallelism one for each block of a layer, and what is cut to
@@ -17,7 +18,8 @@ save memory comes from the price.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,21 +32,17 @@ from reshard.spmd.propagation.axis_parts import AxisTable, Sharding, size_of
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
 from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
-from reshard.spmd.propagation.by_cost.least_sum import CostSum
+from reshard.spmd.propagation.by_cost.nearly_least import Choices, improved
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.propagation import propagate_by_rules
+from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
 # Kinds of inputs that are seeds, the largest ones first, and seeds that are laid beside others.
 MOST_KINDS = 24
 MOST_BESIDE = 8
 MOST_SEEDS = 12
-# Of what was seen, how many descend; values between the centres of two windows then.
-MOST_DESCENTS = 4
-CENTRES_APART = 8
-# Variables of the windows in which the best of them descends further.
-WIDE_WINDOW = 128
-
-Choices = tuple[int, ...]
+# Of what was seen, how many descend, and how many are cut further.
+MOST_DESCENTS = 8
+MOST_SPREAD = 2
 
 
 class Seed(NamedTuple):
@@ -83,8 +81,8 @@ class InputSearch:
         self.table = AxisTable.of(mesh)
         self.kinds = self._find_kinds()
         self.problem = CostProblem(graph, self.table, CostModel.of(self.table, machine))
-        base = propagate_by_rules(graph, self._annotate(()), strategy="aggressive")
-        self.problem.candidates(annotations, {}, [base], self.free, ties)
+        self._base = propagate_by_rules(graph, self._annotate(()), strategy="aggressive")
+        self.problem.candidates(annotations, {}, [self._base], self.free, ties)
         self.problem.fill(bounds=False)
         self.total = self.problem.sum()
         self.sizes_bytes = {number: self._count_bytes(number) for number in self.free}
@@ -97,26 +95,75 @@ class InputSearch:
         seconds_s = min(map(self.total.value, self._seeds if found is None else [found]))
         return seconds_s / max(sum(self._count_whole(number) for number in self.free), 1)
 
-    def least(self, price_s: float) -> Choices:
-        """Choices of little time, with so many seconds for each byte of an input on a rank."""
-        tables = [*self.total.tables]
-        tables += [
-            CostTable((number,), size_bytes * price_s)
-            for number, size_bytes in self.sizes_bytes.items()
-        ]
-        total = CostSum(self.total.choices, tables)
-        found = total.eliminated()
-        if found is not None:
-            return found
-        best = sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
-        centres = [*self.free, *range(0, self._ways.start, CENTRES_APART)]
-        ended = [total.descended_in_windows(one, centres, self._ways) for one in best]
-        least = min(ended, key=total.value)
-        return total.descended_in_windows(least, centres[::2], self._ways, WIDE_WINDOW)
+    def least(
+        self,
+        price_s: float,
+        held: Collection[int],
+        near: Sequence[Sequence[ShardingSpec | None]] = (),
+    ) -> Choices:
+        """Choices of little time, with a price of memory.
 
-    def specs(self, chosen: Choices) -> list[ShardingSpec]:
-        """The shardings of all values."""
-        return [self.table.decoded(one) for one in self.problem.shardings(chosen)]
+        Args:
+            price_s: seconds for each byte that the busiest rank has.
+            held: variables of `problem`: values, and operations with all that they read and make.
+            near: shardings of all values, near which to look; near seeds when there are none.
+        """
+        self.problem.charge(self._charge(price_s, held))
+        total = self.problem.sum()
+        chosen = total.eliminated()
+        if chosen is not None:
+            return improved(self.problem, (), [chosen], is_least=True)[0]
+        begun = [
+            total.descended(self._find_nearest(some), self._ways, sweeps=0) for some in near
+        ] or sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
+        return improved(self.problem, begun)[0]
+
+    def spread(self) -> list[tuple[ShardingSpec, ...]]:
+        """Shardings of the inputs by the best seeds, each cut over all axes that are left.
+
+        As weights are by fully sharded data parallelism, beside what cuts them for their operators.
+        """
+        best = sorted(self._seeds, key=self.total.value)[:MOST_SPREAD]
+        found = dict.fromkeys(
+            tuple([self._spread(self.problem.values[n][chosen[n]], n) for n in self.free])
+            for chosen in best
+        )
+        return list(found)
+
+    def _spread(self, sharding: Sharding, number: int) -> ShardingSpec:
+        spec, shape = self.table.decoded(sharding), self.graph.values[number].shape
+        dims = [[str(axis) for axis in dim.axes] for dim in spec.dim_specs]
+        used = {axis.name for dim in spec.dim_specs for axis in dim.axes}
+        for axis in self.mesh.axis_names:
+            cut = [math.prod(map(self.mesh.axis_size, axes)) for axes in dims]
+            size = self.mesh.axis_size(axis)
+            # Where nothing cuts it so far, if there is such a dimension.
+            fits = [n for n, length in enumerate(shape) if length % (cut[n] * size) == 0]
+            if axis not in used and fits:
+                dims[min(fits, key=cut.__getitem__)].append(axis)
+        return ShardingSpec(self.mesh, dims)
+
+    def _charge(self, price_s: float, held: Collection[int]) -> list[CostTable]:
+        problem, first = self.problem, len(self.graph.values)
+        counts = Counter(problem.variables[one] if one < first else one for one in held)
+        known: dict[object, FloatArray] = {}
+        found = []
+        for variable, count in sorted(counts.items()):
+            if variable >= first:
+                size_bytes = self._count_run_bytes(variable - first)
+                found.append(CostTable((variable,), size_bytes * price_s))
+                continue
+            # Equal ones stay one object, by which layers alike are told.
+            value = self.graph.values[variable]
+            key = (value.shape, value.dtype, id(problem.values[variable]), count)
+            if key not in known:
+                known[key] = self._count_bytes(variable) * (price_s * count)
+            found.append(CostTable((variable,), known[key]))
+        return found
+
+    def placed(self, chosen: Choices) -> PropagatedGraph:
+        """The graph with what was chosen."""
+        return self.problem.answer(chosen, self._base)
 
     def _find_kinds(self) -> list[tuple[int, ...]]:
         """Inputs that are read alike, the largest first."""
@@ -137,16 +184,25 @@ class InputSearch:
         value = self.graph.values[number]
         return math.prod(value.shape) * dtype(value.dtype).itemsize_bytes
 
-    def _count_bytes(self, number: int) -> FloatArray:
-        """The bytes of an input on a rank, for each of its candidates."""
+    def _count_bytes(self, number: int, shardings: Sequence[Sharding] | None = None) -> FloatArray:
+        """The bytes of a value on a rank, for each of some shardings; for its own when None."""
         value = self.graph.values[number]
         found = [
             math.prod(
                 -(-size // size_of(axes)) for size, axes in zip(value.shape, one.dims, strict=True)
             )
-            for one in self.problem.values[number]
+            for one in (self.problem.values[number] if shardings is None else shardings)
         ]
         return np.array(found, dtype=np.float64) * dtype(value.dtype).itemsize_bytes
+
+    def _count_run_bytes(self, number: int) -> FloatArray:
+        """The bytes of all that an operation reads and makes, for each of its ways."""
+        operation, ways = self.graph.operations[number], self.problem.ways[number]
+        values = (*operation.operands, *operation.results)
+        total = np.zeros(len(ways.options))
+        for value, shardings in zip(values, ways.shardings, strict=True):
+            total += self._count_bytes(value, shardings)
+        return total
 
     def _annotate(self, seeds: Sequence[Seed]) -> dict[int, ShardingSpec]:
         """The annotations, with free inputs open and cut by seeds."""
@@ -210,11 +266,15 @@ class InputSearch:
     def _start(self, seeds: Sequence[Seed]) -> Choices:
         """The choices nearest to what seeds become."""
         found = propagate_by_rules(self.graph, self._annotate(seeds), strategy="aggressive")
+        return self._find_nearest(found.values)
+
+    def _find_nearest(self, specs: Sequence[ShardingSpec | None]) -> Choices:
+        """The choices nearest to shardings of all values."""
         return self.problem.nearest(
             [
                 Sharding(((),) * len(value.shape), (True,) * len(value.shape))
                 if one is None
                 else close(self.table.encoded(one))
-                for one, value in zip(found.values, self.graph.values, strict=True)
+                for one, value in zip(specs, self.graph.values, strict=True)
             ]
         )

@@ -104,6 +104,7 @@ class CostProblem:
         self._is_changed = False
         self._answers_s: dict[tuple[int, ...], float] = {}
         self._computing: list[CostTable] = []
+        self._charges: list[CostTable] = []
 
     def candidates(
         self,
@@ -205,6 +206,11 @@ class CostProblem:
             moves.fill(bounds=bounds)
         self._is_changed = True
 
+    def charge(self, charges: Sequence[CostTable]) -> None:
+        """Add seconds to choices, for what they take beside time; others than before."""
+        self._charges = list(charges)
+        self._sum = None
+
     def sum(self, decided: Decisions = NOTHING, parts: Parts | None = None) -> CostSum:
         """The seconds of all choices; movements as they are priced by then.
 
@@ -218,17 +224,22 @@ class CostProblem:
                 for number, shardings in enumerate(self.values)
             ]
             choices = (*own, *(len(ways.options) for ways in self.ways))
-            self._sum = CostSum(choices, [*self._computing, *self._tabulate_moves()])
+            self._sum = CostSum(choices, [*self._fixed, *self._tabulate_moves()])
+            self._answers_s = {}
         elif self._is_changed:
-            self._sum = self._sum.replaced([*self._computing, *self._tabulate_moves()])
+            self._sum = self._sum.replaced([*self._fixed, *self._tabulate_moves()])
             self._answers_s = {}
         self._is_changed = False
         if parts is None and not decided.once:
             return self._sum
-        count = len(self._computing)
-        moves = self._sum.tables[count:]
+        moves = self._sum.tables[len(self._fixed) :]
         self.reads.change(moves, decided, parts)
-        return self._sum.replaced([*self._computing, *moves])
+        return self._sum.replaced([*self._fixed, *moves])
+
+    @property
+    def _fixed(self) -> list[CostTable]:
+        """The tables that movements' prices leave as they are."""
+        return [*self._computing, *self._charges]
 
     def _tabulate_moves(self) -> list[CostTable]:
         """Seconds of the movements at all ends, each reader paying for its own."""

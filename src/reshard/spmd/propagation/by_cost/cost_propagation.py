@@ -24,7 +24,7 @@ answer's seconds are those of its programs. There is no clock in it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,8 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
-from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
+from reshard.spmd.propagation.by_cost.nearly_least import Choices, solve_nearly
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
@@ -46,17 +47,6 @@ MOST_ROUNDS = 256
 SLACK = 1e-6
 # The same, of sums that are added up once.
 ROUNDING = 1e-9
-# How often what formulas chose is changed.
-MOST_CHANGES = 4
-# Entries of tables where larger ones than those of an exact answer would be needed: which is best
-# is not known before.
-LARGEST = (1 << 14, 1 << 16, 1 << 18)
-# Operations of a graph in which elimination is done again as if readers shared what they can.
-MOST_BOUNDED = 512
-# Of answers found so, how many descend with what readers share.
-MOST_DESCENTS = 3
-# Values between the centres of two windows of descent.
-CENTRES_APART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +75,6 @@ def propagate_by_cost(
     outputs: Mapping[int, ShardingSpec] | None = None,
     machine: Machine | None = None,
     exact: bool | None = None,
-    starts: Sequence[Sequence[ShardingSpec]] = (),
 ) -> CostedGraph:
     """The shardings of least estimated time.
 
@@ -95,7 +84,6 @@ def propagate_by_cost(
         outputs: shardings in which outputs are asked for, by their position.
         machine: links and devices; hosts of eight H100 when None.
         exact: False never looks for the exact answer; else it is looked for first.
-        starts: shardings of all values, near which to look as well.
 
     Raises:
         SpecError: as `propagate_graph` does.
@@ -136,10 +124,7 @@ def propagate_by_cost(
     problem.price(others)
     others_s = {other: problem.seconds_s(other) for other in others}
     # 4. What formulas choose, corrected by prices of programs.
-    total = problem.sum()
-    near = [problem.nearest([close(table.encoded(one)) for one in start]) for start in starts]
-    begun = [*others, *(total.descended(one, ways, sweeps=0) for one in near)]
-    chosen, seconds_s = _solve_nearly(problem, begun, exact)
+    chosen, seconds_s = solve_nearly(problem, others, eliminates=exact is not False)
     # 5. What is better, or the proof that nothing is, where the graph is small enough.
     is_exact = False
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
@@ -150,9 +135,6 @@ def propagate_by_cost(
         is_exact,
         {name: others_s[other] for name, other in zip(OTHERS, others, strict=True)},
     )
-
-
-Choices = tuple[int, ...]
 
 
 def _solve_exactly(
@@ -213,59 +195,3 @@ def _solve_exactly(
                 heapq.heappush(waiting, (bound_s, count, one))
                 count += 1
     return best, best_s, not waiting
-
-
-def _solve_nearly(
-    problem: CostProblem, begun: Sequence[Choices], exact: bool | None
-) -> tuple[Choices, float]:
-    """The least sum by formulas, changed as long as prices of programs show something better."""
-    total = problem.sum()
-    ways = range(len(problem.graph.values), len(total.choices))
-    # 1. As if each reader moved what it reads, and as if they shared what they can.
-    found: list[Choices] = []
-    is_least = False
-    if exact is not False:
-        chosen, is_least = total.nearly_eliminated()
-        found = [chosen]
-    if is_least and problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
-        bound = problem.sum(NOTHING, problem.reads.parts(found[0]))
-        found += filter(None, [bound.eliminated()])
-    if found and not is_least:
-        sums = total, problem.sum(NOTHING, {})
-        found += [one.nearly_eliminated(largest)[0] for one in sums for largest in LARGEST]
-    if not is_least:
-        found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
-    found.sort(key=problem.seconds_s)
-    # 2. With what is shared then moved once. Windows take long: they are for the best alone.
-    centres = () if is_least or exact is False else range(0, ways.start, CENTRES_APART)
-    if not is_least:
-        found = [_descend(problem, one, (), ways) for one in found[:MOST_DESCENTS]]
-    chosen = min(found, key=problem.seconds_s)
-    if centres:
-        chosen = _descend(problem, chosen, centres, ways)
-    # 3. With the prices of programs. Answers whose movements are priced stay as they are.
-    seen_s = {one: problem.seconds_s(one) for one in begun}
-    for _ in range(MOST_CHANGES + 1):
-        is_changed = problem.price([chosen])
-        seen_s[chosen] = problem.seconds_s(chosen)
-        best = min(seen_s, key=seen_s.__getitem__)
-        if not is_changed:
-            break
-        chosen = _descend(problem, best, centres, ways)
-    return best, seen_s[best]
-
-
-def _descend(problem: CostProblem, start: Choices, centres: Sequence[int], ways: range) -> Choices:
-    """Descends as long as that helps, with what readers share moved once.
-
-    What is shared is that of the answer before, with which no answer is taken for less than it is.
-    """
-    chosen, seconds_s = start, problem.seconds_s(start)
-    for _ in range(MOST_CHANGES):
-        total = problem.sum(problem.shared(chosen))
-        found = total.descended_in_windows(chosen, centres, ways)
-        found_s = problem.seconds_s(found)
-        if found_s >= seconds_s:
-            break
-        chosen, seconds_s = found, found_s
-    return chosen
