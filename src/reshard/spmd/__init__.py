@@ -16,7 +16,10 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import SHIPPED, operator_of, operators, register, rule, rule_of
+from reshard.spmd.operators.table import SHIPPED, operator_of, register, rule, rule_of
+
+# By another name: `operators` is the folder's, which an import of it puts here.
+from reshard.spmd.operators.table import operators as _rows
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,
@@ -50,13 +53,13 @@ __all__ = [
     "rule_of",
     "transpose_template",
     *namespace.NAMES,
-    *(name for name in SHIPPED if operators[name].doc),
+    *(name for name in SHIPPED if _rows[name].doc),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""
     found = namespace.find(name)
-    if name not in operators or name in SHIPPED:  # A user's row may be replaced by another.
+    if name not in _rows or name in SHIPPED:  # A user's row may be replaced by another.
         globals()[name] = found
     return found
