@@ -20,8 +20,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +35,9 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.spmd.local import expert_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
+block: Any = import_module("transformer_block")
 
 WIDTH, INNER, COUNT, CHOSEN = 512, 1024, 8, 2
 MESHES: dict[str, tuple[dict[str, int], str, str]] = {
@@ -55,13 +61,7 @@ def by_one_hot(x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
 
 
 def make_routed(axes: list[str]) -> Callable[..., Any]:
-    def go_through(x: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
-        routing = sp.expert_routing(which, COUNT, axes=axes)
-        rows = routing.send(x)
-        inner = sp.silu(routing.multiply(rows, gate)) * routing.multiply(rows, up)
-        return routing.back(routing.multiply(inner, down), best)
-
-    experts = sp.eagerly(go_through)
+    experts = block.experts_of_rows(axes)
 
     def by_rows(x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
         best, which = choose(x, router)

@@ -125,15 +125,22 @@ def all_experts(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) ->
     return sp.einsum("btef,efd->btd", inner * sp.expand_dims(shares, axis=-1), down)
 
 
-def chosen_experts(axes: Sequence[str]) -> Callable[..., Any]:
-    """The experts of each token alone, by their rows; experts are cut over `axes`."""
+def experts_of_rows(axes: Sequence[str]) -> Callable[..., Any]:
+    """The chosen experts of each token, a row of `[tokens, model]`; experts are cut over `axes`."""
 
     @sp.eagerly
-    def of_rows(n: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
+    def of_rows(x: Any, which: Any, best: Any, gate: Any, up: Any, down: Any) -> Any:
         routing = sp.expert_routing(which, gate.shape[0], axes=axes)
-        rows = routing.send(n)
+        rows = routing.send(x)
         inner = sp.silu(routing.multiply(rows, gate)) * routing.multiply(rows, up)
         return routing.back(routing.multiply(inner, down), best)
+
+    return of_rows
+
+
+def chosen_experts(axes: Sequence[str]) -> Callable[..., Any]:
+    """The same of tokens `[batch, length, model]`."""
+    of_rows = experts_of_rows(axes)
 
     def found(n: Any, which: Any, best: Any, *weights: Any) -> Any:
         flat = (sp.reshape(one, (-1, one.shape[-1])) for one in (n, which, best))

@@ -60,17 +60,18 @@ def run_kind(kind: str, suite: Path, chosen: argparse.Namespace) -> int:
     if kind in LEFT_OUT:
         environment["ARRAY_API_TESTS_SKIP_DTYPES"] = ",".join(LEFT_OUT[kind])
     # Without -c, the path of the reasons would make this repository's configuration the suite's.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "pytest.ini",
-        "-q",
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "-q"]
+    command += [
         "-n",
         str(chosen.processes),
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "--tb=short",
+        "-r",
+        "fEX",
     ]
-    command += ["-p", "no:cacheprovider", "-W", "ignore", "--tb=short", "-r", "fEX"]
     # Every run has the same examples, so that the lists of reasons hold. Special cases alone draw
     # one number by chance.
     command += ["--disable-deadline", "--hypothesis-derandomize"]

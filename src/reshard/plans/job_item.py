@@ -29,7 +29,8 @@ class JobItem:
     target: Binding
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
+        if not isinstance(self.name, str):
+            raise PlanError(f"a tensor named {self.name!r}; expected a text")
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         for side, binding, layout in (
             ("source", self.source, self.change.source),
@@ -43,13 +44,7 @@ class JobItem:
 
     def named(self, name: str) -> JobItem:
         """A tensor of another name that moves alike."""
-        _check_name(name)
-        # All else was checked of this one, and a job may have very many.
-        other: JobItem = object.__new__(JobItem)
-        for field in ("dtype", "change", "source", "target"):
-            object.__setattr__(other, field, getattr(self, field))
-        object.__setattr__(other, "name", name)
-        return other
+        return JobItem(name, self.dtype, self.change, self.source, self.target)
 
     @classmethod
     def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
@@ -58,11 +53,6 @@ class JobItem:
         Raises PlanError for layouts of different shapes, or what is no layout.
         """
         return cls(name, as_dtype(dtype), *_between_ranks(source, target))
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise PlanError(f"a tensor named {name!r}; expected a text")
 
 
 # Layers of a model move alike.

@@ -33,23 +33,19 @@ def mesh_of(torch_mesh: Any) -> DeviceMesh:
     return known[rank]
 
 
-def sharding_of_placements(
-    torch_mesh: Any, placements: Sequence[Any], ndim: int, shard_order: Any = None
-) -> ShardingSpec:
+def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
     """What placements over a torch `DeviceMesh` mean for a tensor of `ndim` dimensions.
 
     Raises:
         NotationError: a placement that reshard has no word for, several different reductions, or
             another number of placements than the mesh's.
     """
-    return dtensor.sharding_of_placements(mesh_of(torch_mesh), placements, ndim, shard_order)
+    return dtensor.sharding_of_placements(mesh_of(torch_mesh), placements, ndim)
 
 
 def sharding_of_dtensor(tensor: DTensor) -> ShardingSpec:
     """How a DTensor is cut. Raises as `sharding_of_placements`."""
-    says = tensor._spec
-    order = getattr(says, "shard_order", None)
-    return sharding_of_placements(says.mesh, says.placements, tensor.ndim, order)
+    return dtensor_objects.sharding_of_dtensor(tensor, mesh_of(tensor.device_mesh))
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -41,18 +41,23 @@ def mesh_of(mesh: Any) -> DeviceMesh:
     return DeviceMesh("torch", tuple(ranks.shape), names, ranks.reshape(-1).tolist())
 
 
-def sharding_of_dtensor(tensor: Any) -> ShardingSpec:
+def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> ShardingSpec:
     """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
 
     Any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch will do.
+
+    Args:
+        tensor: the DTensor.
+        mesh: what its mesh is, where that is known; it is found when None.
 
     Raises:
         NotationError: a placement that reshard has no word for.
     """
     spec = getattr(tensor, "_spec", tensor)
-    mesh = spec.mesh if hasattr(spec, "mesh") else spec.device_mesh
+    if mesh is None:
+        mesh = mesh_of(spec.mesh if hasattr(spec, "mesh") else spec.device_mesh)
     return sharding_of_placements(
-        mesh_of(mesh),
+        mesh,
         spec.placements,
         len(tensor.shape),
         getattr(spec, "shard_order", None),

@@ -132,8 +132,10 @@ def _run_scan(
         at = replaced(parts, lambda x, at=place: None if x is None else x[at])  # type: ignore[misc]
         carried, y = split_pair("scan", body(carried, at))
         carried = _keep_lying(read_like("scan", CARRIED, first, carried), first)
-        y = as_arrays("scan", y)
-        collected.append(read_like("scan", COLLECTED, collected[0], y) if collected else y)
+        if collected:
+            collected.append(read_like("scan", COLLECTED, collected[0], y))
+        else:
+            collected.append(as_arrays("scan", y))
     if not collected:
         return carried, _collect_nothing(body, carried, parts)
     if reverse:

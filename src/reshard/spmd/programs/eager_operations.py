@@ -41,7 +41,7 @@ from reshard.spmd.tracing.graph_recording import (
     listening_recorder,
     record,
 )
-from reshard.spmd.tracing.trace import trace_recorded
+from reshard.spmd.tracing.trace import keep_given, trace_placed
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
@@ -179,7 +179,7 @@ class _EagerOperation:
                             f"{self._name}, an sp.eagerly function, reads {x.type} of the function "
                             "around it beside its arguments; give it as an argument"
                         )
-                traced = trace_recorded(recorded, "eager", None, "nccl")
+                traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
             self._results = recorded.results
             self._kinds[key] = tuple(map(settled, traced.outputs)), costs_within(traced, key)
         return self._kinds[key]

@@ -36,7 +36,7 @@ from reshard.spmd.tracing.trace import (
     check_trace_options,
     record_for,
     shardings_of,
-    trace_recorded,
+    trace_placed,
 )
 from reshard.topology import Topology
 
@@ -234,8 +234,8 @@ class JittedFunction:
 
         def trace_by(strategy: str) -> Trace:
             recorded = self._record(strategy, arguments, options)
-            topology, library = self._topology, self._library
-            return trace_recorded(recorded, strategy, topology, library, self._known)
+            shardings = self._place(recorded, strategy)
+            return trace_placed(recorded, shardings, strategy, self._topology, self._library)
 
         donated = self._find_donated(arguments)
 
@@ -276,6 +276,12 @@ class JittedFunction:
         with unrecorded():
             return simplified(record_for(strategy, function, given, has_others=True))
 
+    def _place(self, recorded: Recording, strategy: str) -> Shardings:
+        """Shardings by a strategy, or those of "cost" that are known."""
+        if self._known is not None and strategy == "cost":
+            return self._known
+        return shardings_of(recorded, strategy, self._topology, self._library)
+
     def _trace(
         self, key: Any, arguments: Sequence[Any], options: dict[str, Any]
     ) -> RecordedProgram:
@@ -286,9 +292,7 @@ class JittedFunction:
             moves_beside = self._overlap > 0 and not key[-1].has_every_shard
             if self._live_bytes is None and not (moves_beside and self._topology is not None):
                 recorded = self._record(self._strategy, arguments, options)
-                shardings = shardings_of(
-                    recorded, self._strategy, self._topology, self._library, self._known
-                )
+                shardings = self._place(recorded, self._strategy)
             else:
                 traced = self._trace_program(arguments, options, moves_beside)
                 recorded, shardings = traced.recording, traced.shardings

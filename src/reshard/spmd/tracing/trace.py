@@ -235,18 +235,9 @@ def record_for(
 
 
 def shardings_of(
-    recorded: Recording,
-    strategy: str,
-    topology: Topology | None,
-    library: str,
-    known: Shardings | None = None,
+    recorded: Recording, strategy: str, topology: Topology | None, library: str
 ) -> Shardings:
-    """The sharding of each value of a recorded function by a strategy.
-
-    `known` is what "cost" has found for the function before.
-    """
-    if known is not None and strategy == "cost":
-        return known
+    """The sharding of each value of a recorded function by a strategy."""
     if strategy == "eager" or not meshes_of(recorded):
         return keep_given(recorded)
     machine = Machine(topology, library)
@@ -261,25 +252,6 @@ def shardings_of(
     return Shardings(tuple(values), tuple(operands))
 
 
-def trace_recorded(
-    recorded: Recording,
-    strategy: str,
-    topology: Topology | None,
-    library: str,
-    known: Shardings | None = None,
-) -> Trace:
-    """The trace of a recorded function.
-
-    Args:
-        recorded: the function.
-        strategy, topology, library: see `trace`.
-        known: see `shardings_of`.
-    """
-    # What each value is to be sharded by.
-    shardings = shardings_of(recorded, strategy, topology, library, known)
-    return trace_placed(recorded, shardings, strategy, topology, library)
-
-
 def trace_placed(
     recorded: Recording,
     shardings: Shardings,
@@ -289,7 +261,7 @@ def trace_placed(
     runner: AbstractRunner | None = None,
     moves_anew: Collection[int] = (),
 ) -> Trace:
-    """The trace of a recorded function whose shardings a strategy has found; see the others.
+    """The trace of a recorded function whose shardings a strategy has found; see `trace`.
 
     `moves_anew` are inputs that move wherever they are read, by number; others do once.
     """

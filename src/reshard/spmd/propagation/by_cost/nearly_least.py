@@ -38,9 +38,9 @@ def solve_nearly(
         begun: answers to begin with.
         eliminates: whether to look further than by single changes of these.
     """
-    total = problem.sum()
     if not eliminates:
         return improved(problem, begun, centres=())
+    total = problem.sum()
     # As if each reader moved what it reads, and as if they shared what they can.
     chosen, is_least = total.nearly_eliminated()
     found = [chosen]
@@ -80,9 +80,8 @@ def improved(
     # 1. With what is shared then moved once. Windows take long: they are for the best alone.
     if not is_least:
         found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
-    found = sorted(found, key=problem.seconds_s)
-    if not is_least:
-        found = [_descend(problem, one, (), ways) for one in found[:MOST_DESCENTS]]
+        best_few = sorted(found, key=problem.seconds_s)[:MOST_DESCENTS]
+        found = [_descend(problem, one, (), ways) for one in best_few]
     chosen = min(found, key=problem.seconds_s)
     if centres:
         chosen = _descend(problem, chosen, centres, ways)
