@@ -473,6 +473,28 @@ def killed_while_it_tells() -> None:
     expect(RunError, "nothing was moved: ", tell, CULPRIT, " does not answer")
 
 
+def killed_while_one_is_late() -> None:
+    """Rank 1 is killed while rank 2 is late: rank 0, which waits for rank 2, learns it at once."""
+    rank, board = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    # Where ranks share memory, rank 0 hears rank 1 first.
+    os.environ["RESHARD_SHARED_MEMORY"] = "never"
+    rows, columns = layouts()
+    redistribute(own(), columns, source=rows)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 2:
+        await_word(board, "told")
+    expect(
+        RunError,
+        "nothing was moved: ",
+        lambda: redistribute(own(), columns, source=rows),
+        CULPRIT,
+        " does not answer",
+    )
+    if rank == 0:
+        board.set("told", "")
+
+
 def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     """Rank 1 does something else in the second step of a program."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -547,6 +569,7 @@ def main(fault: str) -> None:
         killed_while_it_sends,
         killed_while_it_receives,
         killed_while_it_tells,
+        killed_while_one_is_late,
         raising_before,
         raising,
         raising_in_a_program,

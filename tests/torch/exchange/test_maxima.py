@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from reshard.torch.exchange import maxima
 from reshard.torch.exchange.maxima import MOST_BY_FIRST, find_near_maxima
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
@@ -76,3 +78,34 @@ def test_who_waits_for_a_rank_that_goes_is_told() -> None:
         near[2].close()
         for one in waiting:
             one.result()
+
+
+@pytest.mark.parametrize("count", [3, MOST_BY_FIRST + 1])
+def test_who_waits_for_a_late_rank_learns_that_another_has_gone(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maxima, "PATIENCE_S", 0.1)
+    ranks = [*range(count)]
+    near = connect(ranks)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(find_near_maxima, near[0], np.zeros(3, np.int64), ranks, 0)
+        time.sleep(0.2)
+        # Rank 0 waits for another, which never comes.
+        near[2].close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(30)
+
+
+def test_a_rank_that_knows_all_may_end_before_others_are_told() -> None:
+    ranks = [*range(MOST_BY_FIRST + 1)]
+    near = connect(ranks)
+
+    def run(position: int) -> list[int]:
+        found: list[int] = find_near_maxima(
+            near[position], np.array([position]), ranks, position
+        ).tolist()
+        near[position].close()
+        return found
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        assert list(pool.map(run, ranks)) == [[MOST_BY_FIRST]] * len(ranks)

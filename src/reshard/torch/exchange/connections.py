@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -125,19 +125,32 @@ class Message:
     def __init__(self, connections: Connections, work: Any, rank: int) -> None:
         self._connections, self._work, self._rank = connections, work, rank
 
-    def wait(self, until_s: float = math.inf) -> None:
+    def wait(
+        self, until_s: float = math.inf, watched: Iterable[int] = (), patience_s: float = 0
+    ) -> None:
         """Wait until it is sent or received, or for as long as the group's timeout.
 
-        `until_s`, of `time.monotonic`, is when its time is up at the latest. Raises RuntimeError
-        where it is not sent or received.
-        """
-        waiter = _IDLE.pop() if _IDLE else _Waiter()
-        waiter.wait(self._work, self._find_loss, until_s)
+        Args:
+            until_s: of `time.monotonic`, when its time is up at the latest.
+            watched: other ranks; once the connection to one of them is closed, wait for
+                `patience_s` and no longer.
 
-    def _find_loss(self) -> str:
-        if self._connections.is_closed(self._rank):
-            return "the connection closed in the middle of a message"
-        return self._connections.find_silent()
+        Raises RuntimeError where it is not sent or received.
+        """
+        ends_s = math.inf
+
+        def find_loss() -> str:
+            nonlocal ends_s
+            if self._connections.is_closed(self._rank):
+                return "the connection closed in the middle of a message"
+            if ends_s == math.inf and any(map(self._connections.is_closed, watched)):
+                ends_s = time.monotonic() + patience_s
+            if time.monotonic() >= ends_s:
+                return "another connection closed, and no message came after it"
+            return self._connections.find_silent()
+
+        waiter = _IDLE.pop() if _IDLE else _Waiter()
+        waiter.wait(self._work, find_loss, until_s)
 
 
 def _wait_for_all(messages: list[Message], until_s: float) -> None:

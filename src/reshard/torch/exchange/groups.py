@@ -37,7 +37,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.torch.exchange.connections import Connections, Message
-from reshard.torch.exchange.maxima import find_near_maxima, list_distances
+from reshard.torch.exchange.maxima import PATIENCE_S, find_near_maxima, list_distances
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
@@ -258,12 +258,14 @@ class RankGroup:
         # In a list: an error keeps what its frames have, and with a work connections stay open.
         works: list[Any] = []
         try:
-            for ahead in list_distances(len(self.ranks)):
-                receiver, sender = ((self.position + n) % len(self.ranks) for n in (ahead, -ahead))
+            count = len(self.ranks)
+            senders = [(self.position - ahead) % count for ahead in list_distances(count)]
+            for ahead, sender in zip(list_distances(count), senders, strict=True):
+                receiver = (self.position + ahead) % count
                 works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
                 works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
                 while works:
-                    _wait(works.pop(), until_s)
+                    _wait(works.pop(), until_s, senders)
                 np.maximum(most, arriving, out=most)
         finally:
             works.clear()
@@ -414,10 +416,10 @@ class RankGroup:
                 exchange.fail()
 
 
-def _wait(message: Any, until_s: float) -> None:
+def _wait(message: Any, until_s: float, watched: Sequence[int]) -> None:
     """Wait for a message; those of a group that has no connections of its own know no time."""
     if isinstance(message, Message):
-        message.wait(until_s)
+        message.wait(until_s, watched, PATIENCE_S)
     else:
         message.wait()
 

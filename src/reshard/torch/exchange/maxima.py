@@ -21,6 +21,9 @@ import numpy as np
 from reshard.runs import IntArray
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
+# How long a rank waits yet for another once a third has ended: that one may have known all, so
+# that the note which is waited for is on its way.
+PATIENCE_S = 4.0
 # The most ranks of which the first hears and tells all others, one after another.
 MOST_BY_FIRST = 8
 
@@ -53,7 +56,8 @@ def find_near_maxima(
         return _find_by_first(near, numbers, ranks, position)
     for ahead in list_distances(count):
         receiver, sender = (ranks[(position + n) % count] for n in (ahead, -ahead))
-        numbers = _find_greatest(numbers, near.swap(numbers.tobytes(), [receiver], [sender]))
+        told = near.swap(numbers.tobytes(), [receiver], [sender], PATIENCE_S)
+        numbers = _find_greatest(numbers, told)
     return numbers
 
 
@@ -64,7 +68,8 @@ def _find_by_first(
     if position:
         (told,) = near.swap(numbers.tobytes(), [first], [first])
         return np.frombuffer(told, np.int64)
-    numbers = _find_greatest(numbers, near.swap(b"", [], others))
+    # Nobody knows all before this rank does: who ends now has failed.
+    numbers = _find_greatest(numbers, near.swap(b"", [], others, patience_s=0))
     near.swap(numbers.tobytes(), others, [])
     return numbers
 

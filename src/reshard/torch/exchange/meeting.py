@@ -341,6 +341,8 @@ def _find_causes(
             if watch is not None and watch.find_silent():
                 break
             time.sleep(_LOOK_S)
+        # Who is only late leaves no note either.
+        silent = [n for n in silent if n in cards and _has_ended(cards[n])] or silent
     except RuntimeError:
         # It ended with the process that had it.
         silent = [n for n, card in cards.items() if _has_ended(card)]

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +45,7 @@ _KEPT_BYTES = 64 << 20
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
 _LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD = range(7)
 MOST_TOLD_BYTES = _HANDLE_BYTES
+_CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 AnySegment: TypeAlias = HostSegment | DeviceSegment
 
@@ -158,19 +160,32 @@ class SharedMemory:
     def check_ends(self) -> None:
         """Raise RuntimeError where a rank is gone."""
         if self._ends.poll(0):
-            raise RuntimeError("Connection closed by peer")
+            raise RuntimeError(_CLOSED)
 
-    def swap(self, told: bytes, receivers: Iterable[int], senders: Iterable[int]) -> list[bytes]:
+    def swap(
+        self,
+        told: bytes,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        patience_s: float | None = None,
+    ) -> list[bytes]:
         """Tell some ranks up to `MOST_TOLD_BYTES`, and return what some tell next.
 
-        Raises RuntimeError where one of them is gone.
+        Args:
+            patience_s: how long to wait yet for one rank once another is gone; None where only
+                the end of the one that is waited for matters.
+
+        Raises RuntimeError where a rank is gone.
         """
         for rank in receivers:
             self.ranks[rank].tell(_TOLD, 0, 0, handle=told)
         found = []
         for rank in senders:
             peer = self.ranks[rank]
-            peer.wait_until(lambda peer=peer: bool(peer.told))  # type: ignore[misc]
+            before = None
+            if patience_s is not None:
+                before = partial(peer.await_note, self.ranks.values(), patience_s)
+            peer.wait_until(lambda peer=peer: bool(peer.told), before)  # type: ignore[misc]
             found.append(peer.told.popleft())
         return found
 
@@ -243,6 +258,7 @@ class NearRank:
         self._is_mark_told = False
         weakref.finalize(self, connected.close)
         self._timeout_s = timeout_s
+        self._late = f"Timed out waiting {timeout_s:g} s for a message"
         limit_waits(connected, timeout_s)
         self._changed = threading.Condition()
         self._is_read = False
@@ -290,8 +306,32 @@ class NearRank:
                 self._expected.setdefault(tag, deque()).append(found)
         return found
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Read notes until something is so. Raises RuntimeError where no more come."""
+    def await_note(self, watched: Iterable[NearRank], patience_s: float) -> None:
+        """Wait until there is a note to read, and only `patience_s` once a watched rank is gone.
+
+        Raises RuntimeError where there is none by then.
+        """
+        own, polled = self._socket.fileno(), select.poll()
+        for one in watched:
+            # Tells of hang-ups, whatever it is asked for.
+            polled.register(one._socket, 0)
+        polled.register(own, select.POLLIN)
+        events = dict(polled.poll(self._timeout_s * 1000))
+        if not events:
+            raise RuntimeError(self._late)
+        if own not in events:
+            for gone in events:
+                polled.unregister(gone)
+            if not polled.poll(patience_s * 1000):
+                raise RuntimeError(_CLOSED)
+
+    def wait_until(
+        self, is_so: Callable[[], bool], before: Callable[[], None] | None = None
+    ) -> None:
+        """Read notes until something is so, after `before` each.
+
+        Raises RuntimeError where no more come.
+        """
         while not is_so():
             with self._changed:
                 if is_so():
@@ -304,6 +344,8 @@ class NearRank:
                     continue
                 self._is_read = True
             try:
+                if before is not None:
+                    before()
                 self._read()
             except (OSError, RuntimeError, ValueError) as error:
                 self._error = self._error or str(error)
@@ -331,7 +373,7 @@ class NearRank:
             else:
                 socket.send_fds(self._socket, [data], [descriptor])
         except OSError as error:
-            raise RuntimeError(self._error or f"Connection closed by peer ({error})") from error
+            raise RuntimeError(self._error or f"{_CLOSED} ({error})") from error
 
     def tell_mark(self) -> None:
         """Mark what this rank's device has been given to do, before a note that is about it."""
@@ -363,9 +405,9 @@ class NearRank:
             # Said once where the other end closed without reading all; what it sent comes behind.
             return
         except BlockingIOError as error:
-            raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for a message") from error
+            raise RuntimeError(self._late) from error
         if len(data) < _NOTE.size:
-            raise RuntimeError("Connection closed by peer")
+            raise RuntimeError(_CLOSED)
         kind, tag, number, segment, begin, size_bytes = _NOTE.unpack_from(data)
         handle = data[_NOTE.size :]
         with self._changed:
