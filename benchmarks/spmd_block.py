@@ -9,7 +9,7 @@ an all-reduce counted as a reduce-scatter and an all-gather:
 - dtensor: CommDebugMode, and the tensors of what it counts, on a fake process group of four ranks;
 - eager, basic, aggressive, cost: the trace; hand: eager with the placements of `place_by_hand`;
 - bytes: by cost on links so slow (1 GB/s, 1 us) that the bytes are what takes time;
-- fsdp: by cost, parameters cut over dp as well;
+- fsdp-jax, fsdp-basic, fsdp-cost: the same with parameters cut over dp as well;
 - auto, auto-bytes: shardings that `sp.auto` chooses on both kinds of links, without a limit, and
   within nine tenths of the memory that a rank holds then.
 
@@ -20,7 +20,7 @@ medians of five of processor time. There *rows* computes the two experts of each
 `sp.expert_routing`, experts cut over tp, and *ragged_dot* is what JAX has for that; the others
 compute all experts for every token.
 
-    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,bytes,hand,fsdp,auto] [--times]
+    python benchmarks/spmd_block.py [--ways jax,dtensor,eager,cost,fsdp-cost,auto] [--times]
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def count_here(mesh: DeviceMesh, way: str, backward: bool) -> str:
     topology = SLOW if way in ("bytes", "auto-bytes") else FAST
     if way.startswith("auto"):
         return count_chosen(mesh, backward, topology)
-    given = block.shardings(mesh, way == "fsdp")
+    is_fsdp = way.startswith("fsdp-")
+    way = way.removeprefix("fsdp-")
+    given = block.shardings(mesh, is_fsdp)
     p = {name: sp.abstract(shape, "float32", given[name]) for name, shape in LARGE.shapes().items()}
     tokens = sp.abstract((LARGE.batch, LARGE.length), "int64", block.batch_sharding(mesh))
 
@@ -139,7 +141,7 @@ def count_here(mesh: DeviceMesh, way: str, backward: bool) -> str:
         return block.loss(p, tokens, targets, LARGE, place)
 
     function = sp.value_and_grad(loss) if backward else loss
-    strategy = {"hand": "eager", "bytes": "cost", "fsdp": "cost"}.get(way, way)
+    strategy = {"hand": "eager", "bytes": "cost"}.get(way, way)
     sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
     began = time.process_time()
     traced = sp.trace(function, p, tokens, tokens, strategy=strategy, topology=topology)
@@ -212,7 +214,11 @@ def loss_in_jax(p: Any, tokens: Any, targets: Any, sizes: Any, experts: Any) -> 
 
 
 def prepare_in_jax(
-    axes: dict[str, int], backward: bool, sizes: Any, experts: Any = all_experts_in_jax
+    axes: dict[str, int],
+    backward: bool,
+    sizes: Any,
+    experts: Any = all_experts_in_jax,
+    is_fsdp: bool = False,
 ) -> tuple[Any, Any]:
     """The compiled function, and its arguments."""
     import jax
@@ -223,10 +229,11 @@ def prepare_in_jax(
     jax_mesh, mesh = jax.sharding.Mesh(devices, tuple(axes)), DeviceMesh.of(**axes)
 
     def named(one: ShardingSpec) -> NamedSharding:
-        dims = [None if part == "-" else part for part in str(one).split(", ")]
+        parts = [part.split() for part in str(one).split(", ")]
+        dims = [None if part == ["-"] else tuple(part) for part in parts]
         return NamedSharding(jax_mesh, PartitionSpec(*dims))
 
-    given = {name: named(one) for name, one in block.shardings(mesh).items()}
+    given = {name: named(one) for name, one in block.shardings(mesh, is_fsdp).items()}
     data = block.make_parameters(sizes, "float32")
     p = {name: jax.device_put(one, given[name]) for name, one in data.items()}
     batch = [
@@ -251,8 +258,8 @@ def group_size(text: str) -> int:
     return RANKS
 
 
-def count_in_jax(axes: dict[str, int], backward: bool) -> str:
-    text = prepare_in_jax(axes, backward, LARGE)[0].as_text()
+def count_in_jax(axes: dict[str, int], backward: bool, is_fsdp: bool) -> str:
+    text = prepare_in_jax(axes, backward, LARGE, is_fsdp=is_fsdp)[0].as_text()
     moved, kinds = 0.0, Counter[str]()
     for line in text.splitlines():
         if not (found := COLLECTIVE.search(line)):
@@ -418,7 +425,8 @@ def time_turns(axes: dict[str, int], backward: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ",".join(("jax", "dtensor", *STRATEGIES, "bytes", "hand", "fsdp", "auto", "auto-bytes"))
+    others = "bytes", "hand", "fsdp-cost", "auto", "auto-bytes"
+    every = ",".join(("jax", "dtensor", *STRATEGIES, *others))
     parser.add_argument("--ways", default=every)
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
@@ -430,8 +438,8 @@ def main() -> None:
                 print(f"{what}: {time_turns(axes, backward)}", flush=True)
                 continue
             for way in options.ways.split(","):
-                if way == "jax":
-                    found = count_in_jax(axes, backward)
+                if way.removeprefix("fsdp-") == "jax":
+                    found = count_in_jax(axes, backward, way != "jax")
                 elif way == "dtensor":
                     found = count_in_dtensor(axes, backward)
                 else:
