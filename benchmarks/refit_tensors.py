@@ -171,14 +171,15 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
 
     from reshard.torch.exchange.packing.messages import RankPieces, RankTransfers
 
-    pieces, prepared = RankPieces(), refit._prepared
-    rank = dist.get_rank()
+    prepared, rank = refit._prepared, dist.get_rank()
+    tensors = []
     for item in prepared.part.items:
         views = (
             item.match.source_view(prepared.before.locals, rank),
             item.match.target_view(prepared.after.locals, rank),
         )
-        pieces.add(RankTransfers.of(item.change, item.transfers, rank, *views), rank)
+        tensors.append(RankTransfers.of(item.change, item.transfers, rank, *views))
+    pieces = RankPieces(tensors, rank)
     lists: dict[bool, list[Any]] = {}
     sizes: dict[bool, list[int]] = {}
     for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.integers import as_integer
+from reshard.runs import IntArray
+
+Bytes = TypeVar("Bytes", int, IntArray)
 
 # Every piece in a packed message begins where any dtype may.
 ALIGNMENT_BYTES = 16
@@ -80,8 +83,8 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     return min(each, MESSAGE_BYTES)
 
 
-def align(size_bytes: int) -> int:
-    """The next multiple of the alignment."""
+def align(size_bytes: Bytes) -> Bytes:
+    """The next multiple of the alignment, or those of an array."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -103,20 +106,19 @@ def group_pieces(
     >>> group_pieces([40, 1 << 20, 40, 40], 112)
     ([[0, 2], [3]], [1])
     """
-    large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
+    sizes = np.array(sizes_bytes, dtype=np.int64)
+    is_large = sizes >= min(LARGE_PIECE_BYTES, message_bytes)
+    small = np.flatnonzero(~is_large)
+    # Where each begins, and ends, if all small ones lie one behind the other.
+    begin = np.concatenate(([0], np.cumsum(align(sizes[small]))))
+    end = begin[:-1] + sizes[small]
     together: list[list[int]] = []
-    alone = []
-    filled_bytes = 0
-    for number, size_bytes in enumerate(sizes_bytes):
-        if size_bytes >= large_bytes:
-            alone.append(number)
-            continue
-        if not together or filled_bytes + size_bytes > message_bytes:
-            together.append([])
-            filled_bytes = 0
-        together[-1].append(number)
-        filled_bytes += align(size_bytes)
-    return together, alone
+    first = 0
+    while first < len(small):
+        behind = int(np.searchsorted(end, begin[first] + message_bytes, side="right"))
+        together.append(small[first:behind].tolist())
+        first = behind
+    return together, np.flatnonzero(is_large).tolist()
 
 
 def order_message(

@@ -14,7 +14,6 @@ change of the group's layouts tells every rank how many rounds there are, and ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,7 +29,7 @@ from reshard.torch.exchange.packing.messages import (
     RankTransfers,
     pack_messages,
 )
-from reshard.torch.exchange.packing.pieces import Piece
+from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 
 _ROUNDS_AHEAD = 2
 # Newer releases of torch have it by another name.
@@ -103,11 +102,10 @@ class AllGatherRounds:
         self._members = dist.get_process_group_ranks(group)
         # One part more than others, for what this rank sends.
         most_bytes = limit_message_bytes(extra_bytes, len(self._members))
-        pieces = RankPieces()
-        pieces.add(tensor, rank)
+        pieces = RankPieces([tensor], rank)
         self._local = pieces.local.get(0, [])
         # The same for every other rank.
-        own = next(iter(pieces.sent.values()), [])
+        own = next(iter(pieces.sent.values()), MessagePieces.of([]))
         self._sent = _list_rounds(own, rank, True, most_bytes)
         self._received = {
             sender: _list_rounds(of_sender, sender, False, most_bytes)
@@ -156,22 +154,18 @@ class AllGatherRounds:
 
 
 def _list_rounds(
-    pieces: Sequence[Piece], peer: int, is_sent: bool, most_bytes: int
+    pieces: MessagePieces, peer: int, is_sent: bool, most_bytes: int
 ) -> list[RankMessage]:
     """What goes to all others, or comes from one, round by round."""
     return [
-        RankMessage((number,), 0, peer, is_sent, tuple(together))
+        RankMessage((number,), 0, peer, is_sent, together)
         for number, together in enumerate(pack_messages(pieces, most_bytes))
     ]
 
 
 def _place_pieces(message: RankMessage, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
     """Each piece of a message with its part of the memory."""
-    found = []
-    for piece, low in zip(message.pieces, message.offsets, strict=False):
-        part = memory[low : low + piece.size_bytes]
-        found.append((piece, part.view(piece.dtype).view(piece.view.shape)))
-    return found
+    return list(zip(message.pieces, message.pieces.parts_of(memory), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -188,5 +182,7 @@ def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
 @lru_cache(maxsize=4096)
 def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tuple[int, ...]:
     """The bytes of each message that pieces of these shapes travel in."""
-    pieces = [Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes]
+    pieces = MessagePieces.of(
+        Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes
+    )
     return tuple(one.offsets[-1] for one in _list_rounds(pieces, 0, True, most_bytes))

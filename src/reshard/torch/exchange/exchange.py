@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import RunError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hosts.pipeline import STEPS_BEHIND
 from reshard.plans.schedule.messages import (
     ALIGNMENT_BYTES,
@@ -178,7 +179,9 @@ class MessageExchange:
             None if like is None else like.list_sent(),
         )
         self._rank = rank
-        self._partial = [one for one in tensors if _is_partial(one)]
+        changes = {id(one.change): one.change for one in tensors}
+        partial = {number for number, change in changes.items() if _is_partial(change)}
+        self._partial = [one for one in tensors if id(one.change) in partial]
         self._copies = copiers((one.target, one.source) for one in found.copies)
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
@@ -485,6 +488,6 @@ def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str |
         combine(reduction, target, source)
 
 
-def _is_partial(tensor: RankTransfers) -> bool:
-    """Whether a side of a tensor is made of contributions."""
-    return max(tensor.change.source.contributions, tensor.change.target.contributions) > 1
+def _is_partial(change: LayoutChange) -> bool:
+    """Whether a side is made of contributions."""
+    return max(change.source.contributions, change.target.contributions) > 1

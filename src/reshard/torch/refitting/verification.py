@@ -93,12 +93,12 @@ def _list_pieces(
 ) -> RankPieces:
     match, travels = item.match, getattr(torch, as_dtype(item.match.dtype).name)
     before, after = match.source_view(source, rank), match.target_view(target, rank)
-    pieces = RankPieces()
+    stages = []
     # What is handed on is compared with what it was handed on from.
     for change, rows in item.stages:
-        pieces.add(RankTransfers.of(change, rows, rank, before, after, travels), rank)
+        stages.append(RankTransfers.of(change, rows, rank, before, after, travels))
         before = after
-    return pieces
+    return RankPieces(stages, rank)
 
 
 def _digest(pieces: Iterable[Piece]) -> bytes:

@@ -22,7 +22,7 @@ from reshard.torch.exchange.packing.messages import (
     list_messages,
     pack_messages,
 )
-from reshard.torch.exchange.packing.pieces import Piece
+from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 
 RANKS = 16
 
@@ -113,7 +113,7 @@ def test_both_ends_of_every_message_agree(
 
 def test_large_pieces_travel_alone_and_small_ones_together() -> None:
     small, large = torch.zeros(10), torch.zeros(300, 1024)
-    pieces = [Piece.of(one, torch.float32) for one in (small, large, small)]
+    pieces = MessagePieces.of(Piece.of(one, torch.float32) for one in (small, large, small))
     together, *alone = pack_messages(pieces, 1 << 20)
     assert [tuple(piece.view.shape) for piece in together] == [(10,), (10,)]
     assert [tuple(piece.view.shape) for (piece,) in alone] == [(256, 1024), (44, 1024)]

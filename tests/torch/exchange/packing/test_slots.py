@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.torch.exchange.packing.messages import RankMessage
-from reshard.torch.exchange.packing.pieces import Piece
+from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 from reshard.torch.exchange.packing.slots import ExchangeStep, MessageSlots, StagedMessage
 
 ROW, ROWS = 4, 6
@@ -29,7 +29,8 @@ def test_a_slot_is_packed_anew_once_all_that_it_held_is_sent(
     # Two rows of half the columns each: not dense, and different ones share elements.
     pieces = [Piece.of(whole[row : row + 2, :ROW], torch.int32) for row in rows]
     messages = [
-        RankMessage((0, number), 0, 1, True, (piece,)) for number, piece in enumerate(pieces)
+        RankMessage((0, number), 0, 1, True, MessagePieces.of([piece]))
+        for number, piece in enumerate(pieces)
     ]
     slots = MessageSlots(messages, are_shared, most, 1 << 10, allocate_bytes)
     assert slots.size_bytes == min(most, len(rows)) * 8 * ROW

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import mmap
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -349,18 +351,18 @@ def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
     >>> targets[1], len(calls)
     (tensor([0., 1., 2., 3.]), 1)
     """
-    # Of small pieces to call once for each takes longer than to copy them.
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    listed = list(pairs)
+    small = [target.nbytes < _SMALL_BYTES for target, _ in listed]
+    together = listed if all(small) else list(itertools.compress(listed, small))
     alone: list[Callable[[], object]] = []
-    for target, source in pairs:
-        if target.nbytes < _SMALL_BYTES:
-            targets.append(target)
-            sources.append(source)
-        else:
-            alone.append(copier(target, source))
-    if targets:
-        alone.append(functools.partial(torch._foreach_copy_, targets, sources))
+    if len(together) < len(listed):
+        large = map(operator.not_, small)
+        alone += [copier(target, source) for target, source in itertools.compress(listed, large)]
+    if together:
+        # Of small pieces to call once for each takes longer than to copy them.
+        alone.append(
+            functools.partial(torch._foreach_copy_, *map(list, zip(*together, strict=True)))
+        )
     return alone
 
 

@@ -16,9 +16,9 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,13 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
-from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
-from reshard.torch.exchange.packing.pieces import Piece, PieceForm, cut
+from reshard.plans.schedule.messages import group_pieces, order_message, order_transfers
+from reshard.runs import IntArray
+from reshard.torch.exchange.packing.pieces import MessagePieces, Piece, PieceForm, cut
 
 _Lists = list[list[int]]
+# By cell, that of each of several tensors that are alike.
+_Cells = Mapping[int, Sequence[torch.Tensor]]
 # A step of a pipeline, and a stage in it.
 Place = tuple[int, int]
 FIRST_PLACE: Place = (0, 0)
@@ -100,19 +103,17 @@ class RankMessage:
     order: int
     peer: int
     is_sent: bool
-    pieces: tuple[Piece, ...]
+    pieces: MessagePieces
 
     @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes of its pieces' elements."""
-        return sum(form.size_bytes for _, form in self.pieces)
+        return sum(self.pieces.sizes_bytes)
 
     @functools.cached_property
     def offsets(self) -> list[int]:
         """Where each piece begins, and last where the message ends, in bytes."""
-        sizes = [form.size_bytes for _, form in self.pieces]
-        begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
-        return [*begins, begins[-1] + sizes[-1]]
+        return self.pieces.offsets
 
     @property
     def contents(self) -> list[Any]:
@@ -124,20 +125,24 @@ class RankMessage:
 
     def carries_like(self, other: RankMessage) -> bool:
         """Whether another message carries the same memory, as the same."""
-        return len(self.pieces) == len(other.pieces) and all(
-            one is two or one.lies_like(two)
-            for one, two in zip(self.pieces, other.pieces, strict=True)
+        own, its = self.pieces, other.pieces
+        columns = own.views, its.views, own.forms, its.forms
+        return len(own) == len(its) and all(
+            (view is like and form is form_like)
+            or Piece(view, form).lies_like(Piece(like, form_like))
+            for view, like, form, form_like in zip(*columns, strict=True)
         )
 
     @property
     def direct(self) -> torch.Tensor | None:
         """The bytes of its only piece where they lie dense in the local tensor."""
-        (first, *others) = self.pieces
-        is_cast = first.dtype is not first.view.dtype
-        if others or is_cast or first.reduction is not None or not first.view.is_contiguous():
+        if len(self.pieces) > 1:
+            return None
+        view, form = self.pieces[0]
+        if form.dtype is not view.dtype or form.reduction is not None or not view.is_contiguous():
             return None
         # One element alone may have any stride, and is dense.
-        return first.view.as_strided((first.view.numel(),), (1,)).view(torch.uint8)
+        return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 class LocalCopy(NamedTuple):
@@ -187,114 +192,152 @@ class _Place(NamedTuple):
     ahead: int
     is_whole: bool
 
-    def view(self, cells: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The box."""
-        whole = cells[self.cell]
+    def views(self, cells: _Cells) -> Sequence[torch.Tensor]:
+        """The box in tensors that are alike: the columns of their cells."""
+        wholes = cells[self.cell]
         if self.is_whole:
-            return whole
-        # One call, where `narrow` would be one for each dimension.
-        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.ahead)
+            return wholes
+        # One call each, where `narrow` would be one for each dimension.
+        shape, strides, ahead = (
+            itertools.repeat(self.shape),
+            itertools.repeat(self.strides),
+            self.ahead,
+        )
+        begins = [begin + ahead for begin in map(torch.Tensor.storage_offset, wholes)]
+        return list(map(torch.Tensor.as_strided, wholes, shape, strides, begins))
 
 
-class _PieceRows(NamedTuple):
-    """The rows of tensors that are cut alike and lie alike, each with what takes its pieces."""
+class _Column(NamedTuple):
+    """One piece of each of several tensors that are alike: its place in the order of all."""
 
-    received: list[tuple[_Place, PieceForm, Callable[[Piece], None]]]
-    kept: list[tuple[_Place, _Place, str | None, Callable[[LocalCopy], None]]]
-    # What is sent to several ranks is one place, of that number.
-    sent: list[tuple[int, Callable[[Piece], None]]]
-    sent_places: list[tuple[_Place, PieceForm]]
+    places: IntArray
+    views: Sequence[torch.Tensor]
+    form: PieceForm
 
 
-@dataclass(slots=True, eq=False)
+class _CopyColumn(NamedTuple):
+    """What is copied, or combined, of each of several tensors that are alike, likewise."""
+
+    places: IntArray
+    targets: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    reduction: str | None
+
+
 class RankPieces:
-    """What a rank sends, receives and has itself: pieces by order of contributions, and by peer."""
+    """What a rank sends, receives and has itself: pieces by order of contributions, and by peer.
 
-    sent: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
-    received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
-    local: dict[int, list[LocalCopy]] = field(default_factory=dict)
-    # Tensors that are cut alike, and lie alike in memory, have the same rows. They are known by
-    # objects that one of them has, which stay for as long.
-    _rows: dict[tuple[Any, ...], _PieceRows] = field(default_factory=dict)
-    _listed: list[RankTransfers] = field(default_factory=list)
+    Tensors that are cut alike, and lie alike in memory, are of one kind. What is to be done is
+    found for one of each kind; only views are made for each.
 
-    def add(self, tensor: RankTransfers, rank: int, *, with_sent: bool = True) -> None:
-        """List the pieces of one tensor; without those that it sends where they are known."""
-        change, received, sent, source, target, dtype, _ = tensor
-        sources = cells_of(change.source, rank, source)
-        targets = cells_of(change.target, rank, target)
+    Args:
+        tensors: in the same order on every rank.
+        rank: this one.
+        with_sent: whether to list what is sent.
+    """
+
+    def __init__(
+        self, tensors: Sequence[RankTransfers], rank: int, *, with_sent: bool = True
+    ) -> None:
+        self._rank = rank
+        self._sent: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
+        self._received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
+        self._local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
+        kinds = _group_kinds(tensors)
+        firsts = [tensors[numbers[0]] for numbers in kinds]
+        # The rows of one tensor lie one behind the other.
+        rows = max((len(one.received) + len(one.sent) for one in firsts), default=0)
+        for numbers in kinds:
+            places = np.array(numbers) * rows
+            self._add([tensors[number] for number in numbers], places, with_sent)
+        self.sent, self.received = (
+            {pair: _merge_pieces(columns) for pair, columns in by_pair.items()}
+            for by_pair in (self._sent, self._received)
+        )
+        self.local = {order: _merge_copies(columns) for order, columns in self._local.items()}
+
+    def _add(self, tensors: Sequence[RankTransfers], places: IntArray, with_sent: bool) -> None:
+        """List the pieces of tensors of one kind, the first of each at these places."""
+        first = tensors[0]
+        sources = _list_cells(first.change.source, self._rank, [one.source for one in tensors])
+        targets = _list_cells(first.change.target, self._rank, [one.target for one in tensors])
+        for row in _list_received(first.received, sources, targets):
+            # The first contribution is copied into the target, later ones are combined with it.
+            reduction = (first.change.source.reduction or "sum") if row.order else None
+            views = row.place.views(targets)
+            if row.kept_from is not None:
+                copies = _CopyColumn(places, views, row.kept_from.views(sources), reduction)
+                self._local[row.order].append(copies)
+            else:
+                travels = first.dtype or views[0].dtype
+                form = PieceForm.of(row.place.shape, travels, reduction)
+                self._received[row.order, row.peer].append(_Column(places, views, form))
+            places = places + 1
+        if not with_sent:
+            return
+        # What is sent to several ranks is one view.
+        known: dict[_Place, tuple[Sequence[torch.Tensor], PieceForm]] = {}
+        for row in _list_sent(first.sent, sources):
+            if row.place not in known:
+                views = row.place.views(sources)
+                form = PieceForm.of(row.place.shape, first.dtype or views[0].dtype)
+                known[row.place] = views, form
+            self._sent[row.order, row.peer].append(_Column(places, *known[row.place]))
+            places = places + 1
+
+
+def _group_kinds(tensors: Iterable[RankTransfers]) -> list[list[int]]:
+    """The numbers of the tensors of each kind."""
+    kinds: dict[object, list[int]] = {}
+    for number, (change, received, sent, source, target, dtype, _) in enumerate(tensors):
         # Changes and transfers that are equal are one object each; they say the shapes.
         key = (
             id(change),
             id(received),
             id(sent),
-            rank,
             dtype,
-            None if source is None else (source.dtype, source.stride()),
-            None if target is None else (target.dtype, target.stride()),
+            source is None or (source.dtype, source.stride()),
+            target is None or (target.dtype, target.stride()),
         )
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = self._list_rows(tensor, sources, targets)
-        if rows.received:
-            views = _view_places([place for place, _, _ in rows.received], targets)
-            for view, (_, form, take) in zip(views, rows.received, strict=True):
-                take(Piece(view, form))
-        for place, kept_from, reduction, keep in rows.kept:
-            keep(LocalCopy(place.view(targets), kept_from.view(sources), reduction))
-        if rows.sent and with_sent:
-            views = _view_places([place for place, _ in rows.sent_places], sources)
-            pieces = [
-                Piece(view, form) for view, (_, form) in zip(views, rows.sent_places, strict=True)
-            ]
-            for number, take in rows.sent:
-                take(pieces[number])
-
-    def _list_rows(
-        self,
-        tensor: RankTransfers,
-        sources: Mapping[int, torch.Tensor],
-        targets: Mapping[int, torch.Tensor],
-    ) -> _PieceRows:
-        rows = _PieceRows([], [], [], [])
-        self._listed.append(tensor)
-        number_of: dict[_Place, int] = {}
-        for row in _list_received(tensor.received, sources, targets):
-            # The first contribution is copied into the target, later ones are combined with it.
-            reduction = (tensor.change.source.reduction or "sum") if row.order else None
-            if row.kept_from is not None:
-                keep = self.local.setdefault(row.order, []).append
-                rows.kept.append((row.place, row.kept_from, reduction, keep))
-            else:
-                take = self.received.setdefault((row.order, row.peer), []).append
-                travels = tensor.dtype or targets[row.place.cell].dtype
-                form = PieceForm.of(row.place.shape, travels, reduction)
-                rows.received.append((row.place, form, take))
-        for row in _list_sent(tensor.sent, sources):
-            take = self.sent.setdefault((row.order, row.peer), []).append
-            rows.sent.append((number_of.setdefault(row.place, len(number_of)), take))
-        for place in number_of:
-            travels = tensor.dtype or sources[place.cell].dtype
-            rows.sent_places.append((place, PieceForm.of(place.shape, travels)))
-        return rows
+        if key in kinds:
+            kinds[key].append(number)
+        else:
+            kinds[key] = [number]
+    return list(kinds.values())
 
 
-def _view_places(places: Sequence[_Place], cells: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """The boxes of places."""
-    if len(cells) != 1:
-        return [place.view(cells) for place in places]
-    # Of one tensor it is asked once where that begins.
-    (whole,) = cells.values()
-    begin = whole.storage_offset()
-    return [
-        whole if one.is_whole else whole.as_strided(one.shape, one.strides, begin + one.ahead)
-        for one in places
+def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | None]) -> _Cells:
+    """By cell of a rank, that of each local tensor; these have one layout."""
+    if len(locals_of) > 1 and locals_of[0] is not None and len(_number_cells(layout, rank)) == 1:
+        return {_number_cells(layout, rank)[0]: cast("Sequence[torch.Tensor]", locals_of)}
+    every = [cells_of(layout, rank, local) for local in locals_of]
+    return {cell: [cells[cell] for cells in every] for cell in every[0]}
+
+
+def _merge_pieces(columns: Sequence[_Column]) -> MessagePieces:
+    """The pieces of columns, in their order."""
+    views = [view for column in columns for view in column.views]
+    forms = [form for column in columns for form in [column.form] * len(column.places)]
+    return MessagePieces(views, forms).take(_sort_places(columns))
+
+
+def _merge_copies(columns: Sequence[_CopyColumn]) -> list[LocalCopy]:
+    copies = [
+        LocalCopy(target, source, column.reduction)
+        for column in columns
+        for target, source in zip(column.targets, column.sources, strict=True)
     ]
+    return list(map(copies.__getitem__, _sort_places(columns)))
 
 
-def _list_received(
-    rows: Transfers, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]
-) -> Iterator[_Row]:
+def _sort_places(columns: Sequence[_Column | _CopyColumn]) -> list[int]:
+    """The numbers of all that columns have, in the order of its places."""
+    places = np.concatenate([column.places for column in columns])
+    order: list[int] = np.argsort(places, kind="stable").tolist()
+    return order
+
+
+def _list_received(rows: Transfers, sources: _Cells, targets: _Cells) -> Iterator[_Row]:
     # As lists at once: of small tensors, to take numbers out of columns is most of the work.
     orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
     shapes = rows.shape.tolist()
@@ -305,7 +348,7 @@ def _list_received(
         yield _Row(orders[row], senders[row], _find_place(targets, into, row), kept_from)
 
 
-def _list_sent(rows: Transfers, sources: Mapping[int, torch.Tensor]) -> Iterator[_Row]:
+def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[_Row]:
     orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
     out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
     for row in order_transfers(rows) if len(rows) else ():
@@ -333,15 +376,16 @@ def list_messages(
         sent: the messages that this rank sends, where they are known: `tensors` may then be
             without those that send only.
     """
-    by_place: defaultdict[Place, RankPieces] = defaultdict(RankPieces)
-    # Views take half the time there, and are none that only this mode may write.
-    with torch.inference_mode():
-        for tensor in tensors:
-            by_place[tensor.place].add(tensor, rank, with_sent=sent is None)
+    by_place: defaultdict[Place, list[RankTransfers]] = defaultdict(list)
+    for tensor in tensors:
+        by_place[tensor.place].append(tensor)
     messages: list[RankMessage] = list(sent or ())
     copies: list[LocalCopy] = []
     combinations: list[LocalCombination] = []
-    for place, pieces in by_place.items():
+    for place, at_place in by_place.items():
+        # Views take half the time there, and are none that only this mode may write.
+        with torch.inference_mode():
+            pieces = RankPieces(at_place, rank, with_sent=sent is None)
         for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
             for (order, peer), of_pair in by_peer.items():
                 sender, receiver = (rank, peer) if is_sent else (peer, rank)
@@ -350,11 +394,13 @@ def list_messages(
                     key = order_message(
                         order, number, sender, receiver, ranks, in_a_turn, by_region
                     )
-                    message = RankMessage((*place, *key), order, peer, is_sent, tuple(pieces_of))
+                    message = RankMessage((*place, *key), order, peer, is_sent, pieces_of)
                     messages.append(message)
         # Copies wait for nothing; what is combined has its place among the messages.
-        copies += pieces.local.pop(0, ())
+        copies += pieces.local.get(0, ())
         for order, of_order in sorted(pieces.local.items()):
+            if not order:
+                continue
             if by_region:
                 for number, of_region in enumerate(_cut_like_messages(of_order, message_bytes)):
                     key = (*place, number, order, -1)
@@ -366,14 +412,14 @@ def list_messages(
     return RankMessages(tuple(messages), tuple(copies), tuple(combinations))
 
 
-def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
+def pack_messages(pieces: MessagePieces, message_bytes: int) -> Iterator[MessagePieces]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
-    together, alone = group_pieces([form.size_bytes for _, form in pieces], message_bytes)
+    together, alone = group_pieces(pieces.sizes_bytes, message_bytes)
     for numbers in together:
-        yield [pieces[number] for number in numbers]
+        yield pieces.take(numbers)
     for number in alone:
         for part in pieces[number].parts(message_bytes):
-            yield [part]
+            yield MessagePieces.of([part])
 
 
 def _cut_copy(copy: LocalCopy, most_bytes: int) -> Iterator[LocalCopy]:
@@ -389,7 +435,7 @@ def _cut_like_messages(
     """What a rank has itself of one contribution, cut as if it travelled: message by message."""
     sides = ([one.target for one in copies], [one.source for one in copies])
     targets, sources = (
-        pack_messages([Piece.of(view, view.dtype) for view in views], message_bytes)
+        pack_messages(MessagePieces.of(Piece.of(view, view.dtype) for view in views), message_bytes)
         for views in sides
     )
     for into, out in zip(targets, sources, strict=True):
@@ -426,12 +472,10 @@ def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
     return Plan(change.source, change.target, dtype).for_rank(rank)
 
 
-def _find_place(
-    cells: Mapping[int, torch.Tensor], columns: tuple[list[int], _Lists, _Lists], row: int
-) -> _Place:
+def _find_place(cells: _Cells, columns: tuple[list[int], _Lists, _Lists], row: int) -> _Place:
     """The box of a row in its cell: the columns are cells, where boxes begin, and shapes."""
     numbers, starts, shapes = columns
-    whole, shape = cells[numbers[row]], tuple(shapes[row])
+    whole, shape = cells[numbers[row]][0], tuple(shapes[row])
     strides = whole.stride()
     ahead = sum(map(operator.mul, starts[row], strides))
     return _Place(numbers[row], shape, strides, ahead, shape == whole.shape)

@@ -7,6 +7,8 @@ and its form, which all pieces that are alike have in common::
     rows 0 to 8 of layers.0.up      \\
     rows 0 to 8 of layers.1.up       >      bfloat16 of shape [8, 64], 1024 bytes, copied
     rows 0 to 8 of layers.2.up      /
+
+Pieces that travel together are columns of both.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+
+from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align
 
 
 class PieceForm(NamedTuple):
@@ -91,6 +95,78 @@ class Piece(NamedTuple):
         """The piece in parts of at most `most_bytes`, in row major order."""
         for view in cut(self.view, most_bytes, itemsize=self.dtype.itemsize):
             yield Piece.of(view, self.dtype, self.reduction)
+
+
+class MessagePieces(Sequence[Piece]):
+    """Pieces that travel one behind the other: their `views` and `forms`.
+
+    >>> pieces = MessagePieces.of([Piece.of(torch.zeros(3), torch.float32)] * 2)
+    >>> pieces[1].size_bytes, pieces.offsets
+    (12, [0, 16, 28])
+    """
+
+    __slots__ = ("forms", "views")
+
+    def __init__(self, views: Sequence[torch.Tensor], forms: Sequence[PieceForm]) -> None:
+        self.views = views
+        self.forms = forms
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> MessagePieces:
+        """Pieces as columns."""
+        listed = list(pieces)
+        return cls([view for view, _ in listed], [form for _, form in listed])
+
+    def take(self, numbers: Sequence[int]) -> MessagePieces:
+        """Those of some numbers, in the order of these."""
+        return MessagePieces(
+            *(list(map(of.__getitem__, numbers)) for of in (self.views, self.forms))
+        )
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        """Of each, the bytes of its elements as they travel."""
+        return [form.size_bytes for form in self.forms]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each begins when they are packed, and last where all end, in bytes."""
+        sizes = self.sizes_bytes
+        begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
+        return [*begins, begins[-1] + sizes[-1]]
+
+    def parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The part of some bytes that each has when they are packed there, as it travels."""
+        dtypes = {form.dtype for form in self.forms}
+        wholes = {}
+        for dtype in dtypes:
+            # Its length is no multiple of every element's, but every piece lies within it.
+            stop = buffer.numel() // dtype.itemsize * dtype.itemsize
+            wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype)
+        # As in `list_messages`: of these only a view as another type would be one of this mode.
+        with torch.inference_mode():
+            sizes = self.sizes_bytes
+            has_gaps = any(size % ALIGNMENT_BYTES for size in set(sizes[:-1]))
+            if len(dtypes) == 1 and 0 not in sizes and not has_gaps:
+                # One call for all, as they lie without gaps.
+                (whole,) = wholes.values()
+                return list(torch._utils._unflatten_dense_tensors(whole, self.views))
+            begin_bytes = buffer.storage_offset()
+            return [
+                wholes[form.dtype].as_strided(
+                    form.shape, form.strides, (begin_bytes + low) // form.dtype.itemsize
+                )
+                for form, low in zip(self.forms, self.offsets, strict=False)
+            ]
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __getitem__(self, number: int) -> Piece:  # type: ignore[override]
+        return Piece(self.views[number], self.forms[number])
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece, self.views, self.forms)
 
 
 def cut(

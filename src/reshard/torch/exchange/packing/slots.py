@@ -166,24 +166,18 @@ class MessageSlots:
 
 def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[], object]]:
     """What packs the pieces of a message into its bytes, or unpacks them."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    combinations: list[Callable[[], object]] = []
-    wholes: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
-    for dtype in {form.dtype for _, form in message.pieces}:
-        # Its length is no multiple of every element's, but every piece lies within it.
-        stop = buffer.numel() // dtype.itemsize * dtype.itemsize
-        wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype).as_strided
-    begin_bytes, is_sent = buffer.storage_offset(), message.is_sent
-    # As in `list_messages`: of these only a view as another type would be one of this mode.
-    with torch.inference_mode():
-        for (view, form), low in zip(message.pieces, message.offsets, strict=False):
-            dtype, reduction, shape, strides, _ = form
-            # One call, where to cut and to shape it would be three.
-            part = wholes[dtype](shape, strides, (begin_bytes + low) // dtype.itemsize)
-            if is_sent:
-                pairs.append((part, view))
-            elif reduction is None:
-                pairs.append((view, part))
-            else:
-                combinations.append(functools.partial(combine, reduction, view, part))
-    return [*copiers(pairs), *combinations]
+    views, parts = message.pieces.views, message.pieces.parts_of(buffer)
+    if message.is_sent:
+        return copiers(zip(parts, views, strict=True))
+    reductions = [form.reduction for form in message.pieces.forms]
+    if not any(reductions):
+        return copiers(zip(views, parts, strict=True))
+    placed = list(zip(views, parts, reductions, strict=True))
+    return [
+        *copiers((view, part) for view, part, reduction in placed if reduction is None),
+        *(
+            functools.partial(combine, reduction, view, part)
+            for view, part, reduction in placed
+            if reduction is not None
+        ),
+    ]
