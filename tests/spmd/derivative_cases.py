@@ -170,6 +170,15 @@ PRODUCTS = [
     ),
 ]
 
+
+def _norm_gradient(name: str) -> Callable[..., Any]:
+    def function(xp: Any, g: Any, x: Any, w: Any) -> Any:
+        made, to_weight = call(name, (g, x, w), {"dims": 1}, {"epsilon": 1e-3})
+        return made + to_weight
+
+    return function
+
+
 REDUCTIONS = [
     *(
         GradientCase(f"{name} {axis}", _op(name, axis=axis), (ROWS,))
@@ -206,6 +215,11 @@ REDUCTIONS = [
         (ROWS, (5,)),
         by_torch=lambda xp, x, w: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w,
     ),
+]
+
+REDUCTIONS += [
+    GradientCase(name, _norm_gradient(name), (ROWS, ROWS, (5,)), by_torch=None)
+    for name in ("layer_norm_gradient", "rms_norm_gradient")
 ]
 
 MOVED = [

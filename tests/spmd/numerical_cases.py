@@ -308,6 +308,31 @@ def _norm(draw: Draw) -> Trial:
 drawn("layer_norm rms_norm", _norm, layer_norm=_normed(True), rms_norm=_normed(False))
 
 
+def _norm_back(name: str) -> Any:
+    def compute(g: Array, x: Array, *weights: Array, dims: int, part: Part | None) -> list[Array]:
+        axes = tuple(range(x.ndim - dims, x.ndim))
+        apart = x - x.mean(axis=axes, keepdims=True) if name == "layer_norm" else x
+        scale = 1 / np.sqrt((apart * apart).mean(axis=axes, keepdims=True) + 1e-5)
+        n, h = apart * scale, g * weights[0] if weights else g
+        slope = (h - n * (h * n).mean(axis=axes, keepdims=True)) * scale
+        if name == "layer_norm":
+            slope = slope - slope.mean(axis=axes, keepdims=True)
+        lead = tuple(range(x.ndim - dims))
+        return [slope, *[(g * n).sum(axis=lead) for _ in weights]]
+
+    return compute
+
+
+def _norm_gradient(draw: Draw) -> Trial:
+    trial = _norm(draw)
+    x, *others = trial.operands
+    return Trial([values(draw, x.shape), x, *others[:1]], trial.attributes)
+
+
+for _name in ("layer_norm", "rms_norm"):
+    case(f"{_name}_gradient", _norm_back(_name))(_norm_gradient)
+
+
 def _batch_normed(x: Array, *vectors: Array, axis: int) -> Array:
     shape = tuple(-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim))
     scale, offset, mean, variance = (one.reshape(shape) for one in vectors)

@@ -100,6 +100,23 @@ def test_bfloat16_is_as_near_as_in_pytorch(name: str, cut: str) -> None:
     assert error <= 1.05 * theirs + 1e-3 * 2**-8, (error, theirs)
 
 
+@pytest.mark.parametrize("cut", ["-, -", "x, -", "-, x"])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_gradients_of_norms_of_large_halves(name: str, cut: str) -> None:
+    data = np.random.default_rng(3).normal(size=(300, 16)) * 300
+    norm = getattr(sp, name)
+
+    def slopes(dtype: str) -> list[Any]:
+        x = sp.array(data, spec(MESH, cut), dtype=dtype)
+        weight = sp.ones(16, dtype=dtype)
+        return list(sp.vjp(norm, x, weight)[1](sp.ones_like(x)))
+
+    for found, exact in zip(slopes("float16"), slopes("float64"), strict=True):
+        assert found.dtype.name == "float16"
+        # The weight's is a sum of 300 numbers, each rounded to float16 once at most.
+        np.testing.assert_allclose(numbers(found), numbers(exact), 2e-3, 2e-3 * 10)
+
+
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "times": lambda x: x * 0.5,
     "plus": lambda x: 1 + x,

@@ -142,7 +142,6 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
 
 
 @of_arrays
-@in_wide_types
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
 ) -> Any:
@@ -151,6 +150,43 @@ def layer_norm(
     `weight` and `bias` have the shape of those dimensions.
     """
     axes = _last_axes(x, dims, weight, bias)
+    x, weight, bias = operands(x, weight, bias)
+    given = [one for one in (x, weight, bias) if one is not None]
+    # A row with an offset alone is none of the operator's.
+    if (bias is None or weight is not None) and _may_be_one(len(axes), given):
+        return call("layer_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    return layer_norm_by_parts(x, weight, bias, axes=axes, epsilon=epsilon)
+
+
+@of_arrays
+def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
+    """The last `dims` dimensions over the root of their mean square."""
+    axes = _last_axes(x, dims, weight)
+    x, weight = operands(x, weight)
+    given = [x] if weight is None else [x, weight]
+    if _may_be_one(len(axes), given):
+        return call("rms_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    return rms_norm_by_parts(x, weight, axes=axes, epsilon=epsilon)
+
+
+def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
+    """Whether a norm may be one operation on each rank: what is normalised is whole there."""
+    if not all(isinstance(one, ArrayValue) for one in given):
+        return False
+    types = {one.type.dtype for one in given}
+    if len(types) > 1 or kind_of(*types) != "real floating" or 0 in given[0].shape:
+        return False
+    specs = [one.type.spec for one in given if one.type.spec is not None]
+    return not any(
+        one.partial_axes or any(dim.levels for dim in one.dim_specs[-dims:]) for one in specs
+    )
+
+
+@in_wide_types
+def layer_norm_by_parts(
+    x: Any, weight: Any = None, bias: Any = None, *, axes: Axis, epsilon: float
+) -> Any:
+    """The norm, see `layer_norm`, of other operations, whose axes may be cut."""
     apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
     spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
     found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
@@ -158,11 +194,9 @@ def layer_norm(
     return found if bias is None else add(found, bias)
 
 
-@of_arrays
 @in_wide_types
-def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
-    """The last `dims` dimensions over the root of their mean square."""
-    axes = _last_axes(x, dims, weight)
+def rms_norm_by_parts(x: Any, weight: Any = None, *, axes: Axis, epsilon: float) -> Any:
+    """The norm, see `rms_norm`, of other operations, whose axes may be cut."""
     size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
     found = divide(x, elementwise.sqrt(add(size, epsilon)))
     return found if weight is None else multiply(found, weight)

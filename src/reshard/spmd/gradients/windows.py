@@ -1,4 +1,4 @@
-"""Derivatives of convolution, pooling and attention."""
+"""Derivatives of convolution, pooling, norms and attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from reshard.spmd import namespace
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import take_ranges
-from reshard.spmd.functions.networks import attend_by_scores
+from reshard.spmd.functions.networks import (
+    attend_by_scores,
+    layer_norm_by_parts,
+    rms_norm_by_parts,
+)
 from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep, is_watched
 from reshard.spmd.shards.operation_call import call
@@ -156,6 +160,29 @@ def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     return made
 
 
+def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
+    x, *weights = step.operands
+    dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
+    made = call(f"{step.name}_gradient", (g, x, *weights[:1]), {"dims": dims}, {"epsilon": epsilon})
+    # The tape sums what was added to each row.
+    return (*made, *[g] * len(weights[1:])) if weights else (made,)
+
+
+def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
+    dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
+    by_parts = rms_norm_by_parts if step.name.startswith("rms") else layer_norm_by_parts
+    # It stands above this module.
+    vjp = namespace.find("vjp")
+
+    def pull_back(cotangent: Any, x: Any, *weights: Any) -> Any:
+        axes = tuple(range(x.ndim - dims, x.ndim))
+        _, pullback = vjp(lambda *own: by_parts(*own, axes=axes, epsilon=epsilon), x, *weights)
+        return pullback(cotangent)
+
+    found: tuple[Any, ...] = vjp(pull_back, *step.operands)[1](g if isinstance(g, tuple) else (g,))
+    return found
+
+
 PULLBACKS: dict[str, Pullback] = {
     "convolution": _pull_convolution,
     "convolution_input_gradient": _pull_input_gradient,
@@ -165,10 +192,14 @@ PULLBACKS: dict[str, Pullback] = {
     "avg_pool": _pull_avg_pool,
     "avg_pool_gradient": _pull_avg_pool_gradient,
     "attention": JointPullback(_pull_attention),
+    **dict.fromkeys(("layer_norm", "rms_norm"), JointPullback(_pull_norm)),
+    **dict.fromkeys(
+        ("layer_norm_gradient", "rms_norm_gradient"), JointPullback(_pull_norm_gradient)
+    ),
 }
 """By operator."""
 
-_MADE = "softmax log_softmax layer_norm rms_norm cross_entropy"
+_MADE = "softmax log_softmax cross_entropy"
 _SECOND = "attention_gradient attention_turn attention_turn_gradient"
 
 REFUSED: dict[str, str] = {

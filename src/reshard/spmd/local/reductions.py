@@ -1,12 +1,15 @@
-"""Local functions of reductions: of parts without elements, and running totals of parts."""
+"""Local functions of reductions: of parts without elements, running totals of parts, norms."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from reshard.dtypes import dtype as as_dtype
 from reshard.spmd.local.by_name import find_function, own_attributes
 from reshard.spmd.local.local_work import Function, LocalWork
 
@@ -46,3 +49,87 @@ def running_totals(work: LocalWork) -> Function:
     ]
     concat = work.library.namespace.concat
     return lambda x: concat([scan(x[window]) for window in windows], axis=axis)
+
+
+def norm(work: LocalWork) -> Function:
+    """A norm of each row, with a weight and an offset where these are given."""
+    if work.library.name == "numpy":
+        return _norm_by_numpy(work)
+    functional = import_module("torch").nn.functional
+    dims, epsilon = work.attributes["dims"], work.attributes["epsilon"]
+    normalised = functional.rms_norm if work.name == "rms_norm" else functional.layer_norm
+
+    def function(x: Any, *others: Any) -> Any:
+        return normalised(x, x.shape[x.ndim - dims :], *others, eps=epsilon)
+
+    return function
+
+
+def _norm_by_numpy(work: LocalWork) -> Function:
+    rows = _Rows(work)
+
+    def function(x: Any, *others: Any) -> Any:
+        apart, scale = rows.scaled(x)
+        found = (apart * scale[:, None]).reshape(x.shape)
+        for combine, one in zip((np.multiply, np.add), others, strict=False):
+            found = combine(found, one)
+        return found.astype(x.dtype, copy=False)
+
+    return function
+
+
+def norm_gradient(work: LocalWork) -> Function:
+    """The cotangents of a norm's operand and weight."""
+    rows = _Rows(work)
+
+    def function(g: Any, x: Any, *weights: Any) -> Any:
+        # With h the cotangent of the row before its weight and n the row after its norm, it is
+        # (h - mean(h n) n) / deviation, less its mean where the row's own was taken off.
+        apart, scale = rows.scaled(x)
+        slope = rows.of(g)
+        shared = slope * apart
+        to_weights = [rows.like(scale @ shared, one) for one in weights]
+        for one in weights:
+            weight = rows.of(one)[0]
+            shared = shared @ weight
+            slope = slope * weight
+        if not weights:
+            shared = rows.space.sum(shared, axis=-1)
+        shared = shared * (scale * scale * scale / -rows.size)
+        slope = slope * scale[:, None] + apart * shared[:, None]
+        if rows.is_centred:
+            slope = slope - rows.space.mean(slope, axis=-1, keepdims=True)
+        found = rows.like(slope, x)
+        return (found, *to_weights) if weights else found
+
+    return function
+
+
+class _Rows:
+    """What is normalised, as rows of floats that are not narrow."""
+
+    def __init__(self, work: LocalWork) -> None:
+        self.space = work.library.namespace
+        self.is_centred = work.name.startswith("layer")
+        self._epsilon = work.attributes["epsilon"]
+        # The operand, or the cotangent of its shape and type.
+        given = next(one for one in work.operands if one is not None)
+        self.size = math.prod(given.shape[given.ndim - work.attributes["dims"] :])
+        is_narrow = given.dtype.itemsize_bytes < 4
+        self._wide = work.library.own_dtype(as_dtype("float32") if is_narrow else given.dtype)
+
+    def of(self, x: Any) -> Any:
+        """An array as rows."""
+        return self.space.astype(x, self._wide, copy=False).reshape(-1, self.size)
+
+    def like(self, x: Any, other: Any) -> Any:
+        """Rows in the shape and of the type of an array."""
+        return self.space.astype(x, other.dtype, copy=False).reshape(other.shape)
+
+    def scaled(self, x: Any) -> tuple[Any, Any]:
+        """Rows, less their means where these are taken off, and what they are multiplied by."""
+        x = self.of(x)
+        if self.is_centred:
+            x = x - self.space.mean(x, axis=-1, keepdims=True)
+        length = self.space.linalg.vector_norm(x, axis=-1)
+        return x, (length * length / self.size + self._epsilon) ** -0.5

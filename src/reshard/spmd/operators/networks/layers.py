@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.local import reductions as norms
 from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axes_of, axis_of, counted, kept, one_operand
@@ -44,6 +45,35 @@ def norm(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
             builder.factor([dim], [dim])
         else:
             builder.factor([dim, *[dim - lead] * others], [dim], kind="need_replication")
+    return builder.build()
+
+
+def norm_gradient(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
+    """Of a norm, the cotangents of its operand and of the weight, from that of the result.
+
+    Weights are of all rows: ranks that have parts of these have contributions to its cotangent.
+
+    >>> print(norm_gradient([(4, 8), (4, 8), (8,)]).rule)
+    ([i, j], [i, j], [j]) -> ([i, j], [j]) {i=4, j=8} reduction={i} need_replication={j}
+    """
+    if len(shapes) != 3:
+        counted("the gradient of a norm", shapes, 2)
+    shape, *others = shapes[1:]
+    lead = len(shape) - dims
+    if shapes[0] != shape or lead < 0 or any(other != shape[lead:] for other in others):
+        raise SpecError(
+            f"the gradient of a norm of {', '.join(map(str, shapes))} over {dims} dimensions; a "
+            "cotangent of the operand's shape and a weight of those dimensions were expected"
+        )
+    builder = RuleBuilder(shapes, [shape, *others])
+    for dim in range(len(shape)):
+        if dim >= lead:
+            own = [dim - lead] * len(others)
+            builder.factor([dim, dim, *own], [dim, *own], kind="need_replication")
+        elif others:
+            builder.factor([dim, dim], [dim], kind="reduction")
+        else:
+            builder.factor([dim, dim], [dim])
     return builder.build()
 
 
@@ -91,8 +121,18 @@ _WHOLE = "the normalised axis is whole on each device"
 OPERATORS: tuple[Operator, ...] = (
     _row("softmax", softmax, ([(4, 8)], {"axis": 1}), note=_WHOLE),
     _row("log_softmax", softmax, ([(4, 8)], {"axis": 1}), note=_WHOLE),
-    _row("layer_norm", norm, ([(4, 8), (8,), (8,)], {}), note=_WHOLE),
-    _row("rms_norm", norm, ([(4, 8), (8,)], {}), note=_WHOLE),
+    _row("layer_norm", norm, ([(4, 8), (8,), (8,)], {}), local=norms.norm, note=_WHOLE),
+    _row("rms_norm", norm, ([(4, 8), (8,)], {}), local=norms.norm, note=_WHOLE),
+    *(
+        _row(
+            name,
+            norm_gradient,
+            ([(4, 8), (4, 8), (8,)], {}),
+            local=norms.norm_gradient,
+            note="rows that are cut have contributions to the weight's cotangent",
+        )
+        for name in ("layer_norm_gradient", "rms_norm_gradient")
+    ),
     _row(
         "batch_norm",
         batch_norm,
