@@ -36,6 +36,7 @@ from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.settling import settles
 
 Axis = int | Sequence[int]
 
@@ -171,7 +172,8 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
 
 def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
     """Whether a norm may be one operation on each rank: what is normalised is whole there."""
-    if not all(isinstance(one, ArrayValue) for one in given):
+    # A strategy that is yet to place all values may cut what is normalised.
+    if not settles() or not all(isinstance(one, ArrayValue) for one in given):
         return False
     types = {one.type.dtype for one in given}
     if len(types) > 1 or kind_of(*types) != "real floating" or 0 in given[0].shape:

@@ -81,6 +81,8 @@ def _norm_by_numpy(work: LocalWork) -> Function:
 def norm_gradient(work: LocalWork) -> Function:
     """The cotangents of a norm's operand and weight."""
     rows = _Rows(work)
+    if rows.is_centred and work.library.name != "numpy":
+        return _layer_norm_gradient_by_torch(rows, work.attributes["epsilon"])
 
     def function(g: Any, x: Any, *weights: Any) -> Any:
         # With h the cotangent of the row before its weight and n the row after its norm, it is
@@ -89,18 +91,41 @@ def norm_gradient(work: LocalWork) -> Function:
         slope = rows.of(g)
         shared = slope * apart
         to_weights = [rows.like(scale @ shared, one) for one in weights]
-        for one in weights:
-            weight = rows.of(one)[0]
-            shared = shared @ weight
-            slope = slope * weight
-        if not weights:
-            shared = rows.space.sum(shared, axis=-1)
-        shared = shared * (scale * scale * scale / -rows.size)
-        slope = slope * scale[:, None] + apart * shared[:, None]
+        # New memory of this size takes longer than to compute: the result lies in that of a step.
+        if weights:
+            weight = rows.of(weights[0])[0]
+            agreement = shared @ weight
+            found = rows.multiply(slope, weight, out=shared)
+            found *= scale[:, None]
+        else:
+            agreement = rows.space.sum(shared, axis=-1)
+            found = rows.multiply(slope, scale[:, None], out=shared)
+        agreement *= scale * scale * scale / -rows.size
         if rows.is_centred:
-            slope = slope - rows.space.mean(slope, axis=-1, keepdims=True)
-        found = rows.like(slope, x)
+            apart *= agreement[:, None]
+            found += apart
+            found -= rows.space.mean(found, axis=-1, keepdims=True)
+        else:
+            found += apart * agreement[:, None]
+        found = rows.like(found, x)
         return (found, *to_weights) if weights else found
+
+    return function
+
+
+def _layer_norm_gradient_by_torch(rows: _Rows, epsilon: float) -> Function:
+    aten = import_module("torch").ops.aten
+
+    def function(g: Any, x: Any, *weights: Any) -> Any:
+        own = rows.of(x)
+        weight = rows.of(weights[0])[0] if weights else None
+        _, mean, scale = aten.native_layer_norm(own, [rows.size], weight, None, epsilon)
+        wanted = [True, weight is not None, False]
+        found, to_weight, _ = aten.native_layer_norm_backward(
+            rows.of(g), own, [rows.size], mean, scale, weight, None, wanted
+        )
+        found = rows.like(found, x)
+        return (found, rows.like(to_weight, weights[0])) if weights else found
 
     return function
 
@@ -111,6 +136,8 @@ class _Rows:
     def __init__(self, work: LocalWork) -> None:
         self.space = work.library.namespace
         self.is_centred = work.name.startswith("layer")
+        is_numpy = work.library.name == "numpy"
+        self.multiply: Any = np.multiply if is_numpy else import_module("torch").mul
         self._epsilon = work.attributes["epsilon"]
         # The operand, or the cotangent of its shape and type.
         given = next(one for one in work.operands if one is not None)
