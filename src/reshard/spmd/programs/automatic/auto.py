@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from reshard.errors import MeshError, PlanError, UsageError
@@ -30,6 +31,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.programs.automatic.input_search import InputSearch
 from reshard.spmd.programs.automatic.least_inputs import least_inputs
+from reshard.spmd.programs.automatic.usual_layouts import InputLayout, usual_layouts
 from reshard.spmd.programs.jit import JittedFunction, read_places
 from reshard.spmd.programs.memory_limit import check_limit
 from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
@@ -62,6 +64,9 @@ MOST_PRICES = 6
 # Operations of a graph in which inputs and what is between them are placed in turn, and how often.
 MOST_TURNED = 512
 MOST_TURNS = 3
+# Of usual layouts, those of least time that are judged: without a limit, and to keep one.
+FEW_USUAL = 2
+MOST_USUAL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +280,7 @@ class _Choosing:
         is_exact = self._find()
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
         if fitting:
-            best = min(fitting, key=lambda one: (one.seconds_s, one.peak_bytes))
+            best = min(fitting, key=_by_time)
         else:
             best = min(self._known.values(), key=lambda one: one.peak_bytes)
         program = self._make_program(self._limit, best.shardings)
@@ -308,11 +313,11 @@ class _Choosing:
         # 1. What takes least time, and of equals has the least memory.
         inputs = frozenset(search.free)
         first = self._judge_price(LOWEST_PRICE, inputs)
-        if not self._is_small and len(self._graph.operations) <= MOST_TURNED:
-            begun = [first, *map(self._judge, search.spread())]
-            self._improve(begun, LOWEST_PRICE, inputs)
+        if not self._is_small and self._keeps_limit(first):
+            begun = [self._judge(one.specs) for one in self._usual[:FEW_USUAL]]
+            self._improve([first, *begun], LOWEST_PRICE, inputs)
         # 2. The lowest price of memory at which the limit is kept.
-        if not self._keeps_limit(first):
+        if not self._keeps_limit(min(self._known.values(), key=_by_time)):
             self._find_price(inputs | held_at_peak(first.trace))
         # 3. All others that may be better.
         if not self._is_small:
@@ -329,11 +334,26 @@ class _Choosing:
         limit = math.inf if self._limit is None else self._limit
         return least_inputs(search, judge, min(known_s, default=math.inf), limit)
 
+    @cached_property
+    def _usual(self) -> list[InputLayout]:
+        """Usual layouts whose inputs keep the limit."""
+        limit = math.inf if self._limit is None else self._limit
+        return [one for one in usual_layouts(self._search) if one.size_bytes <= limit]
+
     def _find_price(self, held: frozenset[int]) -> None:
         """Judge what is found for prices, up to near the lowest one at which the limit is kept.
 
-        Bytes have the price of what some program holds at its peak, `held` to begin with.
+        Bytes have the price of what some program holds at its peak, `held` to begin with. In a
+        large graph usual layouts are judged before.
         """
+        if not self._is_small:
+            # Those first that seem to keep the limit, then those that hold the least.
+            limit, by_need = self._limit or 0, {}
+            for layout in self._usual:
+                held_bytes = self._search.held_bytes(layout.chosen, held)
+                by_need[layout.specs] = (max(held_bytes, limit), layout.seconds_s)
+            for specs in sorted(by_need, key=by_need.__getitem__)[:MOST_USUAL]:
+                self._judge(specs)
         low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
         for _ in range(MOST_PRICES):
             found = self._judge_price(price, held)
@@ -347,7 +367,7 @@ class _Choosing:
             price = math.sqrt(low * high)
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
         if fitting and not self._is_small:
-            self._improve([min(fitting, key=lambda one: one.seconds_s)], high, held)
+            self._improve([min(fitting, key=_by_time)], high, held)
 
     def _improve(self, begun: Sequence[_Program], price: float, held: frozenset[int]) -> None:
         """Place in turn what is between inputs, and inputs as well, as long as that helps."""
@@ -356,8 +376,8 @@ class _Choosing:
             return
         for _ in range(MOST_TURNS):
             anew = [self._judge(one.specs) for one in begun]
-            found = [self._judge_price(price, held, one) for one in anew]
-            best = min(found, key=lambda one: one.seconds_s)
+            found = [self._judge_price(price, held, [one]) for one in anew]
+            best = min(found, key=_by_time)
             if best.seconds_s >= best_s:
                 break
             begun, best_s = [best], best.seconds_s
@@ -367,18 +387,20 @@ class _Choosing:
         return _list_operands(traced.graph) == _list_operands(self._graph)
 
     def _judge_price(
-        self, price: float, held: frozenset[int], near: _Program | None = None
+        self, price: float, held: frozenset[int], near: Sequence[_Program] = ()
     ) -> _Program:
-        """The program that is found for a price, near another one."""
+        """The program that is found for a price, near others."""
         search = self._search
-        known = []
-        if near is not None and self._has_same_values(near.trace):
-            known = [near.trace.shardings.values]
+        known = [one.trace.shardings.values for one in near if self._has_same_values(one.trace)]
         placed = search.placed(search.least(price * search.byte_s, held, known))
         known_specs = [placed.values[number] for number in search.free]
         specs = tuple([spec for spec in known_specs if spec is not None])
         # Small graphs are placed by "cost" anew, which proves what is best.
         return self._judge(specs, None if self._is_small else shardings_from(placed, self._mesh))
+
+
+def _by_time(one: _Program) -> tuple[float, int]:
+    return one.seconds_s, one.peak_bytes
 
 
 def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,9 +40,8 @@ from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_r
 MOST_KINDS = 24
 MOST_BESIDE = 8
 MOST_SEEDS = 12
-# Of what was seen, how many descend, and how many are cut further.
+# Of what was seen, how many descend.
 MOST_DESCENTS = 8
-MOST_SPREAD = 2
 
 
 class Seed(NamedTuple):
@@ -86,6 +85,7 @@ class InputSearch:
         self.problem.fill(bounds=False)
         self.total = self.problem.sum()
         self.sizes_bytes = {number: self._count_bytes(number) for number in self.free}
+        self._begun: dict[tuple[Seed, ...], Choices] = {}
         self._ways = range(len(graph.values), len(self.total.choices))
 
     @cached_property
@@ -118,31 +118,6 @@ class InputSearch:
         ] or sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
         return improved(self.problem, begun)[0]
 
-    def spread(self) -> list[tuple[ShardingSpec, ...]]:
-        """Shardings of the inputs by the best seeds, each cut over all axes that are left.
-
-        As weights are by fully sharded data parallelism, beside what cuts them for their operators.
-        """
-        best = sorted(self._seeds, key=self.total.value)[:MOST_SPREAD]
-        found = dict.fromkeys(
-            tuple([self._spread(self.problem.values[n][chosen[n]], n) for n in self.free])
-            for chosen in best
-        )
-        return list(found)
-
-    def _spread(self, sharding: Sharding, number: int) -> ShardingSpec:
-        spec, shape = self.table.decoded(sharding), self.graph.values[number].shape
-        dims = [[str(axis) for axis in dim.axes] for dim in spec.dim_specs]
-        used = {axis.name for dim in spec.dim_specs for axis in dim.axes}
-        for axis in self.mesh.axis_names:
-            cut = [math.prod(map(self.mesh.axis_size, axes)) for axes in dims]
-            size = self.mesh.axis_size(axis)
-            # Where nothing cuts it so far, if there is such a dimension.
-            fits = [n for n, length in enumerate(shape) if length % (cut[n] * size) == 0]
-            if axis not in used and fits:
-                dims[min(fits, key=cut.__getitem__)].append(axis)
-        return ShardingSpec(self.mesh, dims)
-
     def _charge(self, price_s: float, held: Collection[int]) -> list[CostTable]:
         problem, first = self.problem, len(self.graph.values)
         counts = Counter(problem.variables[one] if one < first else one for one in held)
@@ -160,6 +135,12 @@ class InputSearch:
                 known[key] = self._count_bytes(variable) * (price_s * count)
             found.append(CostTable((variable,), known[key]))
         return found
+
+    def held_bytes(self, chosen: Choices, held: Collection[int]) -> float:
+        """The bytes that a rank has of some variables, as of `least`, in choices."""
+        return sum(
+            float(table.seconds_s[chosen[table.variables[0]]]) for table in self._charge(1.0, held)
+        )
 
     def placed(self, chosen: Choices) -> PropagatedGraph:
         """The graph with what was chosen."""
@@ -225,22 +206,18 @@ class InputSearch:
     @cached_property
     def _seeds(self) -> list[Choices]:
         """What seeds become, those that help laid beside each other."""
-        starts: dict[Choices, Choices] = {}
-        found_s: dict[Choices, float] = {}
+        laid: list[Seed] = []
+        found: dict[Choices, float] = {}
 
         def judge(*seeds: Seed) -> float:
-            start = self._start(seeds)
-            if start not in starts:
-                starts[start] = self.total.descended(start, self._ways, sweeps=0)
-            chosen = starts[start]
-            if chosen not in found_s:
-                found_s[chosen] = self.total.value(chosen)
-            return found_s[chosen]
+            chosen = self.begin(seeds)
+            if chosen not in found:
+                found[chosen] = self.total.value(chosen)
+            return found[chosen]
 
-        laid: list[Seed] = []
         best_s = judge()
         for axis in self.mesh.axis_names:
-            waiting = self._list_seeds(axis)
+            waiting = self.list_seeds(axis)
             for _ in range(MOST_SEEDS):
                 if not waiting:
                     break
@@ -252,9 +229,10 @@ class InputSearch:
                 laid.append(waiting[place])
                 others = [waiting[at] for _, at in sorted(judged)]
                 waiting = [one for one in others if one.kind != laid[-1].kind][:MOST_BESIDE]
-        return list(found_s)
+        return list(found)
 
-    def _list_seeds(self, axis: str) -> list[Seed]:
+    def list_seeds(self, axis: str) -> list[Seed]:
+        """The seeds along an axis, those of the largest inputs first."""
         size = self.mesh.axis_size(axis)
         return [
             Seed(kind, dim, axis)
@@ -263,10 +241,23 @@ class InputSearch:
             if length % size == 0
         ]
 
-    def _start(self, seeds: Sequence[Seed]) -> Choices:
-        """The choices nearest to what seeds become."""
-        found = propagate_by_rules(self.graph, self._annotate(seeds), strategy="aggressive")
-        return self._find_nearest(found.values)
+    def begin(self, seeds: Iterable[Seed]) -> Choices:
+        """The choices nearest to what seeds become, operations in the ways that suit it best."""
+        laid = tuple(seeds)
+        if laid not in self._begun:
+            found = propagate_by_rules(self.graph, self._annotate(laid), strategy="aggressive")
+            self._begun[laid] = self._choose_ways(self._find_nearest(found.values))
+        return self._begun[laid]
+
+    def with_inputs(self, chosen: Choices, specs: Mapping[int, ShardingSpec]) -> Choices:
+        """Choices with inputs nearest to other shardings, operations in the ways that suit best."""
+        shardings: list[Sharding] = self.problem.shardings(chosen)
+        for number, spec in specs.items():
+            shardings[number] = close(self.table.encoded(spec))
+        return self._choose_ways(self.problem.nearest(shardings))
+
+    def _choose_ways(self, start: Choices) -> Choices:
+        return self.total.descended(start, self._ways, sweeps=0)
 
     def _find_nearest(self, specs: Sequence[ShardingSpec | None]) -> Choices:
         """The choices nearest to shardings of all values."""

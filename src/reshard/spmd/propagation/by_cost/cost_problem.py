@@ -13,6 +13,7 @@ A model repeats its layers: equal operations in equal surroundings share their w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -267,6 +268,10 @@ class CostProblem:
         if found is None:
             found = self._answers_s[key] = total.value(chosen) - self.reads.saved_s(chosen)
         return found
+
+    def computing_s(self, chosen: Sequence[int]) -> float:
+        """What the operations of an answer compute."""
+        return math.fsum([one.seconds_s.item(chosen[one.variables[0]]) for one in self._computing])
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
