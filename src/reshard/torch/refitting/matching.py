@@ -143,7 +143,7 @@ class _Matcher:
     matches: list[Match] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     # Of tensors that are alike on both sides, but for their names; they are one object each.
-    _known: dict[tuple[int, int], _WholeMatch] = field(default_factory=dict)
+    _known: dict[tuple[int, int], Match] = field(default_factory=dict)
 
     def run(self) -> None:
         self._add_quantized()
@@ -162,8 +162,14 @@ class _Matcher:
         except ReshardError as error:
             self.problems.append(f"the source: {error}")
             return
+        # Of tensors that are alike the first is looked at.
+        known = {} if isinstance(self.cast, Mapping) else self._known
         for name, wanted in self.target.items():
+            like = known.get((id(self.source.get(name)), id(wanted)))
             if name in made:
+                continue
+            if like is not None and name not in self.transforms:
+                self.matches.append(Match(name, name, name, *like[3:]))
                 continue
             served_by = serving_name(name, self.source, self.ties)
             try:
@@ -217,10 +223,6 @@ class _Matcher:
     def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
         """The move of a whole tensor."""
         tensor, transform = self.source[served_by], self.transforms.get(name)
-        pair = (id(tensor), id(wanted))
-        known = self._known.get(pair)
-        if known is not None and transform is None and not isinstance(self.cast, Mapping):
-            return [Match(name, served_by, name, *known[:3], specs=known.specs)]
         source, target = tensor.layout, wanted.layout
         both_say = tensor.parameter is not None and wanted.parameter is not None
         if transform is None and both_say:
@@ -232,9 +234,10 @@ class _Matcher:
                 name, Member(served_by, tensor), Member(name, wanted), transform
             )
         travels = self._choose_dtype(name, tensor, wanted)
-        known = _WholeMatch(source, target, travels, _find_specs(tensor, wanted))
-        self._known[pair] = known
-        return [Match(name, served_by, name, *known[:3], specs=known.specs)]
+        specs = _find_specs(tensor, wanted)
+        found = Match(name, served_by, name, source, target, travels, specs=specs)
+        self._known[id(tensor), id(wanted)] = found
+        return [found]
 
     def _match_members(self, name: str, wanted: ModelTensor) -> list[Match]:
         """The moves of all pieces of a tensor that one side fuses."""
@@ -392,15 +395,6 @@ class _Matcher:
                 "before it is cast"
             )
         return _choose_narrower(tensor.dtype, wanted.dtype)
-
-
-class _WholeMatch(NamedTuple):
-    """What matches of whole tensors have alike."""
-
-    source: Layout
-    target: Layout
-    dtype: str
-    specs: tuple[ShardingSpec, ShardingSpec] | None
 
 
 class _Misfit(Exception):

@@ -30,7 +30,6 @@ from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -66,13 +65,15 @@ BY_EXCHANGE = TensorMethod()
 def job_of(matches: Iterable[Match]) -> Job:
     """Tensors as one job, so that senders are chosen for all together."""
     # Layers move alike, so that what is equal of their items is worked out once.
-    known: dict[tuple[str, Layout, Layout], JobItem] = {}
+    known: dict[tuple[str, int, int], JobItem] = {}
     items = []
     for one in matches:
-        key = one.dtype, one.source, one.target
+        # Layouts that are equal are one object.
+        key = one.dtype, id(one.source), id(one.target)
         like = known.get(key)
         if like is None:
-            like = known[key] = JobItem.between_ranks(one.name, as_dtype(one.dtype), *key[1:])
+            ends = one.source, one.target
+            like = known[key] = JobItem.between_ranks(one.name, as_dtype(one.dtype), *ends)
         items.append(like.named(one.name))
     return Job(items)
 

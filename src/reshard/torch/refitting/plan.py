@@ -232,24 +232,24 @@ class RefitPlan:
             changes |= {item.name: item.change for item in self.staged.job.items}
         # What one transform makes at the source, it makes together.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
-        items = [
-            PartItem(
-                one,
-                changes.get(one.name) or LayoutChange(one.source, one.target),
-                transfers.get(one.name) or Transfers.none(len(one.source.shape)),
-                batch,
-                chosen,
-                handed_on.get(one.name, ()),
-                when_whole.get(one.name, ()),
-                self.spans.get(one.name, PipelineSpan()),
-            )
-            for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
-            if one.name in transfers
-            or one.made_of in made
-            or any(map(len, when_whole.get(one.name, ())))
-            or rank in one.target.local_shapes
-            or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
-        ]
+        items = []
+        spans, no_span = self.spans, PipelineSpan()
+        for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
+            name = one.name
+            moving = transfers.get(name)
+            if (
+                moving is None
+                and one.made_of not in made
+                and not any(map(len, when_whole.get(name, ())))
+                and rank not in one.target.local_shapes
+                and (chosen.program is None or rank not in chosen.program.source.mesh.devices)
+            ):
+                continue
+            if moving is None:
+                moving = Transfers.none(len(one.source.shape))
+            change = changes.get(name) or LayoutChange(one.source, one.target)
+            rest = handed_on.get(name, ()), when_whole.get(name, ()), spans.get(name, no_span)
+            items.append(PartItem(one, change, moving, batch, chosen, *rest))
         # All batches share one arena, which must be as large as the fullest of them needs.
         filled_bytes = [0] * self.batch_count
         for number, (_, size_bytes) in self._staged_bytes.items():
