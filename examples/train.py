@@ -272,7 +272,7 @@ class PipelinedTraining(Training):
         if zero == 3:
             self.parameters = {name: one.shard(over[name]) for name, one in self.parameters.items()}
         adam = sp.AdamW(1e-3)
-        self.state = adam.init(self.parameters, over if zero else None) | {"step": sp.array(0)}
+        self.state = adam.init(self.parameters, over if zero else None)
         network = Network(sizes, specs)
         self.pipeline = sp.Pipeline(
             [network.stage(number, self.count) for number in range(self.count)],

@@ -15,7 +15,6 @@ others.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,13 +74,13 @@ class Job:
                 f"sources={sources!r}; senders are 'balanced', or 'stable' where ranks will be "
                 f"added to the target{others}"
             )
-        for item in self.items if set(map(type, self.items)) - {JobItem} else ():
+        names: set[str] = set()
+        for item in self.items:
             if not isinstance(item, JobItem):
                 raise PlanError(f"{item!r} in a job; expected items, such as JobItem.between_ranks")
-        names = [item.name for item in self.items]
-        if len(set(names)) < len(names):
-            twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise PlanError(f"tensor {twice!r} appears twice in one job")
+            if item.name in names:
+                raise PlanError(f"tensor {item.name!r} appears twice in one job")
+            names.add(item.name)
 
     @cached_property
     def assignment(self) -> SenderAssignment:

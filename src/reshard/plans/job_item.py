@@ -44,14 +44,7 @@ class JobItem:
 
     def named(self, name: str) -> JobItem:
         """A tensor of another name that moves alike."""
-        if not isinstance(name, str):
-            raise PlanError(f"a tensor named {name!r}; expected a text")
-        found = object.__new__(JobItem)
-        # All else has been checked.
-        for field in ("dtype", "change", "source", "target"):
-            object.__setattr__(found, field, getattr(self, field))
-        object.__setattr__(found, "name", name)
-        return found
+        return JobItem(name, self.dtype, self.change, self.source, self.target)
 
     @classmethod
     def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:

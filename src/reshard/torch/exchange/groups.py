@@ -259,8 +259,9 @@ class RankGroup:
         works: list[Any] = []
         try:
             count = len(self.ranks)
-            senders = [(self.position - ahead) % count for ahead in list_distances(count)]
-            for ahead, sender in zip(list_distances(count), senders, strict=True):
+            distances = list_distances(count)
+            senders = [(self.position - ahead) % count for ahead in distances]
+            for ahead, sender in zip(distances, senders, strict=True):
                 receiver = (self.position + ahead) % count
                 works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
                 works.append(self._connections().recv([others], sender, _MAXIMA_TAG))

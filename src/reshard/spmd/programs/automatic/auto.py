@@ -376,7 +376,7 @@ class _Choosing:
             return
         for _ in range(MOST_TURNS):
             anew = [self._judge(one.specs) for one in begun]
-            found = [self._judge_price(price, held, [one]) for one in anew]
+            found = [self._judge_price(price, held, one) for one in anew]
             best = min(found, key=_by_time)
             if best.seconds_s >= best_s:
                 break
@@ -387,11 +387,13 @@ class _Choosing:
         return _list_operands(traced.graph) == _list_operands(self._graph)
 
     def _judge_price(
-        self, price: float, held: frozenset[int], near: Sequence[_Program] = ()
+        self, price: float, held: frozenset[int], near: _Program | None = None
     ) -> _Program:
-        """The program that is found for a price, near others."""
+        """The program that is found for a price, near another one."""
         search = self._search
-        known = [one.trace.shardings.values for one in near if self._has_same_values(one.trace)]
+        known = []
+        if near is not None and self._has_same_values(near.trace):
+            known = [near.trace.shardings.values]
         placed = search.placed(search.least(price * search.byte_s, held, known))
         known_specs = [placed.values[number] for number in search.free]
         specs = tuple([spec for spec in known_specs if spec is not None])

@@ -13,7 +13,6 @@ is.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -198,13 +197,8 @@ class _Place(NamedTuple):
         if self.is_whole:
             return wholes
         # One call each, where `narrow` would be one for each dimension.
-        shape, strides, ahead = (
-            itertools.repeat(self.shape),
-            itertools.repeat(self.strides),
-            self.ahead,
-        )
-        begins = [begin + ahead for begin in map(torch.Tensor.storage_offset, wholes)]
-        return list(map(torch.Tensor.as_strided, wholes, shape, strides, begins))
+        shape, strides, ahead = self.shape, self.strides, self.ahead
+        return [one.as_strided(shape, strides, one.storage_offset() + ahead) for one in wholes]
 
 
 class _Column(NamedTuple):
