@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from reshard.collectives.program import Program
-from reshard.collectives.search.constructive import constructive_search
+from reshard.collectives.search.constructive import constructive_search, path_cost
 from reshard.collectives.search.exact import budgeted_search, exact_search
 from reshard.collectives.search.mlir_basis import mlir_decomposition
 from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS, Problem, problem_of
@@ -87,6 +88,14 @@ def _find(
     exchange = Program(shape, source, target, (Exchange(shape, source, target),))
     # With "all", the program of a joint search is compared with the exchange at the end.
     problem = problem_of(source, target, shape, live_shard, JOINT if steps == "all" else steps)
+    if problem is not None and live_shard is None and steps in (JOINT, "all"):
+        # Where all devices together divide a size, whatever is counted grows with it alone: the
+        # steps are those of the least such size, which are found once.
+        count = source.mesh.size
+        alike = tuple([count if size and size % count == 0 else size for size in shape])
+        if alike != shape:
+            found = _find(source, target, alike, steps, search, None).steps
+            return Program(shape, source, target, tuple([replace(s, shape=shape) for s in found]))
     if problem is None:
         states = None
     elif steps == "mlir":
@@ -103,8 +112,9 @@ def _find(
     if steps != "mlir":
         states = join_steps(problem, states)
     program = program_of(problem, states, source, target)
-    cheaper = steps == "all" and exchange.moved_elements < program.moved_elements
-    return exchange if cheaper else program
+    # Nothing moves less than the least that must arrive.
+    may_win = steps == "all" and path_cost(problem, states) > problem.distance(problem.source)
+    return exchange if may_win and exchange.moved_elements < program.moved_elements else program
 
 
 def forget() -> None:

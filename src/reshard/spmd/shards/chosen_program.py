@@ -32,9 +32,7 @@ def chosen_program(source: ArrayType, target: ShardingSpec) -> Program:
     <Program of [8, 8]: reduce-scatter>
     """
     before = source.spec or replicated(target.mesh, source.ndim)
-    direct = Program(source.shape, before, target, (Exchange(source.shape, before, target),))
     # No collective is between two meshes.
     if before.mesh is not target.mesh:
-        return direct
-    program = find_program(before, target, source.shape)
-    return direct if direct.moved_elements < program.moved_elements else program
+        return Program(source.shape, before, target, (Exchange(source.shape, before, target),))
+    return find_program(before, target, source.shape, steps="all")
