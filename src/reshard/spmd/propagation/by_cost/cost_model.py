@@ -55,6 +55,8 @@ from reshard.topology import Device, Topology
 BitArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 """Sets of parts of axes, see `PartBits`."""
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+Contributed = tuple[Parts, str | None]
+"""The axes along which a sharding is partial, and how its contributions combine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +200,7 @@ class CostModel:
     ) -> float:
         """A lower bound for all programs: what some rank lacks comes in one message at least.
 
-        Of contributions that are combined a rank lacks others' for all of its part. Where
-        contributions remain the bound is 0: they may lie anywhere.
+        Where contributions are combined, a rank lacks others' for all of its part.
         """
         return float(self.bounds_s([source], [target], shape, itemsize_bytes)[0, 0])
 
@@ -223,15 +224,34 @@ class CostModel:
             wanted *= (last - first)[columns]
             common = np.minimum(high[:, None], last) - np.maximum(low[:, None], first)
             there *= np.maximum(common, 0)[rows][:, columns]
-        there[[bool(one.partial) for one in sources]] = 0
-        most = (wanted - there).max(axis=2)
+        given, rows = _number_kinds(sources)
+        asked, columns = _number_kinds(targets)
+        needs = np.array([[self._find_needs(one, other) for other in asked] for one in given])
+        is_needed, is_own = np.moveaxis(needs, 2, 0)[:, rows][:, :, columns]
+        most = (wanted * is_needed - there * is_own).max(axis=2)
         latency_s, bandwidth_bytes_per_s = self._find_quickest
         found = np.where(most > 0, latency_s + most * itemsize_bytes / bandwidth_bytes_per_s, 0.0)
         # Levels with a rule of their own lie elsewhere than these ranges.
         found[[_has_levels(one) for one in sources]] = 0.0
-        found[:, [bool(one.partial) or _has_levels(one) for one in targets]] = 0.0
+        found[:, [_has_levels(one) for one in targets]] = 0.0
         found[_find_alike(sources, targets)] = 0.0
         return found
+
+    def _find_needs(self, source: Contributed, target: Contributed) -> tuple[BoolArray, BoolArray]:
+        """Whether each device needs any contribution, and whether its own one alone."""
+        (axes, reduction), (wanted_axes, wanted_reduction) = source, target
+        # As `contribution_sources` has it: which contributions become which.
+        own, _ = self._find_ranges(axes, size_of(axes))
+        wanted, _ = self._find_ranges(wanted_axes, size_of(wanted_axes))
+        goes_to = np.zeros(size_of(axes), dtype=np.int64)
+        if not axes or reduction == wanted_reduction:
+            votes = np.zeros((size_of(axes), size_of(wanted_axes)), dtype=np.int64)
+            np.add.at(votes, (own, wanted), 1)
+            goes_to = votes.argmax(axis=1)
+        count = np.bincount(goes_to, minlength=size_of(wanted_axes))[wanted]
+        if wanted_reduction == "mean" and reduction != "mean":
+            return np.ones_like(count, dtype=bool), np.full_like(count, not axes, dtype=bool)
+        return count > 0, (count == 1) & (goes_to[own] == wanted)
 
     def _stack_ranges(self, cuts: Sequence[Parts], size: int) -> tuple[IntArray, IntArray]:
         found = [self._find_ranges(axes, size) for axes in cuts]
@@ -423,6 +443,14 @@ def _number_cuts(shardings: Sequence[Sharding], dim: int) -> tuple[list[Parts], 
     """The different cuts that shardings have of a dimension, and which each has."""
     numbers: dict[Parts, int] = {}
     found = [numbers.setdefault(one.dims[dim], len(numbers)) for one in shardings]
+    return list(numbers), np.array(found, dtype=np.int64)
+
+
+def _number_kinds(shardings: Sequence[Sharding]) -> tuple[list[Contributed], IntArray]:
+    """The different contributions that shardings have, and which each has."""
+    numbers: dict[Contributed, int] = {}
+    kinds = [(one.partial, one.reduction if one.partial else None) for one in shardings]
+    found = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
     return list(numbers), np.array(found, dtype=np.int64)
 
 
