@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import reshard.spmd as sp
@@ -92,6 +92,54 @@ def test_no_choice_of_candidates_takes_less(seed: int) -> None:
     least = min(map(problem.seconds_s, every))
     assert found.is_exact
     assert found.seconds_s == pytest.approx(least)
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn) -> tuple[Graph, dict[int, ShardingSpec]]:
+    """Up to three operators, some of which read the same values, and some shardings on one axis."""
+    size = draw(st.sampled_from([6, 64, 512]))
+    operations: list[tuple[str, list[int], str]] = []
+    for number in range(draw(st.integers(1, 3))):
+        values = st.integers(0, 1 + number)
+        kind = draw(st.sampled_from(["matmul", "add", "exp"]))
+        operands = [draw(values) for _ in range(1 if kind == "exp" else 2)]
+        rules = {"matmul": dot(size, size, size), "add": add(size, size), "exp": exp(size, size)}
+        operations.append((kind, operands, rules[kind]))
+    texts = st.sampled_from(["x, -", "-, x", "-, -", "x ?, ?"])
+    given = draw(st.dictionaries(st.integers(0, 1 + len(operations)), texts, min_size=1))
+    graph = Graph.of([(size, size)] * 2, operations, [1 + len(operations)])
+    return graph, {number: spec(ONE_AXIS, text) for number, text in given.items()}
+
+
+@given(small_graphs(), st.sampled_from([0, 1, 2, 3, 256]), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_what_is_called_exact_is_the_least_of_all_choices(
+    given: tuple[Graph, dict[int, ShardingSpec]], rounds: int, place: float
+) -> None:
+    """From any answer, in any number of rounds: only what no choice is below is called exact."""
+    graph, specs = given
+    bases = [propagate_graph(graph, specs, strategy=strategy) for strategy in OTHERS]
+    table = AxisTable.of(ONE_AXIS)
+    problem = CostProblem(graph, table, CostModel.of(table, Machine()))
+    problem.candidates(specs, {}, bases)
+    problem.fill(bounds=False)
+    choices = problem.sum().choices
+    assume(math.prod(choices) <= 4096)
+    every = list(itertools.product(*map(range, choices)))
+    problem.price(every)
+    least_s = min(map(problem.seconds_s, every))
+    # The worst answer, or one on the way from there to the least.
+    start = sorted(every, key=problem.seconds_s)[round(place * (len(every) - 1))]
+    start_s = problem.seconds_s(start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_propagation, "MOST_ROUNDS", rounds)
+        patch.setattr(cost_propagation, "solve_nearly", lambda *_, **__: (start, start_s))
+        found = propagate_by_cost(graph, specs)
+    assert least_s * (1 - 1e-9) <= found.seconds_s <= start_s
+    assert found.is_exact or rounds < 256
+    assert found.seconds_s <= least_s * (1 + 1e-9) or not found.is_exact
+    # A proof takes a round at least.
+    assert not (found.is_exact and rounds == 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
