@@ -175,7 +175,7 @@ def test_a_block_is_no_slower_than_by_hand(backward: bool, axes: dict[str, int])
     # Over dp alone, data parallelism is what is chosen without a limit.
     assert "tp" not in axes or peak(traced[False, "cost"]) < peak(found.trace)
     # In what they hold by hand, and by hand with weights cut over dp as well.
-    for limit in {peak(traced[False, "cost"]), peak(traced[True, "eager"])}:
+    for limit in {peak(traced[False, "cost"]), *(peak(traced[True, s]) for s in ("eager", "cost"))}:
         within = sp.auto(function, mesh, parameters, tokens, tokens, live_bytes=limit)
         fitting = [hand.seconds_s for hand in traced.values() if peak(hand) <= limit]
         assert peak(within.trace) <= limit

@@ -10,7 +10,8 @@ that is found by elimination. Else
 2. the best of what was seen, or programs that are known, *descend*, one value at a time, then in
    *windows*: values and operations near one another, all chosen at once by elimination.
 
-Inputs of a kind have the same shape, element type and readers, as the weights of a model's layers.
+Inputs of a kind have the same shape, element type and readers, which stand between operations that
+are alike, as a weight does in each layer of a model.
 Data parallelism is one seed, tensor parallelism one for each block of a layer, and what is cut to
 save memory comes from the price.
 """
@@ -148,11 +149,17 @@ class InputSearch:
 
     def _find_kinds(self) -> list[tuple[int, ...]]:
         """Inputs that are read alike, the largest first."""
+        # An identity, as of what is differentiated by, is no reader, but those of its result are.
+        inputs = {number: number for number in self.free}
         readers: dict[int, list[object]] = {number: [] for number in self.free}
-        for operation in self.graph.operations:
+        for operation, alike in zip(self.graph.operations, _find_alike(self.graph), strict=True):
             for place, operand in enumerate(operation.operands):
-                if operand in readers:
-                    readers[operand].append((operation.operator, operation.rule, place))
+                if operand not in inputs:
+                    continue
+                if operation.operator == "identity":
+                    inputs[operation.results[0]] = inputs[operand]
+                else:
+                    readers[inputs[operand]].append((alike, place))
         kinds: dict[object, list[int]] = {}
         for number in self.free:
             value = self.graph.values[number]
@@ -269,3 +276,28 @@ class InputSearch:
                 for one, value in zip(specs, self.graph.values, strict=True)
             ]
         )
+
+
+def _find_alike(graph: Graph) -> list[int]:
+    """A number for each operation: the same where the operations beside it are alike, too."""
+    makers: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for place, operation in enumerate(graph.operations):
+        makers.update(dict.fromkeys(operation.results, place))
+        for number in operation.operands:
+            readers.setdefault(number, []).append(place)
+    own = _number((one.operator, one.rule) for one in graph.operations)
+    return _number(
+        (
+            own[place],
+            *[own[makers[number]] if number in makers else None for number in one.operands],
+            *[tuple(sorted(own[n] for n in readers.get(number, ()))) for number in one.results],
+        )
+        for place, one in enumerate(graph.operations)
+    )
+
+
+def _number(some: Iterable[object]) -> list[int]:
+    """Equal ones have the same number."""
+    known: dict[object, int] = {}
+    return [known.setdefault(one, len(known)) for one in some]
