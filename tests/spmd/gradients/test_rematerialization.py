@@ -60,6 +60,55 @@ def test_arrays_from_elsewhere_have_gradients_too() -> None:
         np.testing.assert_allclose(one.to_dense(), right.to_dense(), rtol=1e-12)
 
 
+def _in_loop(x: Any, w: Any) -> Any:
+    return sp.scan(lambda c, _: (sp.sin(c @ w), None), x, length=2)[0]
+
+
+def _in_branch(x: Any, w: Any) -> Any:
+    return sp.cond(sp.sum(x) > -99, lambda x: sp.sin(x @ w), lambda x: x, x)
+
+
+def _eagerly(x: Any, w: Any) -> Any:
+    return sp.eagerly(lambda x, w: sp.sin(x @ w))(x, w)
+
+
+def _in_ring(x: Any, w: Any) -> Any:
+    return sp.attention(sp.reshape(x, (1, 8, 4)), w, w)
+
+
+def _by_experts(x: Any, w: Any) -> Any:
+    routing = sp.expert_routing(sp.zeros(8, dtype="int64", spec=spec(MESH, "dp")), 1, axes="tp")
+    return routing.back(routing.multiply(routing.send(x), w))
+
+
+READERS = {
+    _in_loop: "",
+    _in_branch: "",
+    _eagerly: "",
+    _in_ring: "-, dp, -",
+    _by_experts: "tp, -, -",
+}
+
+
+@pytest.mark.parametrize(("function", "text"), READERS.items())
+def test_arrays_from_elsewhere_that_no_operator_reads(function: Any, text: str) -> None:
+    """Loops, branches and what goes from rank to rank read arrays otherwise than operators do."""
+    w, x = sp.array(W), sp.array(X, spec(MESH, "dp, -"))
+
+    def value(w: Any, x: Any, is_again: bool) -> Any:
+        if text:
+            # Read as they lie, so that no movement tells of them.
+            w = sp.sin(sp.reshape(w, (1, 4, 4))).shard(spec(MESH, text))
+        inner = lambda x: function(x, w)  # noqa: E731
+        return sp.sum(sp.cos((sp.rematerialized(inner) if is_again else inner)(x)))
+
+    slopes = [sp.grad(lambda w, x, n=n: value(w, x, n), (0, 1)) for n in (False, True)]
+    ways = [slopes[1]] if function is _by_experts else [slopes[1], sp.jit(slopes[1])]
+    for way in ways:
+        for one, other in zip(way(w, x), slopes[0](w, x), strict=True):
+            np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-11, 1e-13)
+
+
 def test_gradients_of_gradients_and_traces() -> None:
     w, x = sp.array(W, spec(MESH, "-, tp")), sp.array(X, spec(MESH, "dp, -"))
 

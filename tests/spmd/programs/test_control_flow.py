@@ -365,3 +365,41 @@ def test_functions_of_cond_return_the_same_trees_and_kinds() -> None:
     f = sp.jit(lambda x: sp.cond(sp.sum(x) > 0, lambda: {"a": x}, lambda: {"b": x}))
     with pytest.raises(UsageError, match="what its second function gives at 1 places"):
         f(x)
+
+
+def _turned(x: Any, w: Any) -> Any:
+    return sp.tanh(x @ w)
+
+
+INNER: dict[str, Callable[[Any, Any], Any]] = {
+    "cond": lambda x, w: sp.cond(sp.sum(x) > -99, lambda x: _turned(x, w), lambda x: x, x),
+    "scan": lambda x, w: sp.scan(lambda c, _: (_turned(c, w), None), x, length=2)[0],
+    "eagerly": lambda x, w: sp.eagerly(_turned)(x, w),
+    "sort": lambda x, w: sp.sort(sp.reshape(x @ w, (-1,)).shard(spec(MESH, "x y"))),
+}
+
+
+@pytest.mark.parametrize("name", list(INNER))
+def test_gradients_of_what_stands_in_a_branch(name: str, way: Any) -> None:
+    def f(x: Any, w: Any) -> Any:
+        branches = lambda x: INNER[name](x, w), lambda x: INNER[name](-x, w)
+        return sp.sum(sp.sin(sp.cond(sp.sum(x) > 0, *branches, x)))
+
+    w = sharded(W, "y, -")
+    slopes = way(sp.grad(f, (0, 1)))
+    for data in (XS[0], -XS[0]):
+        x = sharded(data, "x, y")
+        sign = 1.0 if data.sum() > 0 else -1.0
+        expected = sp.grad(lambda x, w: sp.sum(sp.sin(INNER[name](sign * x, w))), (0, 1))(x, w)  # noqa: B023
+        for _ in range(2):
+            for one, other in zip(slopes(x, w), expected, strict=True):
+                np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
+
+
+def test_a_loop_without_gradient_is_refused_in_a_branch_too(way: Any) -> None:
+    def f(x: Any) -> Any:
+        halve = lambda x: sp.while_loop(lambda c: sp.max(c) > 1, lambda c: c / 2, x)  # noqa: E731
+        return sp.sum(sp.cond(sp.max(x) > 0, halve, lambda x: x, x))
+
+    with pytest.raises(UsageError, match=r"the gradient of sp\.while_loop"):
+        way(sp.grad(f))(sharded([3.0, 4.0], "x"))

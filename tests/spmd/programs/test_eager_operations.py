@@ -177,3 +177,22 @@ def test_what_cannot_be_traced_is_refused() -> None:
     bad = sp.jit(lambda x, which: experts(x, which, weights, matrices, None))
     with pytest.raises(ArrayIndexError, match="expert 99 of 6"):
         bad(x, which + 99)
+
+
+def test_functions_make_arrays_of_their_own() -> None:
+    x, other = sp.array(ROUTER), sp.array(np.ones((2,)))
+
+    @sp.eagerly
+    def masked(x: Any, other: Any) -> Any:
+        return sp.tril(x) * np.ones((1, COUNT)) + sp.ones_like(x), sp.one_hot(sp.argmax(x), 3)
+
+    def value(x: Any, other: Any) -> Any:
+        return sp.sum(sp.sin(masked(x, other)[0]))
+
+    for found, expected in zip(sp.jit(masked)(x, other), masked(x, other), strict=True):
+        np.testing.assert_allclose(found.to_dense(), expected.to_dense())
+    # What the function does not read has a gradient of zeros.
+    slopes = sp.jit(sp.grad(value, (0, 1)))(x, other)
+    for one, two in zip(slopes, sp.grad(value, (0, 1))(x, other), strict=True):
+        np.testing.assert_allclose(one.to_dense(), two.to_dense())
+    assert not slopes[1].to_dense().any()

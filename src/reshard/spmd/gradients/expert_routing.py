@@ -29,7 +29,7 @@ from reshard.spmd.functions.elementwise import operands
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, placed
 from reshard.spmd.local.expert_rows import (
     ExpertRows,
     Integers,
@@ -433,10 +433,7 @@ class ExpertRouting:
                 made = self._suppose(name, given, kind, moved_bytes)
             else:
                 made = type(self._which).of_shards(kind, tuple(compute()), self.runner)
-        step = TapeStep(name, {}, given, (made,), JointPullback(pull_back))
-        for tape in tapes:
-            if any(map(tape.is_active, given)):
-                tape.add(step)
+        add_step(TapeStep(name, {}, given, (made,), JointPullback(pull_back)))
         return made
 
     def _suppose(self, name: str, given: tuple[Any, ...], kind: ArrayType, moved_bytes: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.gradients.table import find_pullback
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
 from reshard.spmd.tracing.argument_tree import leaves, replaced
@@ -70,14 +70,17 @@ class _Outsiders:
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
         """Looks at the operands."""
-        for operand in operands:
-            if any(tape.is_active(operand) for tape in self._tapes):
-                self.found[id(operand)] = operand
+        self.record_operands(operands)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Looks at the operand."""
-        if any(tape.is_active(operand) for tape in self._tapes):
-            self.found[id(operand)] = operand
+        self.record_operands((operand,))
+
+    def record_operands(self, operands: Sequence[Any]) -> None:
+        """Looks at the operands of an operation, or of what is no operator, such as a loop."""
+        for operand in operands:
+            if any(tape.is_active(operand) for tape in self._tapes):
+                self.found[id(operand)] = operand
 
     def record_read(self, array: ArrayValue) -> None:
         """Refuses elements of arrays that depend on what is differentiated."""
@@ -118,10 +121,7 @@ def _run_hidden(
         return _pull_back_again(function, everything, operands, cotangents)
 
     pullback = JointPullback(pull_back)
-    step = TapeStep("rematerialized", {}, operands, tuple(left), pullback)
-    for tape in tapes:
-        if any(map(tape.is_active, operands)):
-            tape.add(step)
+    add_step(TapeStep("rematerialized", {}, operands, tuple(left), pullback))
     made = iter(left)
     return replaced(returned, lambda leaf: next(made) if isinstance(leaf, ArrayValue) else leaf)
 

@@ -18,7 +18,7 @@ from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, placed
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, placed
 from reshard.spmd.gradients.windows import pull_by_scores
 from reshard.spmd.local.local_work import stretches_of
 from reshard.spmd.local.ring_attention import is_reached
@@ -43,10 +43,7 @@ def ring_attention(
             return by_scores
         return _pull_back(q, k, v, step.result, sums, g, shared, scale)
 
-    step = TapeStep("attention", {}, (q, k, v), (found,), JointPullback(pull_back))
-    for tape in tapes:
-        if any(map(tape.is_active, step.operands)):
-            tape.add(step)
+    add_step(TapeStep("attention", {}, (q, k, v), (found,), JointPullback(pull_back)))
     return found
 
 

@@ -214,6 +214,15 @@ class Tape:
         return found, pull_rest
 
 
+def add_step(step: TapeStep) -> None:
+    """Puts what is no operator on the tapes that listen, where it depends on what they watch."""
+    for one in recorders:
+        if isinstance(one, Tape) and any(map(one.is_active, step.operands)):
+            one.add(step)
+        elif hasattr(one, "record_operands"):
+            one.record_operands(step.operands)
+
+
 def is_watched(arrays: Sequence[Any]) -> bool:
     """Whether a tape that listens has to know what is computed of some of the arrays."""
     tapes = [one for one in recorders if isinstance(one, Tape)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from reshard.errors import UsageError
@@ -16,7 +17,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.functions.manipulation import stack
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.programs.carried_values import (
     as_arrays,
@@ -42,8 +43,10 @@ from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,
     ValuePlace,
+    is_recorded,
     listening_recorder,
 )
+from reshard.spmd.tracing.trace import find_runner
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
@@ -187,7 +190,7 @@ def _record_scan(
         sequence = list(map(_whole_first, arrays[lead:rest_from]))
         rest = list(arrays[rest_from:])
         kinds, of_ys = find_kinds([one.type for one in (*arrays[:lead], *sequence, *rest)])
-        if runner.is_abstract:
+        if runner.is_abstract and not is_recorded(runner):
             return [as_abstract(runner, kind) for kind in (*kinds, *of_ys)]
         own = list(map(bring, arrays[:lead], kinds))
 
@@ -301,6 +304,9 @@ def _record_cond(
         captured = arrays[len(own) : middle] if number == 0 else arrays[middle:]
         return [*arrays[: len(own)], *captured]
 
+    def inline(number: int, arrays: Sequence[Any], runner: Runner) -> list[Any]:
+        return arrays_of(branches[number].inline(choose(number, arrays), runner))
+
     def find_kinds(types: Sequence[ArrayType]) -> list[ArrayType]:
         both = [branches[n].result_types(choose(n, types)) for n in (0, 1)]
         one, other = ([of.results, kinds] for of, kinds in zip(branches, both, strict=True))
@@ -310,10 +316,13 @@ def _record_cond(
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
         decided, *rest = arrays
         kinds = find_kinds([one.type for one in rest])
-        if runner.is_abstract:
+        if is_recorded(runner):
+            found = cond(decided, *(partial(inline, number, rest, runner) for number in (0, 1)))
+        elif runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
-        number = 0 if read_predicate("cond", decided) else 1
-        found = arrays_of(branches[number].run(choose(number, rest), runner))
+        else:
+            number = 0 if read_predicate("cond", decided) else 1
+            found = arrays_of(branches[number].run(choose(number, rest), runner))
         return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
 
     def count_within(types: Sequence[ArrayType]) -> WithinCosts:
@@ -322,14 +331,12 @@ def _record_cond(
 
     kinds = find_kinds([one.type for one in operands])
     made = recorder.add_run("cond", RunFunction(run, count_within), [predicate, *operands], kinds)
-    for tape in _tapes():
-        if any(map(tape.is_active, operands)):
-            pullback = JointPullback(_make_cond_pullback(branches, choose))
-            tape.add(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
+    pullback = JointPullback(_make_cond_pullback(inline))
+    add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
     return _fill_results(branches[0].results, made)
 
 
-def _make_cond_pullback(branches: Sequence[TracedFunction], choose: Any) -> Any:
+def _make_cond_pullback(inline: Callable[[int, Sequence[Any], Runner], list[Any]]) -> Any:
     """The cotangents of a `cond`: those of the branch that was taken, which is computed again."""
 
     def pull_back(step: TapeStep, cotangents: Any) -> list[Any]:
@@ -344,7 +351,7 @@ def _make_cond_pullback(branches: Sequence[TracedFunction], choose: Any) -> Any:
                     every = list(arrays)
                     for n, one in zip(real, chosen, strict=True):
                         every[n] = one
-                    found = arrays_of(branches[number].inline(choose(number, every)))
+                    found = inline(number, every, find_runner(every))
                     return [found[n] for n in real_results]
 
                 _, pullback = vjp(of_real, *(arrays[n] for n in real))
@@ -416,10 +423,17 @@ def _record_while(
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
         kinds = find_kinds([one.type for one in arrays])
-        if runner.is_abstract:
-            return [as_abstract(runner, kind) for kind in kinds]
         own = list(map(bring, arrays[: len(starts)], kinds))
         asks, changes = arrays[len(starts) : middle], arrays[middle:]
+        if is_recorded(runner):
+            found = while_loop(
+                lambda c: decide.inline([*c, *asks], runner),
+                lambda c: arrays_of(advance.inline([*c, *changes], runner)),
+                own,
+            )
+            return list(map(bring, found, kinds))
+        if runner.is_abstract:
+            return [as_abstract(runner, kind) for kind in kinds]
         while read_predicate("while_loop", decide.run([*own, *asks], runner)):
             found = arrays_of(advance.run([*own, *changes], runner))
             own = [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]

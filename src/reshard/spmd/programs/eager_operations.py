@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, is_real_floating
+from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.programs.traced_function import (
     arrays_of,
@@ -29,15 +29,17 @@ from reshard.spmd.programs.traced_function import (
     settled,
 )
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.supposed_elements import supposed_elements
+from reshard.spmd.tracing.abstract_runner import AbstractShard
 from reshard.spmd.tracing.argument_tree import replaced
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,
     ValuePlace,
     filled,
+    is_recorded,
     listening_recorder,
     record,
 )
@@ -115,7 +117,7 @@ def eager_operation(
         return as_abstract(x.runner, kind)
 
     def run(arrays: Sequence[Any], runner: Runner) -> list[Any]:
-        if runner.is_abstract:
+        if runner.is_abstract and not is_recorded(runner):
             return [as_abstract(runner, kind)]
         return [bring(function(*arrays), kind)]
 
@@ -151,12 +153,8 @@ class _EagerOperation:
         run = RunFunction(self._run, lambda types: self._find_kinds(types)[1])
         said = {"function": self._name}
         made = recorder.add_run("eagerly", run, self._operands, kinds, said)
-        step = TapeStep(
-            "eagerly", {}, tuple(self._operands), tuple(made), JointPullback(self._pull_back)
-        )
-        for tape in recorders:
-            if isinstance(tape, Tape) and any(map(tape.is_active, self._operands)):
-                tape.add(step)
+        pullback = JointPullback(self._pull_back)
+        add_step(TapeStep("eagerly", {}, tuple(self._operands), tuple(made), pullback))
         return self._fill(made)
 
     def _fill(self, arrays: Sequence[Any]) -> Any:
@@ -174,7 +172,8 @@ class _EagerOperation:
             with unrecorded(), supposed_elements():
                 recorded = record(lambda *arrays: self._call(*arrays), key, True, runner)
                 for x in recorded.constants.values():
-                    if isinstance(x, ArrayValue) and x.runner.is_abstract:
+                    # What the function makes of numbers has elements.
+                    if isinstance(x, ArrayValue) and isinstance(x._shards[0], AbstractShard):
                         raise UsageError(
                             f"{self._name}, an sp.eagerly function, reads {x.type} of the function "
                             "around it beside its arguments; give it as an argument"
@@ -186,6 +185,10 @@ class _EagerOperation:
 
     def _run(self, arrays: Sequence[Any], runner: Runner) -> list[Any]:
         kinds, _ = self._find_kinds([one.type for one in arrays])
+        if is_recorded(runner):
+            again = eagerly(self._function)
+            given, options = filled(self._arguments, arrays)
+            return list(map(bring, arrays_of(again(*given, **options)), kinds))
         if runner.is_abstract:
             return [as_abstract(runner, kind) for kind in kinds]
         found = arrays_of(self._call(*arrays))

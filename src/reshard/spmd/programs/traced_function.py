@@ -59,9 +59,8 @@ class TracedFunction:
         """What it returns, for arrays among the arguments and then those that it captured."""
         return self._program(arrays, runner).run(arrays, runner)
 
-    def inline(self, arrays: Sequence[Any]) -> Any:
+    def inline(self, arrays: Sequence[Any], runner: Runner) -> Any:
         """As `run`, operation by operation, for whoever listens."""
-        runner = next(one.runner for one in arrays)
         return self._program(arrays, runner).carry_out(arrays, runner)
 
     def _program(self, arrays: Sequence[Any], runner: Runner) -> RecordedProgram:

@@ -251,6 +251,9 @@ class GraphRecorder:
         made = [mapping(kind) for kind in kinds]
         rule = OpShardingRule(read, made, sizes)
         self.add(RecordedCall(name, {}, {}, run=run), operands, results, rule, attributes)
+        for one in recorders:
+            if hasattr(one, "record_operands"):
+                one.record_operands(operands)
         return results
 
 
@@ -258,6 +261,16 @@ def listening_recorder() -> GraphRecorder | None:
     """The recorder of the innermost function that is traced; None where none is."""
     found = [one for one in recorders if isinstance(one, GraphRecorder)]
     return found[-1] if found else None
+
+
+def is_recorded(runner: Any) -> bool:
+    """Whether what a runner without elements carries out is written down.
+
+    So it is where a function that was recorded is carried out again within another one, for its
+    gradient.
+    """
+    recorder = listening_recorder()
+    return recorder is not None and recorder.runner is runner
 
 
 def _identify(array: Any) -> Any:

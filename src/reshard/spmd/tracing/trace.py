@@ -375,7 +375,7 @@ def carry_out(
         if action.target is not None:
             made, specs = placed, [action.target]
         elif action.run is not None:
-            made = list(action.run(placed, _find_runner(placed)))
+            made = list(action.run(placed, find_runner(placed)))
         else:
             with nullcontext() if watcher is None else recording(watcher):
                 found = call(action.name, placed, action.attributes, action.options)
@@ -391,7 +391,7 @@ def carry_out(
     return values
 
 
-def _find_runner(arrays: Sequence[Any]) -> Runner:
+def find_runner(arrays: Sequence[Any]) -> Runner:
     """The runner of arrays, an abstract one where some have no elements."""
     found: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
     return found
