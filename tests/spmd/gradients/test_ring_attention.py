@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,31 @@ def test_heads_that_are_cut_apart_from_their_groups_go_another_way() -> None:
         *[sp.array(one, spec(MESH, "-, y, x, -")) for one in arrays], is_causal=True
     )
     np.testing.assert_allclose(found.to_dense(), expected, 1e-12)
+
+
+@pytest.mark.parametrize("groups", [6, 3])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+def test_gradients_through_recorded_functions(
+    is_causal: bool, window: int | None, groups: int
+) -> None:
+    """Turns that a program or a branch has recorded are differentiated one by one."""
+    draw = np.random.default_rng(groups)
+    arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (6, groups, groups)]
+
+    def weigh(*heads: Any) -> Any:
+        return sp.sum(sp.square(sp.attention(*heads, is_causal=is_causal, window=window)))
+
+    def weigh_in_branch(*heads: Any) -> Any:
+        return sp.cond(sp.array(True), lambda: weigh(*heads), lambda: sp.sum(heads[0]))
+
+    every = (0, 1, 2)
+    expected = sp.grad(weigh, every)(*map(sp.array, arrays))
+    ways = (sp.grad(sp.jit(weigh), every), sp.jit(sp.grad(weigh_in_branch, every)))
+    for cut, find in itertools.product(CUTS, ways):
+        found = find(*[sp.array(one, spec(MESH, cut)) for one in arrays])
+        for one, other in zip(found, expected, strict=True):
+            assert str(one.spec) == cut
+            np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
 
 
 @pytest.mark.parametrize("groups", [6, 3])

@@ -16,8 +16,16 @@ from reshard.spmd.functions.networks import (
     layer_norm_by_parts,
     rms_norm_by_parts,
 )
+from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import OF_GRAPHS, JointPullback, Pullback, TapeStep, is_watched
+from reshard.spmd.gradients.tape import (
+    OF_GRAPHS,
+    JointPullback,
+    Pullback,
+    TapeStep,
+    is_watched,
+    placed,
+)
 from reshard.spmd.shards.operation_call import call
 
 Ranges = list[tuple[int, int, int]]
@@ -160,6 +168,18 @@ def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
     return made
 
 
+def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """Where a traced function that has turns of ring attention is carried out again."""
+    g, of_sums = cotangents
+    found, sums = step.results
+    shift = of_sums - sum_over(g * found, axis=-1)
+    attributes = dict(step.attributes)
+    options = {"scale": attributes.pop("scale")}
+    operands = (*step.operands, sums, shift, g)
+    made = call("attention_turn_gradient", operands, attributes, options)
+    return tuple(placed(one, x.type.spec) for one, x in zip(made, step.operands, strict=True))
+
+
 def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
     x, *weights = step.operands
     dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
@@ -192,6 +212,7 @@ PULLBACKS: dict[str, Pullback] = {
     "avg_pool": _pull_avg_pool,
     "avg_pool_gradient": _pull_avg_pool_gradient,
     "attention": JointPullback(_pull_attention),
+    "attention_turn": JointPullback(_pull_attention_turn),
     **dict.fromkeys(("layer_norm", "rms_norm"), JointPullback(_pull_norm)),
     **dict.fromkeys(
         ("layer_norm_gradient", "rms_norm_gradient"), JointPullback(_pull_norm_gradient)
@@ -200,7 +221,7 @@ PULLBACKS: dict[str, Pullback] = {
 """By operator."""
 
 _MADE = "softmax log_softmax cross_entropy"
-_SECOND = "attention_gradient attention_turn attention_turn_gradient"
+_SECOND = "attention_gradient attention_turn_gradient"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),
