@@ -357,6 +357,14 @@ def _torch_attend(xp: Any, q: Any, k: Any, v: Any) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def _attend_in_a_turn(xp: Any, q: Any, k: Any, v: Any) -> Any:
+    parts = (((0, 2),), ((2, 3),))
+    shared = {"is_causal": False, "window": None, "turn": 1}
+    attributes = {**shared, "query_parts": parts, "key_parts": parts}
+    found, sums = call("attention_turn", (q, k, v), attributes, {"scale": 0.3})
+    return xp.sum(xp.square(found), axis=-1) + xp.square(sums)
+
+
 def _convolve(**options: Any) -> tuple[Function, Function]:
     def by_torch(xp: Any, x: Any, kernel: Any) -> Any:
         import torch
@@ -433,6 +441,12 @@ WINDOWS = [
     ),
     GradientCase(
         "attention", _attend, ((2, 4, 3, 5), (2, 2, 3, 5), (2, 2, 3, 4)), by_torch=_torch_attend
+    ),
+    GradientCase(
+        "attention_turn",
+        _attend_in_a_turn,
+        ((2, 4, 3, 5), (2, 2, 3, 5), (2, 2, 3, 4)),
+        by_torch=None,
     ),
 ]
 
