@@ -55,6 +55,13 @@ def conflicts(a: np.ndarray) -> ShardedArray:
     assert str(found.spec) == "x, -"
     assert np.array_equal(found.to_dense(), a + a)
 
+    fsdp = DeviceMesh.of(dp=2)
+    tokens = sp.array(np.zeros((4, 3), np.int64)).shard(fsdp, [["dp"], []])
+    table, weight = (sp.array(one).shard(fsdp, [["dp"], []]) for one in (a, a.T))
+    embedded = sp.embedding(tokens, table)
+    assert str(embedded.spec) == "dp, -, -"
+    assert str((embedded @ weight).spec) == "dp, -, -"
+
     normal = sp.softmax(sp.array(a).shard(mesh, [["x"], ["y"]]), axis=1)
     assert str(normal.spec) == "x, y"
     assert np.allclose(np.sum(normal, axis=1), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -82,3 +83,57 @@ def test_a_larger_operand_s_cut_stays() -> None:
     assert str(traced.outputs[0].spec) == "x, y"
     traced = sp.trace(added, sharded("x, -"), sharded("x", (12,)))
     assert str(traced.outputs[0].spec) == "x, -"
+
+
+LINE = DeviceMesh.of(n=4)
+
+
+def line(text: str, *shape: int, dtype: str = "float32") -> sp.ArrayType:
+    return sp.abstract(shape, dtype, spec(LINE, text))
+
+
+def gathered(*shape: int) -> int:
+    """The bytes of an all-gather over the line, and of a reduce-scatter: float32."""
+    return 4 * 3 * math.prod(shape)
+
+
+def test_a_batch_over_the_axis_of_the_weights_stays_cut() -> None:
+    x = line("n, -, -", 4, 8, 16)
+    for columns in (4, 16, 64):
+        traced = sp.trace(lambda x, w: sp.relu(x @ w), x, line("n, -", 16, columns))
+        assert str(traced.outputs[0].spec) == "n, -, -"
+        # 64 columns are more than the batch is.
+        assert traced.moved_bytes == gathered(16, columns)
+    wide = line("n, -", 16, 4096)
+    many = line("n, -", 4, 16)
+    traced = sp.trace(lambda x, w: sp.relu(x @ w), many, wide)
+    assert traced.moved_bytes == gathered(4, 16) // 4 + gathered(4, 4096)
+    assert str(traced.outputs[0].spec) == "n, -"
+    tokens = line("n, -", 4, 8, dtype="int64")
+    traced = sp.trace(lambda t, table: sp.embedding(t, table), tokens, line("n, -", 4096, 16))
+    # Indices of 8 bytes are gathered, which were checked where they were.
+    assert traced.moved_bytes == 2 * gathered(4, 8) + gathered(4, 8, 16)
+    assert str(traced.outputs[0].spec) == "n, -, -"
+    traced = sp.trace(lambda t, table: sp.embedding(t, table), tokens, line("-, n", 4096, 16))
+    assert traced.moved_bytes == 2 * gathered(4, 8) + gathered(4, 8, 16) // 4
+    assert str(traced.outputs[0].spec) == "n, -, -"
+
+
+def test_tensor_parallel_layers_move_what_megatron_moves() -> None:
+    table, up, down = line("n, -", 4096, 64), line("-, n", 64, 256), line("n, -", 256, 64)
+
+    def layer(tokens: Any, table: Any, up: Any, down: Any) -> Any:
+        x = sp.embedding(tokens, table)
+        return x + sp.relu(sp.rms_norm(x) @ up) @ down
+
+    # 1. Whole sequences: an all-reduce of the embedding, and of what the layer makes.
+    tokens = line("-, -", 2, 16, dtype="int64")
+    assert str(sp.trace(sp.embedding, tokens, table).outputs[0].spec) == "-, -, - | sum(n)"
+    assert sp.trace(sp.embedding, tokens, table).moved_bytes == 0
+    traced = sp.trace(lambda *all_: layer(*all_).reduced(), tokens, table, up, down)
+    assert traced.moved_bytes == 2 * 2 * gathered(2, 16, 64)
+    # 2. Sequences cut over the same axis: reduce-scatters, and an all-gather between them.
+    tokens = line("-, n", 2, 16, dtype="int64")
+    traced = sp.trace(layer, tokens, table, up, down)
+    assert str(traced.outputs[0].spec) == "-, n, -"
+    assert traced.moved_bytes == 2 * gathered(2, 16) + 3 * gathered(2, 16, 64)

@@ -22,6 +22,7 @@ from spmd.transformer_block import (
 )
 
 SMALL = Sizes()
+LARGE = Sizes(4, 512, 512, 8, 4, 1024, 8, 4096)
 
 
 def assert_gradients_of_pytorch(
@@ -112,3 +113,39 @@ def test_strategies_move_no_more_than_eager_does(axes: dict[str, int]) -> None:
     eager = moved_bytes("eager")
     for strategy in ("basic", "aggressive", "widest"):
         assert 0 < moved_bytes(strategy) <= eager
+
+
+@pytest.mark.parametrize(
+    ("axes", "fsdp", "forward", "both"),
+    [
+        ({"dp": 2, "tp": 2}, False, 25_214_992, 182_755_344),
+        ({"tp": 4}, False, 75_644_928, 151_535_616),
+        ({"dp": 4}, False, 24, 383_963_160),
+        ({"dp": 2, "tp": 2}, True, 57_864_208, 127_311_888),
+        ({"dp": 4}, True, 72_517_656, 179_736_600),
+    ],
+)
+def test_the_bytes_of_the_eager_block(
+    axes: dict[str, int], fsdp: bool, forward: int, both: int
+) -> None:
+    mesh = DeviceMesh.of(**axes)
+    given = shardings(mesh, fsdp)
+    parameters = {
+        name: sp.abstract(shape, "float32", given[name]) for name, shape in LARGE.shapes().items()
+    }
+    tokens = sp.abstract((LARGE.batch, LARGE.length), "int64", batch_sharding(mesh))
+
+    def value(p: object, tokens: object) -> object:
+        return loss(p, tokens, tokens, LARGE)  # type: ignore[arg-type]
+
+    assert sp.trace(value, parameters, tokens).moved_bytes == forward
+    traced = sp.trace(sp.value_and_grad(value), parameters, tokens)
+    assert traced.moved_bytes == both
+    if fsdp:
+        # Gradients end by a reduce-scatter over dp, none by an all-reduce of a weight's size.
+        assert not [
+            one
+            for operation in traced.operations
+            for one in operation.reshards
+            if "all-reduce(dp)" in str(one) and one.moved_bytes > 1 << 20
+        ]

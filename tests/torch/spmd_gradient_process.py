@@ -49,6 +49,15 @@ def check_borders(rank: int) -> None:
     loss = sp.mean(sp.square(sp.array(leaf, spec(MESH, "x, y")))).reduced()
     loss.shards[rank].backward()
     torch.testing.assert_close(leaf.grad, data / 6)
+    # Products that are reduce-scattered.
+    batch, weights = (data.repeat(*one).clone().requires_grad_() for one in ((2, 21), (16, 2)))
+    rows = spec(MESH, "x, -")
+    product = sp.array(batch[:, :-1], rows) @ sp.array(weights[:-2], rows)
+    assert product.spec is rows
+    sp.sum(sp.square(product)).to_dense().backward()
+    cotangent = 2 * (batch[:, :-1] @ weights[:-2]).detach()
+    torch.testing.assert_close(batch.grad[:, :-1], cotangent @ weights[:-2].detach().T)
+    torch.testing.assert_close(weights.grad[:-2], batch[:, :-1].detach().T @ cotangent)
     # A gradient of a gradient.
     leaf = data.clone().requires_grad_()
     cube = sp.array(leaf, spec(MESH, "x, -")).shard(spec(MESH, "-, y")) ** 3

@@ -53,6 +53,11 @@ def main() -> None:
         partial = sp.sum(x, axis=0)
         assert partial.spec is not None and partial.spec.partial_axes
         assert float(sp.sum(partial + partial)) == 210.0
+        # One axis over the batch and the weights: what ranks make is reduce-scattered.
+        batch, weights = np.arange(512.0).reshape(8, 64), np.arange(512.0).reshape(64, 8)
+        product = sp.array(batch, spec(MESH, "x, -")) @ sp.array(weights, spec(MESH, "x, -"))
+        assert str(product.spec) == "x, -"
+        np.testing.assert_array_equal(np.asarray(product), batch @ weights)
         for number, case in enumerate((*ONE_OPERAND, *TWO_OPERANDS)):
             try:
                 check(case, number)

@@ -27,9 +27,13 @@ def _write_row(operator: Operator) -> tuple[str, ...]:
     shapes, attributes = operator.example or ([(4, 8)], {})
     inferred = operator.inferred(shapes, **attributes)
     said = ", ".join(f"{name}={value}" for name, value in attributes.items())
-    names = [inferred.rule.names[factor] for factor in inferred.adjusted]
-    place = f"a part knows its place along {', '.join(names)}" if names else ""
-    note = "; ".join(filter(None, [operator.note, place]))
+    places, first = (
+        ", ".join(inferred.rule.names[factor] for factor in factors)
+        for factors in (inferred.adjusted, inferred.leading)
+    )
+    said_of_place = places and f"a part knows its place along {places}"
+    said_of_first = first and f"a cut of {first} comes first"
+    note = "; ".join(filter(None, [operator.note, said_of_place, said_of_first]))
     return f"`{inferred.rule}`", f"`{said}`" if said else "", _write_partial(operator), note
 
 
@@ -46,6 +50,8 @@ between devices when they are cut; along `blocked` factors shardings do not prop
 *Partial* says which operands may be partial sums, so that the result is one and its reduction can
 wait: all together, any one of them, or those named; then other reductions that may wait too. A part
 that knows its place computes with it: the rows of a table it has, the diagonal as it lies there.
+An axis cuts one factor: of what operands ask for, factors of results come before reduced ones, and
+those of larger operands before others, unless it is said that a cut comes first.
 An operator that is *replicated* has no rule: its operands are whole on every device, and a warning
 names it once. Give one to an operator of your own with `@reshard.spmd.rule`.
 """

@@ -18,7 +18,8 @@ from reshard.spmd.rules.shapes import axis_of, counted, one_operand
 def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     """Slices of an axis at indices; the indices' dimensions stand in the axis's place.
 
-    A device that has some of the slices gives those, and zero for the others.
+    A device that has some of the slices gives those, and zero for the others. Rows of a table are
+    cut as their indices are, before they are cut as the table is.
 
     >>> print(take([(100, 8), (4,)], axis=0).rule)
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=100} reduction={k}
@@ -34,7 +35,7 @@ def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
         builder.factor([dim], [dim])
     # The indices' dimensions lie between those before the axis and those behind it.
     for dim in range(len(indices)):
-        builder.factor([None, dim], [place + dim])
+        builder.factor([None, dim], [place + dim], leading=place == 0)
     for dim in range(place + 1, len(shape)):
         builder.factor([dim], [dim - 1 + len(indices)])
     _add_looked_up_axis(builder, place)

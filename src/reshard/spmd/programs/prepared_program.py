@@ -131,7 +131,7 @@ class Preparation:
         elif called is None:
             made_in = registers
         else:
-            made_in = self._call_step(called, registers, placed, made)
+            made_in = self._call_step(called, registers, placed)
         for number, register, x, there in zip(
             operation.results, made_in, made, results, strict=True
         ):
@@ -183,7 +183,6 @@ class Preparation:
         called: CompiledCall,
         registers: Sequence[Any],
         placed: Sequence[Any],
-        made: Sequence[Any],
     ) -> list[int]:
         count = len(called.functions)
         kinds = [x.type if isinstance(x, ArrayValue) else x for x in placed]
@@ -195,7 +194,7 @@ class Preparation:
             else self._number(kind, count)
             for register, kind, spec in zip(registers, kinds, called.runs_with, strict=True)
         ]
-        makes = [self._add(x.type) for x in made]
+        makes = [self._add(kind) for kind in called.made]
         run = _make_call(called, kinds, reads, makes, self._runner)
         views = may_view(row_of(called.name), len(kinds))
         self.steps.append(
@@ -214,7 +213,10 @@ class Preparation:
         )
         if views and not self._viewing.isdisjoint(reads):
             self._viewing.update(makes)
-        return makes
+        return [
+            self._move(register, kind, result.spec)
+            for register, kind, result in zip(makes, called.made, called.results, strict=True)
+        ]
 
     def _run_step(
         self, run: RunFunction, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]

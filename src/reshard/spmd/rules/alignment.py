@@ -14,6 +14,12 @@ factor of the operator's rule is cut one way in all tensors:
     add   i:x, -   +   i:y, -            the second operand moves, the result is i:x
     dot   k:x      .   -                 the second is sliced in place, the result is a sum over x
 
+An axis that cuts a factor of results in one operand, and a reduced one in another, cuts the
+results. The operator runs so, or sums over the axis and reduce-scatters what it makes, whichever
+moves fewer elements (`aligned_by_bytes`):
+
+    matmul   i:x, k    k:x, j            the result is i:x, -
+
 A dimension of one factor takes any cut along with it, uneven or strided. A dimension of several,
 `[ij]`, is cut from the major one on, in parts that divide it: an axis of 4 over `i=2, j=6` is
 halves of both.
@@ -24,24 +30,95 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
+from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import OWNED
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Shape = tuple[int, ...]
+Specs = tuple[ShardingSpec, ...]
 Cuts = dict[int, DimSpec]
 
 
+class Alignment(NamedTuple):
+    """The shardings of an operator's tensors.
+
+    Args:
+        operands: with which it runs.
+        made: of the results, as it makes them.
+        results: of the results, as what follows finds them.
+    """
+
+    operands: Specs
+    made: Specs
+    results: Specs
+
+
 @lru_cache(maxsize=8192)
-def aligned(
+def aligned_by_bytes(
     rule: OpShardingRule,
-    operands: tuple[ShardingSpec, ...],
+    operands: Specs,
     operand_shapes: tuple[Shape, ...],
     result_shapes: tuple[Shape, ...],
     whole: tuple[int, ...] = (),
-) -> tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]:
+    leading: tuple[int, ...] = (),
+) -> Alignment:
+    """The shardings of an operator's tensors by which the fewest elements move.
+
+    The results' shardings do not depend on that: factors of results are cut before reduced ones.
+
+    Args:
+        rule, operands, operand_shapes, result_shapes, whole: as of `aligned`.
+        leading: factors of results that are cut before the others.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=16, k=64} reduction={k}")
+    >>> rows, shapes = spec(DeviceMesh.of(x=2), "x, -"), ((8, 64), (64, 16))
+    >>> found = aligned_by_bytes(rule, (rows, rows), shapes, ((8, 16),))
+    >>> [str(one) for specs in found for one in specs]
+    ['-, x', 'x, -', '-, - | sum(x)', 'x, -']
+    """
+    of_results = tuple({f: None for mapping in rule.results for dim in mapping for f in dim})
+    reduced = tuple(factor for factor in rule.reduction if factor not in of_results)
+    orders: list[tuple[tuple[int, ...], ...]] = [(leading, of_results), (), (reduced,)]
+    # Nobody disagrees.
+    if not (reduced or leading) or sum(map(_is_cut, operands)) < 2:
+        orders = [()]
+    ways = dict.fromkeys(
+        aligned(rule, operands, operand_shapes, result_shapes, whole, order) for order in orders
+    )
+    (_, wanted), *others = ways
+    found = [Alignment(runs, made, wanted) for runs, made in ways]
+    if not others:
+        return found[0]
+
+    def moved_elements(one: Alignment) -> int:
+        before, after = (*operands, *one.made), (*one.operands, *one.results)
+        return sum(
+            LayoutChange(source.layout(shape), target.layout(shape)).moved_elements
+            for source, target, shape in zip(
+                before, after, (*operand_shapes, *result_shapes), strict=True
+            )
+        )
+
+    return min(found, key=moved_elements)
+
+
+def _is_cut(spec: ShardingSpec) -> bool:
+    return any(dim.levels for dim in spec.dim_specs)
+
+
+def aligned(
+    rule: OpShardingRule,
+    operands: Specs,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    whole: tuple[int, ...] = (),
+    order: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Specs, Specs]:
     """The shardings that the operator runs with: of its operands, and of its results.
 
     Args:
@@ -49,6 +126,8 @@ def aligned(
         operands: shardings without partial axes, over one mesh.
         operand_shapes, result_shapes: of the tensors, which may differ from the factors' sizes.
         whole: factors that are not to be cut.
+        order: groups of factors that are cut before those of later groups, and before all others,
+            however large the operands are.
 
     >>> from reshard import DeviceMesh, spec
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}")
@@ -61,7 +140,7 @@ def aligned(
     """
     mesh = operands[0].mesh
     blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
-    cuts = _choose(rule, operands, operand_shapes, blocked)
+    cuts = _choose(rule, operands, operand_shapes, blocked, order)
     placed = [
         ShardingSpec(mesh, [_find_dim(dim, cuts) for dim in mapping]) for mapping in rule.operands
     ]
@@ -88,9 +167,10 @@ def _find_dim(factors: Sequence[int], cuts: Cuts) -> DimSpec:
 
 def _choose(
     rule: OpShardingRule,
-    operands: tuple[ShardingSpec, ...],
+    operands: Specs,
     operand_shapes: tuple[Shape, ...],
     blocked: set[int],
+    order: Sequence[Sequence[int]],
 ) -> Cuts:
     mesh = operands[0].mesh
     compound = _collect_compound(rule)
@@ -109,9 +189,13 @@ def _choose(
                 proposals.append((-math.prod(shape), number, factor, cut))
     cuts: Cuts = {}
     used: list[Axis] = []
-    # The largest operand first; ties by operand, then by factor, so that the answer is always the
-    # same.
-    proposals = sorted((one for one in proposals if one[2] not in blocked), key=lambda one: one[:3])
+    # The largest operand of a group first; ties by operand, then by factor, so that the answer is
+    # always the same.
+    group = {factor: n for n, factors in reversed([*enumerate(order)]) for factor in factors}
+    proposals = sorted(
+        (one for one in proposals if one[2] not in blocked),
+        key=lambda one: (group.get(one[2], len(order)), *one[:3]),
+    )
     for _, _, factor, cut in proposals:
         free = _free_prefix(cut, used)
         if factor not in cuts and free is not None:

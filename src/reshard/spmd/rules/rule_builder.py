@@ -37,6 +37,8 @@ class Inferred(NamedTuple):
     """Factors along which a part has to know where it lies: rows of a table that a part does not
     have give zero, the diagonal of a part is elsewhere. Without a function that minds this on each
     part, they are whole as those of `need_replication` are."""
+    leading: tuple[int, ...] = ()
+    """Factors whose cuts come before those of larger operands: of what is looked up, where."""
 
 
 class RuleBuilder:
@@ -59,6 +61,7 @@ class RuleBuilder:
         self._kinds: list[Kind] = []
         self._blocked: list[int] = []
         self._adjusted: list[int] = []
+        self._leading: list[int] = []
 
     def factor(
         self,
@@ -69,6 +72,7 @@ class RuleBuilder:
         kind: Kind = "pass_through",
         blocked: bool = False,
         adjusted: bool = False,
+        leading: bool = False,
     ) -> None:
         """Adds a factor.
 
@@ -79,6 +83,7 @@ class RuleBuilder:
             kind: what a cut of it costs the operator.
             blocked: whether nothing propagates along it.
             adjusted: whether a part has to know where it lies along it.
+            leading: whether its cut comes before those of larger operands.
         """
         index = len(self._sizes)
         found: int | None = size
@@ -96,6 +101,8 @@ class RuleBuilder:
             self._blocked.append(index)
         if adjusted:
             self._adjusted.append(index)
+        if leading:
+            self._leading.append(index)
 
     def build(self, reduction_operator: str = "sum") -> Inferred:
         """The rule, and the shapes of the results."""
@@ -128,7 +135,7 @@ class RuleBuilder:
             blocked=self._blocked,
             reduction_operator=reduction_operator,
         )
-        return Inferred(rule, self.results, tuple(self._adjusted))
+        return Inferred(rule, self.results, tuple(self._adjusted), tuple(self._leading))
 
 
 def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) -> OpShardingRule:

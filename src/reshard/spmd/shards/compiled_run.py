@@ -54,12 +54,22 @@ def take_column(
     return take_moved(operand, spec, move, mover)
 
 
+def given_on(made: ArrayValue, result: ArrayType) -> ArrayValue:
+    """What an operation made, in the sharding in which it gives it on."""
+    if result.spec is None or made.type.spec is result.spec:
+        return made
+    move = made.runner.movement(made.type, result.spec)
+    found: ArrayValue = made.of_shards(result, move(made._shards), made.runner)
+    return found
+
+
 def make_run(
     operator: Operator,
     functions: Sequence[Callable[..., Any]],
     movements: Sequence[Movement | None],
     runs_with: Sequence[ShardingSpec | None],
     types: Sequence[ArrayType | None],
+    made: tuple[ArrayType, ...],
     results: tuple[ArrayType, ...],
     is_single: bool,
     runner: Runner,
@@ -68,7 +78,7 @@ def make_run(
 ) -> RunCall:
     """The function that carries out a compiled operation; common cases have short ones."""
     name = operator.name
-    result = results[0]
+    result = made[0]
     new = wrap.__new__
     # Without shards here there are no functions.
     is_same = len({id(one) for one in functions}) == 1
@@ -76,7 +86,7 @@ def make_run(
     arrays_only = all(one is not None for one in types)
     # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
     # elementwise operations on arrays that lie alike, which are most of a program.
-    is_plain = is_single and is_same and arrays_only and not shares_failure
+    is_plain = is_single and is_same and arrays_only and not shares_failure and made == results
     if is_plain and not any(movements) and len(types) <= 2 and not may_view(operator, len(types)):
         if len(types) == 1:
 
@@ -116,10 +126,24 @@ def make_run(
             return wrap.of_shards(result, tuple(rows), runner)
         return tuple(
             wrap.of_shards(one, tuple([row[n] for row in rows]), runner)
-            for n, one in enumerate(results)
+            for n, one in enumerate(made)
         )
 
+    if made != results:
+        return _give_on(run, results)
     return _mark_views(run) if may_view(operator, len(types)) else run
+
+
+def _give_on(run: RunCall, results: Sequence[ArrayType]) -> RunCall:
+    """What carries out an operation and moves what it made to where it is given on."""
+
+    def run_moving(*operands: Any) -> Any:
+        made = run(*operands)
+        if not isinstance(made, tuple):
+            return given_on(made, results[0])
+        return tuple(map(given_on, made, results))
+
+    return run_moving
 
 
 def _mark_views(run: RunCall) -> RunCall:

@@ -34,9 +34,16 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.local_work import LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of, row_of
-from reshard.spmd.rules.alignment import aligned
+from reshard.spmd.rules.alignment import aligned_by_bytes
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.compiled_run import RunCall, compute, make_run, mark_views, take_column
+from reshard.spmd.shards.compiled_run import (
+    RunCall,
+    compute,
+    given_on,
+    make_run,
+    mark_views,
+    take_column,
+)
 from reshard.spmd.shards.element_types import find_result_types
 from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.pending_sums import (
@@ -61,7 +68,8 @@ class CompiledCall:
         name, attributes, options: of the operator.
         operands: types as they are given; None for a number.
         runs_with: the shardings that the operator runs with; None for what is not sharded.
-        results: types of the results.
+        made: types of the results as the operator makes them.
+        results: types of the results, whose contributions may be reduce-scattered before.
         run: what carries it out, on the operands.
         factors: operands that contributions are multiplied by. Where one of them is infinite,
             the contributions are combined before: `3 inf - 1 inf` is no number, `2 inf` is.
@@ -75,6 +83,7 @@ class CompiledCall:
     options: Attributes
     operands: tuple[ArrayType | None, ...]
     runs_with: tuple[ShardingSpec | None, ...]
+    made: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
     run: RunCall
     factors: tuple[int, ...] = ()
@@ -239,6 +248,7 @@ class _Layout:
     """The shardings and shapes of an operation that is to run."""
 
     runs_with: tuple[ShardingSpec | None, ...]
+    made_specs: tuple[ShardingSpec, ...]
     result_specs: tuple[ShardingSpec, ...]
     result_shapes: tuple[tuple[int, ...], ...]
     keeps_pending: bool
@@ -267,20 +277,20 @@ def laid_out(
     if operator.placed is not None:
         chosen = operator.placed(specs, shapes, attributes)
         if chosen is not None:
-            return _Layout(*chosen, tuple(inferred.result_shapes), False)
+            runs, made = chosen
+            return _Layout(runs, made, made, tuple(inferred.result_shapes), False)
     # Adjusted factors are cut only where the local function finds the place of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
-    placed, results = aligned(
+    placed, made, results = aligned_by_bytes(
         inferred.rule,
         tuple(specs),
         tuple(shapes),
         tuple(inferred.result_shapes),
         () if is_known else inferred.adjusted,
+        inferred.leading,
     )
-    if any(
-        spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in results
-    ):
+    if any(spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in made):
         # An array's contributions combine in one way: what waits is combined before.
         return laid_out(operator, operands, attributes, mesh, may_pend=False)
     runs_with: list[ShardingSpec | None] = []
@@ -290,6 +300,7 @@ def laid_out(
         runs_with.append(None if one is None else with_pending(spec, kept, reduction))
     return _Layout(
         tuple(runs_with),
+        tuple(with_pending(spec, axes, reduction) for spec in made),
         tuple(with_pending(spec, axes, reduction) for spec in results),
         tuple(inferred.result_shapes),
         bool(axes),
@@ -354,7 +365,7 @@ def _compile(
             None if one is None else one.with_spec(spec)
             for one, spec in zip(types, runs_with, strict=True)
         ),
-        () if layout is None else layout.result_specs,
+        () if layout is None else layout.made_specs,
         () if layout is None else layout.result_shapes,
         ranks,
         runner.library,
@@ -376,13 +387,15 @@ def _compile(
     # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
     if rows:
         is_single = not isinstance(rows[0], tuple | list)
-        made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-        results = _find_result_types(work, made, mesh, layout, runner)
+        columns = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
+        made = _find_result_types(work, columns, mesh, layout, runner)
     else:
-        made = []
-        results, is_single = _suppose_result_types(operator, work, operands, layout)
-    if layout is not None and layout.keeps_pending and not types_may_pend(types, results):
+        columns = []
+        made, is_single = _suppose_result_types(operator, work, operands, layout)
+    if layout is not None and layout.keeps_pending and not types_may_pend(types, made):
         return _compile(name, operands, attributes, options, runner, key, False)
+    specs = [one.spec for one in made] if layout is None else layout.result_specs
+    results = tuple(one.with_spec(spec) for one, spec in zip(made, specs, strict=True))
     # 7. Keep what runs it the next time.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = make_run(
@@ -391,6 +404,7 @@ def _compile(
         movements,
         runs_with,
         types,
+        made,
         results,
         is_single,
         runner,
@@ -403,6 +417,7 @@ def _compile(
         options,
         types,
         runs_with,
+        made,
         results,
         run,
         factors,
@@ -414,7 +429,8 @@ def _compile(
         runner.calls.clear()
     runner.calls[key] = done
     wrapped = tuple(
-        wrap.of_shards(one, tuple(row[n] for row in made), runner) for n, one in enumerate(results)
+        given_on(wrap.of_shards(one, tuple(row[n] for row in columns), runner), result)
+        for n, (one, result) in enumerate(zip(made, results, strict=True))
     )
     if may_view(operator, len(operands)):
         mark_views(operands, wrapped)
@@ -434,7 +450,7 @@ def _suppose_result_types(
         )
     numbers = [x for x in operands if not isinstance(x, ArrayValue)]
     dtypes, is_single = find_result_types(operator, work, numbers, len(layout.result_shapes))
-    kinds = zip(layout.result_shapes, dtypes, layout.result_specs, strict=True)
+    kinds = zip(layout.result_shapes, dtypes, layout.made_specs, strict=True)
     return tuple(ArrayType(*kind) for kind in kinds), is_single
 
 
@@ -456,9 +472,7 @@ def _find_result_types(
                 ArrayType(shape, dtype, None if mesh is None else replicated(mesh, len(shape)))
             )
         else:
-            types.append(
-                ArrayType(layout.result_shapes[number], dtype, layout.result_specs[number])
-            )
+            types.append(ArrayType(layout.result_shapes[number], dtype, layout.made_specs[number]))
     for number, one in enumerate(types):
         for rank, row in zip(work.ranks, made, strict=True):
             expected = one.layout.local_shape(rank)

@@ -92,7 +92,9 @@ class OperationWatcher:
         within = WithinCosts()
         if run is not None:
             within = run.count_within([x.type for x in placed])
-        for number, x, there in zip(operation.results, made, results, strict=True):
+        computed = [x.type for x in made] if called is None else called.made
+        for number, x, kind, there in zip(operation.results, made, computed, results, strict=True):
+            after += self._find_inserted(number, kind, x.type.spec)
             # What `with_sharding` moves is its operand, which may have been there.
             if operation.operator == WITH_SHARDING and x is given[0]:
                 own = self._same.get(operation.operands[0], operation.operands[0])
@@ -110,7 +112,7 @@ class OperationWatcher:
                 tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
                 tuple(runs_with),
                 tuple(x.type for x in results),
-                tuple(x.type for x in made),
+                tuple(computed),
                 tuple(before),
                 tuple(after),
                 tuple(reused),

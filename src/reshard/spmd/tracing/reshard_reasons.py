@@ -30,7 +30,8 @@ def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
     if any(reshard is own for own in one.after):
         if operation.operator == WITH_SHARDING:
             return "the function asks for it"
-        return f"the placement wants what {operation.operator} makes so"
+        asking = _explain_result(one, reshard)
+        return asking or f"the placement wants what {operation.operator} makes so"
     place = _find_place(one, reshard)
     if place is None:
         return f"the placement has {operation.operator} read it so"
@@ -39,6 +40,23 @@ def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
     return (
         "; ".join(reasons) or f"ranks need other elements for {operation.operator} than they have"
     )
+
+
+def _explain_result(one: TracedOperation, reshard: InsertedReshard) -> str:
+    """As which operand a result is cut behind an operation that ran otherwise; else empty."""
+    rule = one.operation.rule
+    before = reshard.source.spec
+    for dim, factors in enumerate(rule.results[one.operation.results.index(reshard.value)]):
+        had = () if before is None else before.dim_specs[dim].axes
+        gained = set(reshard.target.dim_specs[dim].axes).difference(had)
+        for number, kind, mapping in zip(
+            one.operation.operands, one.operands, rule.operands, strict=True
+        ):
+            if kind is None or kind.spec is None or factors not in mapping:
+                continue
+            if gained.intersection(kind.spec.dim_specs[mapping.index(factors)].axes):
+                return f"{_write_factors(one, factors)} is cut as in %{number}"
+    return ""
 
 
 def _find_place(one: TracedOperation, reshard: InsertedReshard) -> int | None:

@@ -58,6 +58,10 @@ def scattered_tokens(x: Any, w: Any) -> Any:
     return sp.tanh((x @ w).shard(spec(BOTH, "dp, tp, -")))
 
 
+def kept_rows(x: Any, w: Any) -> Any:
+    return sp.tanh(x @ w)
+
+
 def summed(x: Any, w: Any) -> Any:
     return (x @ w).reduced() + 1.0
 
@@ -87,6 +91,7 @@ CASES: dict[str, Case] = {
         ((4, 16, 6), (6, 8)),
         over(BOTH, "dp, -, tp", "tp, -"),
     ),
+    "rows kept": (kept_rows, ((32, 64), (64, 48)), over(TP, "tp, -", "tp, -")),
     "summed": (summed, ((8, 8), (8, 16)), over(TP, "-, tp", "tp, -")),
     "with the gradient": (slopes, ((8, 8), (8, 64)), over(TP, "tp, -", "-, tp")),
 }
