@@ -250,7 +250,8 @@ class InputSearch:
 
     def begin(self, seeds: Iterable[Seed]) -> Choices:
         """The choices nearest to what seeds become, operations in the ways that suit it best."""
-        laid = tuple(seeds)
+        # Axes cut a dimension in the order of the mesh, as candidates have them.
+        laid = tuple(sorted(seeds, key=lambda seed: (self.mesh.axis_names.index(seed.axis), seed)))
         if laid not in self._begun:
             found = propagate_by_rules(self.graph, self._annotate(laid), strategy="aggressive")
             self._begun[laid] = self._choose_ways(self._find_nearest(found.values))

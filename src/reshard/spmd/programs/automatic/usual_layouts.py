@@ -184,4 +184,4 @@ def _spread(
         fits = [n for n, length in enumerate(shape) if length % (cuts[n] * size) == 0]
         if axis not in used and fits:
             dims[min(fits, key=cuts.__getitem__)].append(axis)
-    return ShardingSpec(mesh, dims)
+    return ShardingSpec(mesh, [sorted(names, key=mesh.axis_names.index) for names in dims])

@@ -70,6 +70,23 @@ class Elimination(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Known:
+    """What was found in a sum, and in those with some other tables, for the same tables in each.
+
+    Tables are told apart by the memory they are in, so all of them are kept.
+    """
+
+    costs: dict[object, FloatArray] = field(default_factory=dict)
+    least: dict[object, int] = field(default_factory=dict)
+    windows: dict[object, tuple[int, ...] | None] = field(default_factory=dict)
+    _kept: dict[int, FloatArray] = field(default_factory=dict)
+
+    def keep(self, tables: Iterable[CostTable]) -> None:
+        """Tables by which something may be known."""
+        self._kept.update((id(one.seconds_s), one.seconds_s) for one in tables)
+
+
+@dataclass(slots=True)
 class CostSum:
     """A sum of tables.
 
@@ -87,8 +104,11 @@ class CostSum:
     choices: tuple[int, ...]
     tables: list[CostTable]
     _of: list[list[int]] = field(init=False)
+    _known: _Known = field(init=False)
 
     def __post_init__(self) -> None:
+        self._known = _Known()
+        self._known.keep(self.tables)
         self._of = [[] for _ in self.choices]
         for number, table in enumerate(self.tables):
             for variable in table.variables:
@@ -98,6 +118,7 @@ class CostSum:
         """The sum of as many other tables, in each place one of the same variables."""
         found = copy(self)
         found.tables = tables
+        self._known.keep(tables)
         return found
 
     def value(self, chosen: Sequence[int]) -> float:
@@ -281,10 +302,8 @@ class CostSum:
         is_inner = [False] * len(chosen)
         for variable in inner:
             is_inner[variable] = True
-        known: dict[object, FloatArray] = {}
-        least: dict[object, int] = {}
         for variable in inner:
-            chosen[variable] = self._find_least(variable, chosen, known, least)
+            chosen[variable] = self._find_least(variable, chosen)
         if not sweeps:
             return tuple(chosen)
         outer = [v for v, count in enumerate(self.choices) if count > 1 and not is_inner[v]]
@@ -294,12 +313,12 @@ class CostSum:
         for _ in range(sweeps):
             for variable in sorted(waiting):
                 waiting.discard(variable)
-                costs = self._sum_costs(variable, chosen, beside[variable], known)
+                costs = self._sum_costs(variable, chosen, beside[variable])
                 best = int(costs.argmin())
                 if costs[best] < costs[chosen[variable]]:
                     chosen[variable] = best
                     for other in beside[variable]:
-                        chosen[other] = self._find_least(other, chosen, known, least)
+                        chosen[other] = self._find_least(other, chosen)
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
                     waiting.discard(variable)
             if not waiting:
@@ -322,12 +341,11 @@ class CostSum:
             window: how many variables one has, fewer where a table would be too large.
         """
         chosen = self.descended(start, inner)
-        known: dict[object, tuple[int, ...]] = {}
         windows = [self._find_window(centre, window) for centre in centres]
         for _ in range(MOST_PASSES):
             before = chosen
             for one in windows:
-                chosen = self._solve_window(one, chosen, known)
+                chosen = self._solve_window(one, chosen)
             if chosen == before:
                 break
         return chosen
@@ -344,9 +362,7 @@ class CostSum:
                         waiting.append(other)
         return list(found)[:most]
 
-    def _solve_window(
-        self, window: Sequence[int], chosen: tuple[int, ...], known: dict[object, tuple[int, ...]]
-    ) -> tuple[int, ...]:
+    def _solve_window(self, window: Sequence[int], chosen: tuple[int, ...]) -> tuple[int, ...]:
         """The best choices of a window's variables, all others being chosen."""
         inside = {variable: place for place, variable in enumerate(sorted(window))}
         tables, key = [], []
@@ -359,14 +375,17 @@ class CostSum:
         before = tuple([chosen[v] for v in inside])
         # Layers alike have windows alike.
         whole_key = (before, *key)
-        found = known.get(whole_key)
-        if found is None:
+        known = self._known.windows
+        if whole_key not in known:
             part = CostSum(tuple([self.choices[v] for v in inside]), tables)
             solved = part.eliminated(LARGEST_OF_WINDOW)
-            is_better = solved is not None and part.value(solved) < part.value(before)
-            found = known[whole_key] = solved if solved is not None and is_better else before
-            if solved is None and len(window) > 2:
-                return self._solve_window(window[: len(window) * 2 // 3], chosen, known)
+            if solved is not None and part.value(solved) >= part.value(before):
+                solved = before
+            known[whole_key] = solved
+        found = known[whole_key]
+        if found is None:
+            # Its tables are too large: a part of it.
+            return self._solve_window(window[: len(window) * 2 // 3], chosen)
         if found == before:
             return chosen
         changed = list(chosen)
@@ -389,26 +408,16 @@ class CostSum:
         }
         return sorted(found)
 
-    def _find_least(
-        self,
-        variable: int,
-        chosen: Sequence[int],
-        known: dict[object, FloatArray],
-        least: dict[object, int],
-    ) -> int:
+    def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
         """The best choice of a variable, all others being chosen."""
         key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
-        found = least.get(key)
+        found = self._known.least.get(key)
         if found is None:
-            found = least[key] = int(self._sum_costs(variable, chosen, (), known).argmin())
+            found = self._known.least[key] = int(self._sum_costs(variable, chosen).argmin())
         return found
 
     def _sum_costs(
-        self,
-        variable: int,
-        chosen: Sequence[int],
-        inner: Sequence[int],
-        known: dict[object, FloatArray],
+        self, variable: int, chosen: Sequence[int], inner: Sequence[int] = ()
     ) -> FloatArray:
         """The sum of a variable's tables for each choice of it, inner variables at their best.
 
@@ -416,8 +425,8 @@ class CostSum:
             variable: that is free.
             chosen: the choices of the others.
             inner: those beside it that take their best choice each time.
-            known: what was found for the same tables and choices.
         """
+        known = self._known.costs
         keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
         keys += [tuple(self._read_keys(other, (variable, other), chosen)) for other in inner]
         key = (self.choices[variable], *keys)
