@@ -8,8 +8,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from reshard.errors import LinkError, PlanError
-from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
+from reshard.errors import LinkError, PlanError, UsageError
+from reshard.torch.links.orders import (
+    BROKE,
+    MISFIT,
+    HandOn,
+    Order,
+    RunOutcome,
+    read_options,
+    write_options,
+)
 
 HAND_ON = HandOn("0/1", 1, 3, 4, 2, 1)
 
@@ -68,3 +76,16 @@ def test_outcomes_of_ranks_are_one() -> None:
         RunOutcome.read([b'{"lacks": "", "ended": {"0/1": "gone"}}'])
     with pytest.raises(LinkError, match="is no outcome"):
         RunOutcome.read([b'{"lacks": 1, "ended": {}}'])
+
+
+def test_options_of_a_trainer() -> None:
+    given = {"ties": {"head": "embed"}, "cast": True, "buckets": "auto"}
+    assert read_options(write_options({**given, "quantize": None})) == given
+    with pytest.raises(UsageError, match="extra_bytes='1GB', a str; give a int"):
+        write_options({"extra_bytes": "1GB"})
+    with pytest.raises(UsageError, match="cast=3, a int; give a bool or str or dict"):
+        write_options({"cast": 3})
+    with pytest.raises(UsageError, match="is not JSON serializable"):
+        write_options({"ties": {"head": len}})
+    with pytest.raises(LinkError, match="are no options of a trainer"):
+        read_options(b'{"strict": 3}')

@@ -167,12 +167,20 @@ RELAYED = ("extra_bytes", "changed_only")
 
 
 def write_options(options: Mapping[str, Any]) -> bytes:
-    """Raises UsageError for options that JSON has no words for."""
+    """Raises UsageError for options of other types, or that JSON has no words for."""
     said = {name: value for name, value in options.items() if value is not None}
+    for name, value in said.items():
+        if not _is_option(name, value):
+            types = " or ".join(kind.__name__ for kind in OPTIONS[name])
+            raise UsageError(f"{name}={value!r}, a {type(value).__name__}; give a {types}")
     try:
         return json.dumps(said).encode()
     except TypeError as error:
         raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
+
+
+def _is_option(name: str, value: Any) -> bool:
+    return isinstance(value, OPTIONS.get(name, ()))
 
 
 def read_buckets(said: bytes) -> dict[str, int]:
@@ -193,7 +201,7 @@ def read_options(said: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise LinkError(f"{said[:80]!r} are no options of a trainer") from error
     if not isinstance(found, dict) or not all(
-        isinstance(value, OPTIONS.get(name, ())) for name, value in found.items()
+        _is_option(name, value) for name, value in found.items()
     ):
         raise LinkError(f"{said[:80]!r} are no options of a trainer")
     return found
