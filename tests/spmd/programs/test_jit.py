@@ -366,3 +366,28 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == " ".join(["float64[64, 256]"] * 3)
+
+
+def test_gradients_of_what_a_program_computes_of_arrays_from_elsewhere() -> None:
+    x, w = (rows(np.random.default_rng(n).normal(size=(4, 4)), ("x, -", "-, y")[n]) for n in (0, 1))
+
+    def value(x: Any, w: Any, run: Any) -> Any:
+        def inner(h: Any) -> Any:
+            # Computed when the function is traced, and a constant of its program.
+            h = h @ (w * 2.0).shard(spec(MESH, "y, x"))
+            return h + sp.cond(sp.sum(h) > -99, lambda h: h @ sp.sin(w), lambda h: h, h)
+
+        return sp.sum(sp.sin(run(inner)(x)))
+
+    expected = sp.grad(lambda x, w: value(x, w, lambda f: f), (0, 1))(x, w)
+    again = lambda f: sp.rematerialized(lambda h: sp.jit(f)(h))  # noqa: E731
+    for run in (sp.jit, again):
+        found = sp.grad(lambda x, w: value(x, w, run), (0, 1))(x, w)  # noqa: B023
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-11, 1e-13)
+
+    def reads(w: Any) -> Any:
+        return sp.sum(sp.jit(lambda h: h * float(sp.sum(w)))(x))
+
+    with pytest.raises(UsageError, match="were asked for within a function"):
+        sp.grad(reads)(w)

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.gradients.table import find_pullback
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step
+from reshard.spmd.gradients.tape import JointPullback, OfElements, Tape, TapeStep, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
 from reshard.spmd.tracing.argument_tree import leaves, replaced
@@ -81,6 +81,11 @@ class _Outsiders:
         for operand in operands:
             if any(tape.is_active(operand) for tape in self._tapes):
                 self.found[id(operand)] = operand
+
+    @property
+    def of_elements(self) -> OfElements:
+        """What listens for it where a function is traced."""
+        return OfElements(self)
 
     def record_read(self, array: ArrayValue) -> None:
         """Refuses elements of arrays that depend on what is differentiated."""

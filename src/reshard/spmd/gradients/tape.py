@@ -128,6 +128,11 @@ class Tape:
             TapeStep(call.name, attributes, tuple(operands), tuple(results), pullback, combined)
         )
 
+    @property
+    def of_elements(self) -> OfElements:
+        """What listens for it where a function is traced."""
+        return OfElements(self)
+
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Keeps a reshard."""
         if self.is_active(operand):
@@ -212,6 +217,31 @@ class Tape:
             waiting.clear()
 
         return found, pull_rest
+
+
+class OfElements:
+    """Tells a recorder of operations on arrays with elements alone."""
+
+    def __init__(self, recorder: Any) -> None:
+        self.record_read = recorder.record_read
+        self._recorder = recorder
+
+    @property
+    def of_elements(self) -> OfElements:
+        """Itself, where another function is traced within."""
+        return self
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """Tells of an operation."""
+        if not results[0].runner.is_abstract:
+            self._recorder.record(call, operands, results)
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Tells of a reshard."""
+        if not result.runner.is_abstract:
+            self._recorder.record_reshard(operand, result)
 
 
 def add_step(step: TapeStep) -> None:

@@ -148,9 +148,12 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Nobody sees the operations inside, but for recorders that are added there."""
+    """Nobody sees the operations inside, but for recorders that are added there.
+
+    Of a function that is traced inside, tapes see what it computes of arrays from elsewhere alone.
+    """
     before = list(recorders)
-    recorders.replace(())
+    recorders.replace([one.of_elements for one in before if hasattr(one, "of_elements")])
     try:
         yield
     finally:
