@@ -283,3 +283,20 @@ def test_rematerialized_and_traced_programs() -> None:
     for one, two, three in zip(expected, again, compiled, strict=True):
         np.testing.assert_allclose(two.to_dense(), one.to_dense(), 1e-12)
         np.testing.assert_allclose(three.to_dense(), one.to_dense(), 1e-12)
+
+
+@pytest.mark.parametrize("cut", ["-, y, -", "x, y, -"])
+def test_gradients_of_programs_with_queries_without_keys(cut: str) -> None:
+    """Their slopes are zero, and nothing warns of numbers that are none."""
+    sizes = 12, 6, 6
+    heads = [
+        sp.array(np.random.default_rng(n).normal(size=(2, size, 3)), spec(MESH, cut))
+        for n, size in enumerate(sizes)
+    ]
+
+    def weigh(*heads: Any) -> Any:
+        return sp.sum(sp.sin(sp.attention(*heads, window=2)))
+
+    expected = sp.grad(weigh, (0, 1, 2))(*heads)
+    for one, other in zip(sp.grad(sp.jit(weigh), (0, 1, 2))(*heads), expected, strict=True):
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)

@@ -51,6 +51,11 @@ def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
     return g * where(is_zero, 0.0, slope)
 
 
+def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
+    # Of two numbers of -inf neither counts.
+    return g * e.exp(x - where(e.equal(r, -math.inf), 0.0, r))
+
+
 def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
     # 0 to any power above 0 stays 0.
     if not isinstance(x, ArrayValue):
@@ -141,7 +146,9 @@ PULLBACKS: dict[str, Pullback] = {
     "hypot": _of_two(
         lambda g, x, y, r: _pull_hypot(g, x, r), lambda g, x, y, r: _pull_hypot(g, y, r)
     ),
-    "logaddexp": _of_two(lambda g, x, y, r: g * e.exp(x - r), lambda g, x, y, r: g * e.exp(y - r)),
+    "logaddexp": _of_two(
+        lambda g, x, y, r: _pull_logarithm(g, x, r), lambda g, x, y, r: _pull_logarithm(g, y, r)
+    ),
     "pow": _of_two(_pull_power, _pull_exponent),
     "remainder": _of_two(_pass, lambda g, x, y, r: -g * e.floor(x / y)),
     "add": _of_two(_pass, _pass),

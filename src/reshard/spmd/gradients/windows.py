@@ -172,7 +172,8 @@ def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Where a traced function that has turns of ring attention is carried out again."""
     g, of_sums = cotangents
     found, sums = step.results
-    shift = of_sums - sum_over(g * found, axis=-1)
+    # Of queries that see no key in this turn the logarithm has no slope.
+    shift = where(e.isfinite(sums), of_sums - sum_over(g * found, axis=-1), 0.0)
     attributes = dict(step.attributes)
     options = {"scale": attributes.pop("scale")}
     operands = (*step.operands, sums, shift, g)
