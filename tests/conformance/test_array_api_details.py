@@ -341,6 +341,8 @@ def test_what_types_can_hold() -> None:
         for name in ("eps", "max", "min", "smallest_normal"):
             assert type(getattr(own, name)) is float
             assert getattr(own, name) == float(getattr(numpy, name))
+    narrow = sp.finfo(sp.ones(2, dtype="bfloat16"))
+    assert (narrow.bits, narrow.eps, narrow.dtype.name) == (16, 2.0**-7, "bfloat16")
     for dtype in INTEGERS:
         whole = sp.iinfo(sp.ones(2, dtype=dtype))
         assert whole == (

@@ -254,6 +254,8 @@ def test_what_is_refused() -> None:
         sp.expert_routing(sp.zeros(3), 3)
     with pytest.raises(MeshError, match="experts over z"):
         sp.expert_routing(which, 3, axes="z")
+    with pytest.raises(UsageError, match="experts over axes=3; give names"):
+        sp.expert_routing(which, 3, axes=3)  # type: ignore[arg-type]
     with pytest.raises(MeshError, match="a mesh of none"):
         sp.expert_routing(sp.array([0]), 3, axes="x")
     with pytest.raises(UsageError, match=r"under @sp\.eagerly"):

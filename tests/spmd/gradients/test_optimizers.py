@@ -212,6 +212,7 @@ CUT = sp.array(np.ones((4, 6)), spec(MESH, "dp, tp"))
             UsageError,
             r"gradients of float64\[6\] for a parameter",
         ),
+        (lambda: sp.SGD(0.1).update(W, W, {"step": "a"}), UsageError, "with step='a', a str"),
         (lambda: sp.specs_over(W, MESH, "pp"), SpecError, "axis 'pp' of"),
         (
             lambda: sp.specs_over(CUT, DeviceMesh.of(x=4), "x"),

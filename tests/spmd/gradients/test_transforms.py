@@ -189,6 +189,7 @@ X = sp.array(np.ones(3))
         (lambda: sp.grad(lambda x: sp.argmax(x))(X), r"returned int64\[\]"),
         (lambda: sp.grad(cubes, 1)(X), "argnums=1 of a function that was called with 1"),
         (lambda: sp.grad(cubes, (0, 0))(X), r"argnums=\(0, 0\)"),
+        (lambda: sp.grad(cubes, None)(X), "argnums=None of a function"),
         (lambda: sp.grad(cubes, has_aux=True)(X), "has_aux=True, but the function returned"),
         (lambda: sp.grad(3), "sp.grad of 3, a int"),
         (lambda: sp.grad(lambda x: sp.sum(sp.array(x.to_dense())))(X), "were asked for within"),

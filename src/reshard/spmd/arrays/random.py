@@ -12,6 +12,7 @@ moves. Under `sp.grad` they are constants; under `sp.trace` a key may be an argu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -24,7 +25,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.functions import data_types, elementwise, statistics
-from reshard.spmd.functions.array_arguments import explain_errors, of_arrays, whole_number
+from reshard.spmd.functions.array_arguments import explain_errors, of_arrays, portion, whole_number
 from reshard.spmd.functions.elementwise import add, maximum, multiply, operands, whole
 from reshard.spmd.functions.indexing import take
 from reshard.spmd.functions.searching import argsort
@@ -110,6 +111,8 @@ def uniform(
     >>> bool(sp.all(numbers == sp.random.uniform(sp.random.key(0), 5)))
     True
     """
+    if not all(isinstance(one, Real) for one in (low, high)):
+        raise UsageError(f"numbers from {low!r} to {high!r}; two numbers were expected")
     found = _draw(key, shape, spec, "uniform", _read_float(dtype))
     if (low, high) == (0, 1):
         return found
@@ -161,13 +164,19 @@ def bernoulli(
 ) -> Any:
     """Truth values that are true with probability `p`, a number or an array of them.
 
-    The result has the shape and the sharding of an array `p`, unless it is given one.
+    The result has the shape and the sharding of an array `p`, unless it is given one, which `p`
+    broadcasts to.
     """
     if isinstance(p, ArrayValue):
         shape = p.type.shape if shape is None else shape
         spec = _spec_of(p) if spec is None and read_shape(shape) == p.type.shape else spec
-    elif not 0 <= p <= 1:
-        raise UsageError(f"a probability of {p!r}; a number from 0 to 1 was expected")
+        if not _broadcasts(p.type.shape, read_shape(shape)):
+            raise UsageError(
+                f"probabilities of shape {list(p.type.shape)} for numbers of shape "
+                f"{list(read_shape(shape))}; give a shape that they broadcast to"
+            )
+    else:
+        portion("a probability of ", p)
     drawn = _draw(key, () if shape is None else shape, spec, "uniform", "float64")
     return elementwise.less(drawn, p)
 
@@ -232,8 +241,7 @@ def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
     >>> sp.dropout(sp.ones(6), sp.random.key(0), 0.5).to_dense().tolist()
     [0.0, 0.0, 0.0, 2.0, 2.0, 0.0]
     """
-    if isinstance(rate, ArrayValue) or not 0 <= rate <= 1:
-        raise UsageError(f"dropout at a rate of {rate!r}; a number from 0 to 1 was expected")
+    rate = portion("dropout at a rate of ", rate)
     if kind_of(x.dtype) != "real floating":
         raise UsageError(f"dropout of {x.type}; an array of real floating numbers was expected")
     x, key = operands(x, key)
@@ -283,6 +291,12 @@ def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> 
         for rank in runner.ranks(None if spec is None else spec.mesh)
     )
     return type(key).of_shards(kind, shards, runner)
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether an array of a shape is one of another shape, repeated."""
+    sizes = zip(shape[::-1], wanted[::-1], strict=False)
+    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sizes)
 
 
 def _spec_of(x: Any) -> ShardingSpec | None:

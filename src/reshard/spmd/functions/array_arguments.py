@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from numbers import Real
 from operator import index
 from typing import Any, TypeVar, cast
 
@@ -70,6 +71,18 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
         found = least - 1
     if found < least:
         raise UsageError(f"{what} {value!r}; a whole number of {least} or more was expected")
+    return found
+
+
+def portion(what: str, value: Any) -> float:
+    """A number from 0 to 1. Raises UsageError for any other.
+
+    >>> portion("a rate of ", 0.5)
+    0.5
+    """
+    found = float(value) if isinstance(value, Real) else -1.0
+    if not 0 <= found <= 1:
+        raise UsageError(f"{what}{value!r}; a number from 0 to 1 was expected")
     return found
 
 

@@ -8,6 +8,7 @@ Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +106,7 @@ def finfo(type: Any, /) -> FloatInfo:
     known = _read_type(type)
     if kind_of(known) not in ("real floating", "complex floating"):
         raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
-    found = np.finfo(known.numpy)
+    found = _read_limits(known)
     return FloatInfo(
         int(found.bits),
         float(found.eps),
@@ -114,6 +115,13 @@ def finfo(type: Any, /) -> FloatInfo:
         float(found.smallest_normal),
         as_dtype(found.dtype),
     )
+
+
+def _read_limits(known: DType) -> Any:
+    # NumPy has none of types of ml_dtypes, such as bfloat16.
+    if any(known in types for types in BY_KIND.values()):
+        return np.finfo(known.numpy)
+    return import_module("ml_dtypes").finfo(known.numpy)
 
 
 def iinfo(type: Any, /) -> IntegerInfo:

@@ -15,7 +15,7 @@ import numpy as np
 from reshard.errors import SpecError, UsageError
 from reshard.spmd import namespace
 from reshard.spmd.functions import data_types, elementwise, statistics
-from reshard.spmd.functions.array_arguments import of_arrays, whole_number
+from reshard.spmd.functions.array_arguments import of_arrays, portion, whole_number
 from reshard.spmd.functions.elementwise import (
     add,
     divide,
@@ -231,8 +231,7 @@ def cross_entropy(
         ArrayIndexError: a label that is no class, on every process.
         UsageError: a smoothing that is not from 0 to 1.
     """
-    if not 0 <= label_smoothing <= 1:
-        raise UsageError(f"label_smoothing={label_smoothing!r}; a number from 0 to 1 was expected")
+    label_smoothing = portion("label_smoothing=", label_smoothing)
     logits, labels = operands(logits, labels)
     place = axis_of(logits.ndim, axis)
     ignored = None if ignore_index is None else elementwise.equal(labels, ignore_index)

@@ -13,7 +13,7 @@ All four are linear, and each is what another one is pulled back by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,8 @@ def expert_routing(
         )
     if capacity is not None:
         capacity = whole_number("capacity of an expert:", capacity)
+    if not isinstance(axes, Iterable):
+        raise UsageError(f"experts over axes={axes!r}; give names of axes of the mesh")
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     return ExpertRouting(which, whole_number("experts:", count, 1), names, capacity)
 

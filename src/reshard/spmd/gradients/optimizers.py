@@ -138,7 +138,13 @@ class _Optimizer:
                 f"{['step', *self._slots]} were expected: make one by init"
             )
         slots = [_read_leaves_like(parameters, slot, state[slot]) for slot in self._slots]
-        step = state["step"] + 1
+        step = state["step"]
+        if not isinstance(step, float) and not hasattr(step, "__index__"):
+            raise UsageError(
+                f"the state of {type(self).__name__} with step={step!r}, a {type(step).__name__}; "
+                "a whole number was expected, or an array without dimensions"
+            )
+        step = step + 1
         moved: list[Any] = []
         kept: list[list[Any]] = [[] for _ in self._slots]
         where: list[ShardingSpec | None] = [None] * len(given)

@@ -189,8 +189,8 @@ def vjp_in_two(
 
 
 def _read_places(argnums: Places, count: int) -> tuple[int, ...]:
-    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wrong = [n for n in given if not isinstance(n, int) or not -count <= n < count]
+    given = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    wrong = [n for n in given if type(n) is not int or not -count <= n < count]
     if wrong or len({n % count for n in given}) != len(given):
         raise UsageError(
             f"argnums={argnums!r} of a function that was called with {count} arguments by place; "
