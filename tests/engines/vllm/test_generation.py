@@ -83,9 +83,12 @@ def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path
     assert compare(model, tmp_path / "back").is_same
     # What vLLM saves itself is the model, or, on a processor with AVX-512, has matrices in the form
     # of its kernels: these are named.
+    refused = ""
     try:
         convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
     except RecipeError as error:
-        assert re.search(r"no 'rank-0/model\.layers\.0.*the form of a kernel", str(error))
+        refused = str(error)
+    if refused:
+        assert re.search(r"no 'rank-0/model\.layers\.0.*the form of a kernel", refused)
     else:
         assert compare(model, tmp_path / "from vLLM").is_same
