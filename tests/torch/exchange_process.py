@@ -64,13 +64,13 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: boo
     assert exchange.extra_bytes <= limit_bytes
     for turn in range(2):
         whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + turn
-        if movement.source is not None:
-            movement.source.copy_(whole)
+        if movement.sources[0] is not None:
+            movement.sources[0].copy_(whole)
         exchange.run()
-        if movement.target is not None:
+        if movement.targets[0] is not None:
             low, high = WANTED[rank]
             expected = whole[:, low:high].to(dtype)
-            assert torch.equal(movement.target, expected)
+            assert torch.equal(movement.targets[0], expected)
     assert copies[0] % 2 == 0
     return copies[0] // 2
 

@@ -176,12 +176,12 @@ def check_grouped_exchange(data: st.DataObject) -> None:
     assert exchange.extra_bytes <= limit
     for _ in range(2):
         for movement in movements:
-            if movement.target is not None:
-                movement.target.zero_()
+            if movement.targets[0] is not None:
+                movement.targets[0].zero_()
         exchange.run()
         for movement, whole in zip(movements, expected, strict=True):
-            if movement.target is not None:
-                assert bits(movement.target) == bits(whole)
+            if movement.targets[0] is not None:
+                assert bits(movement.targets[0]) == bits(whole)
 
 
 def main() -> None:

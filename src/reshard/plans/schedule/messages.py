@@ -106,8 +106,12 @@ def group_pieces(
     >>> group_pieces([40, 1 << 20, 40, 40], 112)
     ([[0, 2], [3]], [1])
     """
+    large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
+    if len(sizes_bytes) == 1:
+        # A tensor alone mostly has one piece for each other rank.
+        return ([], [0]) if sizes_bytes[0] >= large_bytes else ([[0]], [])
     sizes = np.array(sizes_bytes, dtype=np.int64)
-    is_large = sizes >= min(LARGE_PIECE_BYTES, message_bytes)
+    is_large = sizes >= large_bytes
     small = np.flatnonzero(~is_large)
     # Where each begins, and ends, if all small ones lie one behind the other.
     begin = np.concatenate(([0], np.cumsum(align(sizes[small]))))

@@ -137,7 +137,8 @@ class MessageExchange:
         memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
             exchanges share which run one after the other; its own when None.
         like: another exchange of the same transfers and sources, whose `cutting` is the same: what
-            it sends is what this one does. `tensors` may be without those that send only.
+            it sends is what this one does, from the same memory where it is of the same group, as
+            one of them runs at a time. `tensors` may be without those that send only.
 
     Raises:
         UsageError: a limit too small for any message, or for so much.
@@ -176,21 +177,22 @@ class MessageExchange:
             cutting.message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
-            None if like is None else like.list_sent(),
+            None if like is None else [one.message for one in like.list_sent()],
         )
         self._rank = rank
-        changes = {id(one.change): one.change for one in tensors}
-        partial = {number for number, change in changes.items() if _is_partial(change)}
-        self._partial = [one for one in tensors if id(one.change) in partial]
+        self._partial = [one for one in tensors if _is_partial(one.change)]
         self._copies = copiers((one.target, one.source) for one in found.copies)
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
-        self._steps = self._list_steps(found)
+        # One exchange of a group runs at a time, so what they send may lie in one place.
+        before = like if like is not None and like._group is among else None
+        self._steps = self._list_steps(found, before.list_sent() if before is not None else ())
         self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._slots = [
-            self._make_slots(found, is_sent, peers, most_bytes, memory) for is_sent in (False, True)
+            self._make_slots(found, is_sent, peers, most_bytes, memory, before)
+            for is_sent in (False, True)
         ]
         for step in self._steps:
             for message in step.messages:
@@ -213,10 +215,9 @@ class MessageExchange:
         # Of all its messages; exchanges that are under way at once have tags of their own.
         self.tag = 0
 
-    def list_sent(self) -> list[RankMessage]:
+    def list_sent(self) -> list[StagedMessage]:
         """What this rank sends."""
-        every = (one.message for step in self._steps for one in step.messages)
-        return [message for message in every if message.is_sent]
+        return [one for step in self._steps for one in step.messages if one.message.is_sent]
 
     def _is_near(self, message: RankMessage) -> bool:
         return self._shared is not None and message.peer in self._shared.ranks
@@ -234,6 +235,7 @@ class MessageExchange:
         peers: int,
         most_bytes: int,
         memory: torch.Tensor | None,
+        before: MessageExchange | None,
     ) -> MessageSlots:
         """The slots of one direction, for which half of the memory is."""
         messages = [m for m in found.messages if m.is_sent is is_sent and self._is_staged(m)]
@@ -243,6 +245,8 @@ class MessageExchange:
         if self._is_pipeline:
             ahead = _PIPELINE_AHEAD
         half = None if memory is None else memory[is_sent * most_bytes :]
+        if before is not None and is_sent:
+            half = before._slots[is_sent].memory
         if (
             is_lent
             and self._shared is not None
@@ -258,15 +262,16 @@ class MessageExchange:
 
         return MessageSlots(messages, are_shared, peers * ahead, most_bytes, allocate)
 
-    def _list_steps(self, found: RankMessages) -> list[ExchangeStep]:
-        """Steps in the order of all messages."""
+    def _list_steps(self, found: RankMessages, sent: Iterable[StagedMessage]) -> list[ExchangeStep]:
+        """Steps in the order of all messages, of which some are `sent` that are prepared."""
         nothing = torch.empty(0, dtype=torch.uint8)
+        known = {id(one.message): one for one in sent}
         # What a rank has itself is combined in its turn, as if it arrived.
         steps = [ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
         digits = 4 if self._is_grouped else None
         for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
-            prepared = [StagedMessage(message, nothing, []) for message in group]
+            prepared = [known.get(id(one)) or StagedMessage(one, nothing, []) for one in group]
             steps.append(ExchangeStep(key, prepared[0].message.order, prepared))
         return sorted(steps, key=lambda step: step.key)
 
@@ -323,8 +328,9 @@ class MessageExchange:
         self._is_running = False
         try:
             for tensor in self._partial:
-                cells = cells_of(tensor.change.target, self._rank, tensor.target)
-                finish_contributions(tensor.change, cells)
+                for target in tensor.targets:
+                    cells = cells_of(tensor.change.target, self._rank, target)
+                    finish_contributions(tensor.change, cells)
         except BaseException as error:
             self.fail()
             self._group.break_off(error)
@@ -472,10 +478,11 @@ def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: in
     if message_bytes < SMALL_MESSAGE_BYTES:
         moved = [0, 0]
         for one in tensors:
-            local = one.target if one.source is None else one.source
+            local = one.targets[0] if one.sources[0] is None else one.sources[0]
             if (dtype := one.dtype or (None if local is None else local.dtype)) is not None:
                 for way, rows in enumerate((one.sent, one.received)):
-                    moved[way] += int(rows.moving.elements.sum()) * dtype.itemsize
+                    elements = int(rows.moving.elements.sum()) * len(one.sources)
+                    moved[way] += elements * dtype.itemsize
         limit_message_bytes(extra_bytes, peers, max(moved))
     return message_bytes
 

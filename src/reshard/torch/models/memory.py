@@ -13,24 +13,137 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from reshard.errors import RunError, ShardError
+from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.rosters import Roster
-from reshard.torch.sides import check_writable, find_addresses, list_locals
+from reshard.torch.sides import WITH_MEMORY, check_writable, find_addresses, list_locals
 
-_DEVICE, _NBYTES = attrgetter("device"), attrgetter("nbytes")
+# What a tensor's memory is like, beside its strides.
+_LIKE = attrgetter("shape", "dtype", "device", "requires_grad")
+_META = torch.device("meta")
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
+
+
+class HeldMemory(NamedTuple):
+    """Where tensors lie: of each the first byte, and a number; those of one number lie alike.
+
+    That is, they have one device, dtype, shape and strides.
+    """
+
+    addresses: list[int]
+    numbers: Sequence[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> HeldMemory:
+        """That of some tensors."""
+        looks: dict[object, int] = {}
+        said = ((one.stride(), *_LIKE(one)) for one in tensors)
+        numbers = [looks.setdefault(look, len(looks)) for look in said]
+        return cls(list(map(torch.Tensor.data_ptr, tensors)), numbers)
+
+    def firsts(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By number, the first of these tensors."""
+        return dict(zip(reversed(self.numbers), reversed(tensors), strict=True))
+
+
+# What is said of how a tensor is cut, whether it is Megatron's, and what its memory is like.
+_Look: TypeAlias = tuple[object, ...]
+
+
+class GivenColumns(NamedTuple):
+    """Tensors, what each has on this rank, and all that it has alike with others.
+
+    With a layout there may be no tensor, and then no address. A look, of which `numbers` has the
+    number, begins with None for a tensor that is whole; it says a mesh by its id, which `meshes`
+    keeps from another.
+    """
+
+    tensors: list[torch.Tensor | None]
+    locals: list[torch.Tensor | None]
+    addresses: list[int]
+    numbers: list[int]
+    looks: dict[_Look, int]
+    meshes: dict[int, Any]
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> GivenColumns | None:
+        """Those of a model; None where any of its tensors has to be looked at by itself."""
+        found = tensors, locals_of, addresses, numbers, looks, meshes = cls([], [], [], [], {}, {})
+        # One pass: of very many tensors each is read from memory anew.
+        for one in values:
+            local = tensor = one
+            said: object = None
+            if type(one) is DTensor:
+                local, cut = one._local_tensor, one._spec
+                mesh = cut.mesh
+                # Torch's own hashes take longer than all else of a tensor.
+                places = map(_identify_placement, cut.placements)
+                meshes[id(mesh)] = mesh
+                # To ask the tensor for its shape takes as long as all of these.
+                said = (id(mesh), *places, cut.tensor_meta.shape, getattr(cut, "shard_order", None))
+            elif type(one) is tuple and len(one) == 2 and type(one[1]) is Layout:
+                tensor, said = one
+                local = tensor
+            look: _Look
+            if local is None and said is not None:
+                look = (said, False)
+            elif type(local) in WITH_MEMORY and local.layout is torch.strided:
+                shape, dtype, device, needs_gradient = _LIKE(local)
+                is_part = tensor is one and is_marked(tensor)
+                is_odd = is_part or local.is_neg() or (dtype.is_complex and local.is_conj())
+                look = (said, is_odd, local.stride(), shape, dtype, device, needs_gradient)
+                addresses.append(local.data_ptr())
+            else:
+                return None
+            tensors.append(tensor)
+            locals_of.append(local)
+            numbers.append(looks.setdefault(look, len(looks)))
+        return found
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that there are."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    @property
+    def have_odd(self) -> bool:
+        """Whether any cannot be moved as it is, or is not whole though it seems to be."""
+        return any(is_odd or _META in memory for _, is_odd, *memory in self.looks)
+
+    @property
+    def have_plain(self) -> bool:
+        """Whether any is whole on every rank that has it."""
+        return any(said is None for said, *_ in self.looks)
+
+
+def _identify_placement(placement: Placement) -> object:
+    if type(placement) is Shard:
+        return placement.dim
+    return None if type(placement) is Replicate else placement
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is a part of one, by Megatron's word.
+
+    >>> is_marked(torch.zeros(2))
+    False
+    """
+    return bool(getattr(tensor, "tensor_model_parallel", False))
 
 
 @dataclass(eq=False)
@@ -38,21 +151,32 @@ class LocalTensors:
     """A rank's tensors by common name, and what it tells the others of them.
 
     `tensors` are the objects that the model has, `locals` their memory on this rank. `described`
-    is all that the listing follows from, but for where memory lies; None where more does.
+    is all that the listing follows from, but for where memory lies; None where more does. `held`
+    says of all tensors where they lie, as far as it is known.
     """
 
     roster: Roster
     tensors: dict[str, torch.Tensor]
     locals: dict[str, torch.Tensor]
     described: object = None
+    held: HeldMemory | None = None
 
     def __post_init__(self) -> None:
         held = list_locals(self.tensors.values())
         # What a DTensor has is asked anew; each run asks for all.
         self._own = held if all(map(operator.is_, held, self.tensors.values())) else None
-        self._addresses = list(map(torch.Tensor.data_ptr, held))
-        # Their shapes and types are described.
-        self._strides = [] if self.described is None else list(map(torch.Tensor.stride, held))
+        known = self.held.addresses if self.held is not None else None
+        self._addresses = known or list(map(torch.Tensor.data_ptr, held))
+
+    @cached_property
+    def own_memory(self) -> HeldMemory:
+        """Where `locals` lie."""
+        if self.held is None:
+            return HeldMemory.of(list(self.locals.values()))
+        if len(self.locals) == len(self.tensors):
+            return self.held
+        are_own = list(map(self.locals.__contains__, self.tensors))
+        return HeldMemory(*(list(compress(column, are_own)) for column in self.held))
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
@@ -64,20 +188,34 @@ class LocalTensors:
                 if found != address:
                     yield name, address
 
-    def is_still(self, tensors: Sequence[torch.Tensor], described: object) -> bool:
+    def is_still(
+        self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
+    ) -> bool:
         """Whether these tensors, which are described so, would be listed as the same."""
-        if len(tensors) != len(self.tensors) or described != self.described:
-            return False
-        if not all(map(operator.is_, tensors, self.tensors.values())):
-            return False
-        held = list_locals(tensors)
-        is_there = list(map(torch.Tensor.data_ptr, held)) == self._addresses
-        return is_there and list(map(torch.Tensor.stride, held)) == self._strides
+        return (
+            len(tensors) == len(self.tensors)
+            and all(map(operator.is_, tensors, self.tensors.values()))
+            and addresses == self._addresses
+            and described == self.described
+        )
 
     @cached_property
     def spans(self) -> list[_Span]:
         """Where tensors with elements lie: their device, first and last byte, and name."""
-        return _list_spans(self.locals)
+        return _list_spans(self.locals, self.own_memory)
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """Those of all locals."""
+        return {one.device for one in self.own_memory.firsts([*self.locals.values()]).values()}
+
+    def list_gaps(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The locals that are not dense."""
+        numbers, listed = self.own_memory.numbers, list(self.locals.values())
+        firsts = self.own_memory.firsts(listed)
+        loose = {number for number, first in firsts.items() if not first.is_contiguous()}
+        if loose:
+            yield from compress(self.locals.items(), map(loose.__contains__, numbers))
 
     @cached_property
     def own_roster(self) -> Roster:
@@ -100,10 +238,13 @@ class KnownTensors:
         if first is not None and found.described is not None:
             self._by_first[id(first)] = found
 
-    def find(self, tensors: Sequence[torch.Tensor], described: object) -> LocalTensors | None:
+    def find(
+        self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
+    ) -> LocalTensors | None:
         """The listing of these tensors, which are described so; None where they have changed."""
         known = self._by_first.get(id(tensors[0])) if tensors else None
-        return known if known is not None and known.is_still(tensors, described) else None
+        is_known = known is not None and known.is_still(tensors, described, addresses)
+        return known if is_known else None
 
 
 def check_memory(
@@ -118,9 +259,7 @@ def check_memory(
     alias_of: dict[str, str] = {}
     at: dict[tuple[str, int], list[str]] = {}
     sources, targets = before.spans, after.spans
-    for name, local in after.locals.items():
-        if local.is_contiguous():
-            continue
+    for name, local in after.list_gaps():
         try:
             check_writable(local, None)
         except ShardError as error:
@@ -223,27 +362,19 @@ def _find_shared(sources: Sequence[_Span], targets: Sequence[_Span]) -> str:
     return ""
 
 
-def _list_spans(tensors: Mapping[str, torch.Tensor]) -> list[_Span]:
+def _list_spans(tensors: Mapping[str, torch.Tensor], held: HeldMemory) -> list[_Span]:
     """Where tensors with elements lie: their device, first and last byte, and name."""
-    spans = []
-    names_of: dict[torch.device, str] = {}
-    # Column by column, since there may be very many.
-    held = list(tensors.values())
-    columns = (
-        tensors,
-        held,
-        map(_DEVICE, held),
-        map(torch.Tensor.data_ptr, held),
-        map(_NBYTES, held),
-        map(torch.Tensor.is_contiguous, held),
-    )
-    for name, tensor, device, begin, size_bytes, is_dense in zip(*columns, strict=True):
-        if device not in names_of:
-            names_of[device] = str(device)
-        if size_bytes:
-            end = begin + size_bytes if is_dense else find_addresses(tensor)[1]
-            spans.append((names_of[device], begin, end, name))
-    return spans
+    ends: dict[int, tuple[str, int]] = {}
+    for number, first in held.firsts(list(tensors.values())).items():
+        begin, end = find_addresses(first)
+        ends[number] = str(first.device), end - begin
+    return [
+        (device, begin, begin + size_bytes, name)
+        for name, begin, (device, size_bytes) in zip(
+            tensors, held.addresses, map(ends.__getitem__, held.numbers), strict=True
+        )
+        if size_bytes
+    ]
 
 
 def _find_overlaps(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> Iterator[str]:

@@ -5,14 +5,14 @@ What a rank lists goes to the other ranks (`rosters`); the tensors stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
@@ -29,16 +29,19 @@ from reshard.torch.models.megatron_parameters import (
     cut_members,
     list_parameters,
 )
-from reshard.torch.models.memory import KnownTensors, LocalTensors
+from reshard.torch.models.memory import (
+    GivenColumns,
+    HeldMemory,
+    KnownTensors,
+    LocalTensors,
+    is_marked,
+)
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.sides import WITH_MEMORY, local_of, place_sharding
-
-# What a tensor's memory is like.
-_LIKE = attrgetter("shape", "dtype", "layout", "is_meta", "requires_grad")
 
 # What this process has listed.
 _KNOWN = KnownTensors()
@@ -85,7 +88,7 @@ def list_tensors(
     problems, first_rank = tuple(found.problems), found.first_rank
     roster = Roster(found.columns(), names, first_rank, problems, found.unmatched)
     described = None if problems else found.described
-    listed = LocalTensors(roster, found.tensors, found.locals, described)
+    listed = LocalTensors(roster, found.tensors, found.locals, described, found.held)
     _KNOWN.keep(listed)
     return listed
 
@@ -140,6 +143,7 @@ class _Lister:
         # What is listed already, or how it may be known when it is listed again.
         self.known: LocalTensors | None = None
         self.described: object = None
+        self.held: HeldMemory | None = None
 
     def columns(self) -> EntryColumns:
         """What was listed."""
@@ -175,13 +179,13 @@ class _Lister:
         if self._naming is not None:
             meanings = list(map(self._find_name, given))
         values = list(given.values())
-        columns = None if self._stacks else _TensorColumns.of(values)
+        columns = None if self._stacks else GivenColumns.of(values)
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
             numbers = self._group.numbering, self.first_rank
-            self.described = own_names, meanings, columns.looks, columns.meshes, numbers
-            held = [tensor for tensor in columns.tensors if tensor is not None]
-            self.known = _KNOWN.find(held, self.described)
+            looks = columns.numbers, list(columns.looks), columns.meshes
+            self.described = own_names, meanings, looks, numbers
+            self.known = _KNOWN.find(columns.held, self.described, columns.addresses)
         if self.known is not None:
             return
         if columns is not None and self._add_columns(columns, values, own_names, meanings):
@@ -191,19 +195,19 @@ class _Lister:
 
     def _add_columns(
         self,
-        columns: _TensorColumns,
+        columns: GivenColumns,
         values: Sequence[Any],
         own_names: list[str],
         meanings: Sequence[tuple[str, Fusion | None]],
     ) -> bool:
         """List very many tensors of few kinds; False where each has to be looked at by itself."""
         names, fusions = [name for name, _ in meanings], [fusion for _, fusion in meanings]
-        # 1. Which of them are alike but for their names. Ids are of objects that `meanings` has.
-        alike: dict[tuple[_Look, int], int] = {}
-        looks = zip(columns.looks, map(id, fusions), strict=True)
-        numbers = [alike.setdefault(look, len(alike)) for look in looks]
-        if len(set(names)) < len(names) or any(_is_odd(look) for look, _ in alike):
+        if len(set(names)) < len(names) or columns.have_odd:
             return False
+        # 1. Which of them are alike but for their names. Ids are of objects that `meanings` has.
+        alike: dict[tuple[int, int], int] = {}
+        pairs = zip(columns.numbers, map(id, fusions), strict=True)
+        numbers = [alike.setdefault(pair, len(alike)) for pair in pairs]
         # 2. Of each of these the first is described.
         firsts = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
         kinds = [
@@ -214,17 +218,27 @@ class _Lister:
         # 3. What each has of its own.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
-        for name, number, tensor, local, look in zip(
-            names, numbers, columns.tensors, columns.locals, columns.looks, strict=True
-        ):
-            if tensor is not None and local is not None:
-                self.tensors[name] = tensor
-                if kinds[number].shape is not None:
-                    self.locals[name] = local.detach() if look[-1] else local
+        needs_gradient = [look[-1] for look in columns.looks]
+        have_part = [kind.shape is not None for kind in kinds]
+        self.tensors = {
+            name: tensor
+            for name, tensor in zip(names, columns.tensors, strict=True)
+            if tensor is not None
+        }
+        self.locals = {
+            name: local.detach() if needs_gradient[look] else local
+            for name, number, look, local in zip(
+                names, numbers, columns.numbers, columns.locals, strict=True
+            )
+            if local is not None and have_part[number]
+        }
+        are_held = [tensor is not None for tensor in columns.tensors]
+        self.held = HeldMemory(columns.addresses, list(compress(columns.numbers, are_held)))
         if self._takes_samples and columns.have_plain:
+            are_plain = [look[0] is None for look in columns.looks]
             self._samples = [
-                sample_of(local) if local is not None and look[0] is None else ""
-                for local, look in zip(columns.locals, columns.looks, strict=True)
+                sample_of(local) if local is not None and are_plain[number] else ""
+                for local, number in zip(columns.locals, columns.numbers, strict=True)
             ]
         return True
 
@@ -269,7 +283,7 @@ class _Lister:
             raise UsageError(
                 f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
-        if value is given and _is_marked(value):
+        if value is given and is_marked(value):
             self.problems.append(
                 f"{own_name}: a part of a tensor, by Megatron's tensor_model_parallel=True, and "
                 "not a whole one; give its module as MegatronModel(module, names or groups=...), "
@@ -423,75 +437,6 @@ class _Lister:
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = found if isinstance(found, Fusion) else None
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
-
-
-# What is said of how a tensor is cut, whether it is Megatron's, and what its memory is like.
-_Look: TypeAlias = tuple[object, ...]
-
-
-class _TensorColumns(NamedTuple):
-    """Tensors, what each has on this rank, and all that it has alike with others.
-
-    With a layout there may be no tensor. A look begins with None for one that is whole; it says a
-    mesh by its id, which `meshes` keeps from another.
-    """
-
-    tensors: list[torch.Tensor | None]
-    locals: list[torch.Tensor | None]
-    looks: list[_Look]
-    meshes: dict[int, Any]
-
-    @classmethod
-    def of(cls, values: Iterable[Any]) -> _TensorColumns | None:
-        """Those of a model; None where any of its tensors has to be looked at by itself."""
-        found = tensors, locals_of, looks, meshes = cls([], [], [], {})
-        # One pass: of very many tensors each is read from memory anew.
-        for one in values:
-            local = tensor = one
-            said: object = None
-            if type(one) is DTensor:
-                local, cut = one._local_tensor, one._spec
-                # Torch's own hashes take longer than all else of a tensor.
-                places = map(_identify_placement, cut.placements)
-                meshes[id(cut.mesh)] = cut.mesh
-                said = (id(cut.mesh), *places, one.shape, getattr(cut, "shard_order", None))
-            elif type(one) is tuple and len(one) == 2 and type(one[1]) is Layout:
-                tensor, said = one
-                local = tensor
-            if local is None and said is not None:
-                looks.append((said,))
-            elif type(local) in WITH_MEMORY:
-                is_part = tensor is one and _is_marked(tensor)
-                looks.append((said, is_part, local.is_conj(), local.is_neg(), *_LIKE(local)))
-            else:
-                return None
-            tensors.append(tensor)
-            locals_of.append(local)
-        return found
-
-    @property
-    def have_plain(self) -> bool:
-        """Whether any is whole on every rank that has it."""
-        return any(look[0] is None for look in self.looks)
-
-
-def _is_odd(look: _Look) -> bool:
-    """Whether a tensor cannot be moved as it is, or is not whole though it seems to be."""
-    if len(look) == 1:
-        return False
-    _, is_part, is_conjugate, is_negative, _, _, layout, is_meta, _ = look
-    return bool(is_part or is_conjugate or is_negative or is_meta) or layout is not torch.strided
-
-
-def _identify_placement(placement: Placement) -> object:
-    if type(placement) is Shard:
-        return placement.dim
-    return None if type(placement) is Replicate else placement
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a part of one, by Megatron's word."""
-    return bool(getattr(tensor, "tensor_model_parallel", False))
 
 
 @lru_cache(maxsize=64)

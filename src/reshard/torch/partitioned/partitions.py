@@ -309,7 +309,7 @@ def exchange_pieces(
     group = rank_group(axis.group)
     with group.told_of_errors():
         exchange = MessageExchange(
-            [RankTransfers(change, received, sent, source, target)],
+            [RankTransfers(change, received, sent, [source], [target])],
             rank,
             group,
             source.device,

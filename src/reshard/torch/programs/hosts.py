@@ -25,8 +25,13 @@ def find_hosts(group: RankGroup) -> Topology:
 
     Ranks that are not in the group count as on the host of its first one.
     """
-    names = [group.hosts[0]] * group.slots
-    for rank, name in zip(group.ranks, group.hosts, strict=True):
+    return _place_ranks(group.ranks, group.hosts)
+
+
+@lru_cache(maxsize=64)
+def _place_ranks(ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Topology:
+    names = [hosts[0]] * (max(ranks) + 1)
+    for rank, name in zip(ranks, hosts, strict=True):
         names[rank] = name
     return Topology.of_names(names)
 

@@ -315,7 +315,7 @@ class ShardBuffers:
                 continue
             # Shards that overlap have what stays in its place already: only the rest is listed.
             received, sent = directions_of(phase, self._rank, only_moving=is_there)
-            shards = self._find_shard(number), self._find_shard(number + 1)
+            shards = [self._find_shard(number)], [self._find_shard(number + 1)]
             yield number, RankTransfers(phase.change, received, sent, *shards, self._dtype)
             self._free_before(number + 1)
 

@@ -26,13 +26,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from reshard.collectives.program import Program
-from reshard.geometry.transfers import Transfers
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
@@ -42,11 +40,15 @@ from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.stages import stage_transfers
 from reshard.torch.exchange.timeline import span
+from reshard.torch.models.memory import LocalTensors
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange
 from reshard.torch.refitting.plan import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
+
+# Items of a part with their numbers in it.
+_Numbered: TypeAlias = list[tuple[int, PartItem]]
 
 
 class BatchObserver(Protocol):
@@ -90,7 +92,7 @@ class RefitBatches:
 
     Args:
         part: what the rank does.
-        source, target: its local tensors by name.
+        source, target: its tensors.
         transforms: by the names of the targets they make.
         device: of the tensors.
         extra_bytes: the most memory to take, beside `kept_bytes`.
@@ -102,8 +104,8 @@ class RefitBatches:
     def __init__(
         self,
         part: RefitPart,
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
+        source: LocalTensors,
+        target: LocalTensors,
         transforms: Mapping[str, Transform],
         device: torch.device,
         extra_bytes: int,
@@ -114,37 +116,42 @@ class RefitBatches:
         self._changed_only = changed_only
         # Whether targets have what the sources had in a run that all ranks confirmed.
         self.is_complete = False
-        self._source, self._target, self._transforms = source, target, transforms
+        self._source, self._target, self._transforms = source.locals, target.locals, transforms
+        self._looks = [
+            dict(zip(s.locals, s.own_memory.numbers, strict=True)) for s in (source, target)
+        ]
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
         self._buckets = part.buckets
-        # Transfers of several tensors are one object where they are equal.
-        self._known: dict[Transfers, RankTransfers] = {}
         if part.batches > part.buckets:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
+        kinds, singles = self._group_kinds(part)
         # What decides the messages to send, beside the part and the source; None where any are
         # staged.
         self._cutting: Cutting | None = None
-        if not changed_only and all(item.is_direct for item in part.items):
+        if not changed_only and not any(singles):
             self._cutting = Cutting.of(group, device, extra_bytes)
-        is_like = like is not None and like._source is source and like._cutting == self._cutting
+        own = self._source, self._cutting
+        is_like = like is not None and like._source is own[0] and like._cutting == own[1]
         known = like if self._cutting is not None and is_like else None
         listed = [_BatchContents() for _ in range(part.batches)]
-        for number, of_batch in groupby(
-            sorted(part.items, key=lambda item: item.batch), key=lambda item: item.batch
-        ):
+        for of_kinds, alone, found in zip(kinds, singles, listed, strict=True):
             # Batches run one after another, so all of them take the same memory.
             self._arena.clear()
-            for item in of_batch:
-                if known is None or group.rank in item.change.target.local_shapes:
-                    self._list(item, listed[number])
-        self._known.clear()
-        shared: torch.Tensor | None = None
+            for number, item in alone:
+                self._list(number, item, found)
+            for items in of_kinds.values():
+                if known is None or group.rank in items[0][1].change.target.local_shapes:
+                    self._list_kind(items, found)
+        self._shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
         if sum(len(found.stages) + bool(changed_only) for found in listed) > 1:
-            shared = group.staging_memory(extra_bytes, device)
+            self._shared = known._shared if known is not None and known._group is group else None
+            if self._shared is None:
+                self._shared = group.staging_memory(extra_bytes, device)
+        shared = self._shared
         self.batches = []
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
         for number, found in enumerate(listed):
@@ -202,14 +209,65 @@ class RefitBatches:
         """
         return all(one.seems_changed() for one in self._compared)
 
-    def _list(self, item: PartItem, found: _BatchContents) -> None:
-        """What is done for one tensor or piece, and where."""
+    def _group_kinds(
+        self, part: RefitPart
+    ) -> tuple[list[dict[object, _Numbered]], list[_Numbered]]:
+        """By batch, items that are only exchanged, by kind; and all others."""
+        kinds: list[dict[object, _Numbered]] = [{} for _ in range(part.batches)]
+        singles: list[_Numbered] = [[] for _ in range(part.batches)]
+        sources, targets = self._looks
+        for number, item in enumerate(part.items):
+            match, change, transfers, batch, chosen, handed_on, *_ = item
+            if match.made_at or handed_on or chosen.program or chosen.is_staged_whole:
+                singles[batch].append((number, item))
+                continue
+            kind = (
+                # Changes and transfers that are equal are one object each.
+                id(change),
+                id(transfers),
+                match.dtype,
+                match.source_range,
+                match.target_range,
+                sources.get(match.source_name),
+                targets.get(match.target_name),
+            )
+            kinds[batch].setdefault(kind, []).append((number, item))
+        return kinds, singles
+
+    def _list_kind(self, items: _Numbered, found: _BatchContents) -> None:
+        """What is done for tensors or pieces of one kind, and where."""
+        first, rank = items[0][1], self._group.rank
+        match, dtype = first.match, getattr(torch, first.match.dtype)
+        sources = [self._source.get(item.match.source_name) for _, item in items]
+        targets = [self._target.get(item.match.target_name) for _, item in items]
+        if match.source_range is not None:
+            sources = [match.source_range.of(local, rank) for local in sources]
+        if match.target_range is not None:
+            targets = [match.target_range.of(local, rank) for local in targets]
+        moved = RankTransfers.of(first.change, first.transfers, rank, None, None, dtype)
+        numbers = [number for number, _ in items]
+        moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
+        if not (self._changed_only and match.can_be_compared):
+            found.stages[0].append(moved)
+            return
+        near, compared = self._split(moved)
+        found.compared += filter(None, [compared])
+        found.stages[0] += filter(None, [near])
+
+    def _split(self, moved: RankTransfers) -> tuple[RankTransfers | None, RankTransfers | None]:
+        """What is sent whole, and that of which only changes are sent."""
+        # Memory that ranks share is copied in a third of the time that a comparison takes.
+        shared = self._group.shared_memory if self._changed_only is True else None
+        return moved.split({self._group.rank, *shared.ranks} if shared is not None else set())
+
+    def _list(self, number: int, item: PartItem, found: _BatchContents) -> None:
+        """What is done for one tensor or piece that is not only exchanged, and where."""
         match, rank = item.match, self._group.rank
         dtype = getattr(torch, match.dtype)
         source = self._source.get(match.source_name)
         target = self._target.get(match.target_name)
         if item.chosen.program is not None:
-            self._list_program(item.chosen.program, source, target, dtype, found)
+            self._list_program(number, item.chosen.program, source, target, dtype, found)
             return
         if match.made_at:
             source, target = self._stage_transform(match, source, target, dtype, found)
@@ -220,30 +278,28 @@ class RefitBatches:
         ends = (source, target, dtype)
         if item.handed_on:
             stages = [rows for _, rows in item.stages]
-            found.stages[0] += stage_transfers(item.change, stages, item.span, rank, *ends)
+            staged = stage_transfers(item.change, stages, item.span, rank, *ends)
+            found.stages[0] += [one._replace(numbers=[number]) for one in staged]
             return
-        known = self._known.get(item.transfers)
-        if known is None:
-            known = RankTransfers.of(item.change, item.transfers, rank, *ends)
-            self._known[item.transfers] = known
-        moved = RankTransfers(item.change, known.received, known.sent, *ends)
+        moved = RankTransfers.of(item.change, item.transfers, rank, *ends)
+        moved = moved._replace(numbers=[number])
         if not (self._changed_only and match.can_be_compared):
             found.stages[0].append(moved)
             return
-        # Memory that ranks share is copied in a third of the time that a comparison takes.
-        shared = self._group.shared_memory if self._changed_only is True else None
-        near, compared = moved.split({rank, *shared.ranks} if shared is not None else set())
+        near, compared = self._split(moved)
         found.compared += filter(None, [compared])
         if not item.chosen.is_staged_whole:
             found.stages[0] += filter(None, [near])
             return
         # Also where this rank has no part in the stages: it sends nothing else then either.
         found.near = [*(found.near or ()), *filter(None, [near])]
-        rows = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
-        found.staged_whole = [*(found.staged_whole or ()), *rows]
+        staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
+        staged = (one._replace(numbers=[number]) for one in staged)
+        found.staged_whole = [*(found.staged_whole or ()), *staged]
 
     def _list_program(
         self,
+        number: int,
         program: Program,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
@@ -257,7 +313,7 @@ class RefitBatches:
         for stage, (_, transfers) in enumerate(buffers.transfers()):
             if stage == len(found.stages):
                 found.stages.append([])
-            found.stages[stage].append(transfers)
+            found.stages[stage].append(transfers._replace(numbers=[number]))
 
     def _stage_transform(
         self,

@@ -58,11 +58,6 @@ class PartItem(NamedTuple):
     span: PipelineSpan = PipelineSpan()
 
     @property
-    def is_direct(self) -> bool:
-        """Whether it travels at once, from where the source has it."""
-        return not (self.match.made_at or self.handed_on or self.chosen.program)
-
-    @property
     def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
         """Its transfers stage by stage, each with the change of layouts that they are of."""
         within = LayoutChange(self.change.target, self.change.target)

@@ -45,7 +45,7 @@ class PreparedRefit:
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""
         try:
-            devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+            devices = self.before.devices | self.after.devices
             if len(devices) > 1:
                 raise ShardError(
                     f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
@@ -55,8 +55,8 @@ class PreparedRefit:
                     self._check_transform(item.match, group.rank)
             batches = RefitBatches(
                 self.part,
-                self.before.locals,
-                self.after.locals,
+                self.before,
+                self.after,
                 self.transforms,
                 devices.pop() if devices else device_of(group),
                 self.extra_bytes,

@@ -64,6 +64,34 @@ def test_transfers_of_some_ranks_and_of_others(
     assert 0 not in rows and sum(rows) == len(whole.received) + len(whole.sent)
 
 
+@settings(max_examples=40)
+@given(
+    st.lists(plans(), min_size=2, max_size=2),
+    st.lists(st.integers(0, 1), min_size=1, max_size=6),
+    st.integers(0, RANKS - 1),
+)
+def test_tensors_of_one_kind_are_listed_as_they_are_one_by_one(
+    of: list[reshard.Plan], kinds: list[int], rank: int
+) -> None:
+    alone = []
+    for plan in (of[kind] for kind in kinds):
+        ends = (local(plan.source, rank, torch.int16), local(plan.target, rank, torch.int16))
+        alone.append(RankTransfers.of(plan.change, plan.for_rank(rank), rank, *ends))
+    together = []
+    for kind in sorted(set(kinds), reverse=True):
+        numbers = [number for number, one in enumerate(kinds) if one == kind]
+        sources = [source for number in numbers for source in alone[number].sources]
+        targets = [target for number in numbers for target in alone[number].targets]
+        first = alone[numbers[0]]
+        together.append(first._replace(sources=sources, targets=targets, numbers=numbers))
+    one, other = (list_messages(given, rank, RANKS, 48) for given in (alone, together))
+    assert [m.key for m in one.messages] == [m.key for m in other.messages]
+    assert [m.contents for m in one.messages] == [m.contents for m in other.messages]
+    for own, its in zip(one.copies, other.copies, strict=True):
+        assert own.target.data_ptr() == its.target.data_ptr()
+        assert own.source.data_ptr() == its.source.data_ptr()
+
+
 @settings(max_examples=60)
 @given(
     st.lists(plans(), min_size=1, max_size=3),

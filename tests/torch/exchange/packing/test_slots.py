@@ -63,3 +63,18 @@ def test_a_slot_is_packed_anew_once_all_that_it_held_is_sent(
         assert packs == len(rows)
     elif len(set(rows)) <= most:
         assert packs == len(set(rows))
+
+
+def test_what_lies_in_the_same_memory_already_is_not_prepared_again() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    piece = Piece.of(whole[:, :4], torch.float32)
+    message = RankMessage((0, 0), 0, 1, True, MessagePieces.of([piece]))
+    prepared = StagedMessage(message, torch.empty(0), [])
+    first = MessageSlots([message], True, 1, 1 << 10, allocate_bytes)
+    first.give(prepared, ExchangeStep(message.key, 0, [prepared]))
+    packs = prepared.copies
+    for memory, is_kept in ((first.memory, True), (allocate_bytes(first.size_bytes), False)):
+        slots = MessageSlots([message], True, 1, 1 << 10, lambda _, given=memory: given)
+        slots.give(prepared, ExchangeStep(message.key, 0, [prepared]))
+        assert (prepared.copies is packs) == is_kept
+        assert prepared.buffer.data_ptr() == memory.data_ptr()

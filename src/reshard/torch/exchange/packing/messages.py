@@ -40,21 +40,24 @@ FIRST_PLACE: Place = (0, 0)
 
 
 class RankTransfers(NamedTuple):
-    """The transfers of one tensor on one rank, with its local tensors there.
+    """The transfers on one rank of one tensor, or of several that are of one kind.
 
-    `received` are the transfers into this rank, those that stay included, `sent` those to
-    others. `source` and `target` are the local tensors, None where the rank holds nothing.
-    `dtype` is that of the elements that travel, None for the local tensors' own. `place` is the
-    step and the stage that they have in a pipeline; what a later stage sends has to have arrived.
+    Tensors that are cut alike, and lie alike in memory, are of one kind. `received` are the
+    transfers into this rank, those that stay included, `sent` those to others, of each of them.
+    `sources` and `targets` are the local tensors, None where the rank holds nothing. `dtype` is
+    that of the elements that travel, None for the local tensors' own. `place` is the step and the
+    stage that they have in a pipeline; what a later stage sends has to have arrived. `numbers` say
+    the order of the tensors among all; that in which they are listed when None.
     """
 
     change: LayoutChange
     received: Transfers
     sent: Transfers
-    source: torch.Tensor | None
-    target: torch.Tensor | None
+    sources: Sequence[torch.Tensor | None]
+    targets: Sequence[torch.Tensor | None]
     dtype: torch.dtype | None = None
     place: Place = FIRST_PLACE
+    numbers: Sequence[int] | None = None
 
     @classmethod
     def of(
@@ -67,10 +70,8 @@ class RankTransfers(NamedTuple):
         dtype: torch.dtype | None = None,
         place: Place = FIRST_PLACE,
     ) -> RankTransfers:
-        """All transfers of a rank, as `job.for_rank(rank)` gives them, in both directions."""
-        into = transfers.target_slot == rank
-        ends = transfers.take(into), transfers.take(~into), source, target
-        return cls(change, *ends, dtype, place)
+        """All transfers of a tensor, as `job.for_rank(rank)` gives them, in both directions."""
+        return cls(change, *_part_directions(transfers, rank), [source], [target], dtype, place)
 
     def split(self, peers: Iterable[int]) -> tuple[RankTransfers | None, RankTransfers | None]:
         """The transfers from and to some ranks, and those of all others; None where none are."""
@@ -198,6 +199,8 @@ class _Place(NamedTuple):
             return wholes
         # One call each, where `narrow` would be one for each dimension.
         shape, strides, ahead = self.shape, self.strides, self.ahead
+        if not ahead:
+            return [one.as_strided(shape, strides) for one in wholes]
         return [one.as_strided(shape, strides, one.storage_offset() + ahead) for one in wholes]
 
 
@@ -221,8 +224,7 @@ class _CopyColumn(NamedTuple):
 class RankPieces:
     """What a rank sends, receives and has itself: pieces by order of contributions, and by peer.
 
-    Tensors that are cut alike, and lie alike in memory, are of one kind. What is to be done is
-    found for one of each kind; only views are made for each.
+    What is to be done is found for one of each kind; only views are made for each.
 
     Args:
         tensors: in the same order on every rank.
@@ -237,33 +239,31 @@ class RankPieces:
         self._sent: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
         self._received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
         self._local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
-        kinds = _group_kinds(tensors)
-        firsts = [tensors[numbers[0]] for numbers in kinds]
+        kinds = _join_kinds(tensors)
         # The rows of one tensor lie one behind the other.
-        rows = max((len(one.received) + len(one.sent) for one in firsts), default=0)
-        for numbers in kinds:
-            places = np.array(numbers) * rows
-            self._add([tensors[number] for number in numbers], places, with_sent)
+        rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
+        for one in kinds:
+            self._add(one, np.array(one.numbers) * rows, with_sent)
         self.sent, self.received = (
             {pair: _merge_pieces(columns) for pair, columns in by_pair.items()}
             for by_pair in (self._sent, self._received)
         )
         self.local = {order: _merge_copies(columns) for order, columns in self._local.items()}
 
-    def _add(self, tensors: Sequence[RankTransfers], places: IntArray, with_sent: bool) -> None:
-        """List the pieces of tensors of one kind, the first of each at these places."""
-        first = tensors[0]
-        sources = _list_cells(first.change.source, self._rank, [one.source for one in tensors])
-        targets = _list_cells(first.change.target, self._rank, [one.target for one in tensors])
-        for row in _list_received(first.received, sources, targets):
+    def _add(self, tensors: RankTransfers, places: IntArray, with_sent: bool) -> None:
+        """List the pieces of tensors, the first of each at these places."""
+        change = tensors.change
+        sources = _list_cells(change.source, self._rank, tensors.sources)
+        targets = _list_cells(change.target, self._rank, tensors.targets)
+        for row in _list_received(tensors.received, sources, targets):
             # The first contribution is copied into the target, later ones are combined with it.
-            reduction = (first.change.source.reduction or "sum") if row.order else None
+            reduction = (change.source.reduction or "sum") if row.order else None
             views = row.place.views(targets)
             if row.kept_from is not None:
                 copies = _CopyColumn(places, views, row.kept_from.views(sources), reduction)
                 self._local[row.order].append(copies)
             else:
-                travels = first.dtype or views[0].dtype
+                travels = tensors.dtype or views[0].dtype
                 form = PieceForm.of(row.place.shape, travels, reduction)
                 self._received[row.order, row.peer].append(_Column(places, views, form))
             places = places + 1
@@ -271,33 +271,37 @@ class RankPieces:
             return
         # What is sent to several ranks is one view.
         known: dict[_Place, tuple[Sequence[torch.Tensor], PieceForm]] = {}
-        for row in _list_sent(first.sent, sources):
+        for row in _list_sent(tensors.sent, sources):
             if row.place not in known:
                 views = row.place.views(sources)
-                form = PieceForm.of(row.place.shape, first.dtype or views[0].dtype)
+                form = PieceForm.of(row.place.shape, tensors.dtype or views[0].dtype)
                 known[row.place] = views, form
             self._sent[row.order, row.peer].append(_Column(places, *known[row.place]))
             places = places + 1
 
 
-def _group_kinds(tensors: Iterable[RankTransfers]) -> list[list[int]]:
-    """The numbers of the tensors of each kind."""
-    kinds: dict[object, list[int]] = {}
-    for number, (change, received, sent, source, target, dtype, _) in enumerate(tensors):
+def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
+    """The tensors of each kind together, with their numbers."""
+    kinds: dict[object, list[RankTransfers]] = {}
+    for listed, one in enumerate(tensors):
         # Changes and transfers that are equal are one object each; they say the shapes.
-        key = (
-            id(change),
-            id(received),
-            id(sent),
-            dtype,
-            source is None or (source.dtype, source.stride()),
-            target is None or (target.dtype, target.stride()),
-        )
-        if key in kinds:
-            kinds[key].append(number)
-        else:
-            kinds[key] = [number]
-    return list(kinds.values())
+        ends = [
+            tensor is None or (tensor.dtype, tensor.stride())
+            for tensor in (one.sources[0], one.targets[0])
+        ]
+        key = (id(one.change), id(one.received), id(one.sent), one.dtype, *ends)
+        numbered = one if one.numbers is not None else one._replace(numbers=[listed])
+        kinds.setdefault(key, []).append(numbered)
+    return [of[0] if len(of) == 1 else _join(of) for of in kinds.values()]
+
+
+def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
+    """Tensors of one kind."""
+    return tensors[0]._replace(
+        sources=[source for one in tensors for source in one.sources],
+        targets=[target for one in tensors for target in one.targets],
+        numbers=[number for one in tensors for number in one.numbers or ()],
+    )
 
 
 def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | None]) -> _Cells:
@@ -458,6 +462,13 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
 @functools.lru_cache(maxsize=1024)
 def _number_cells(layout: Layout, rank: int) -> range:
     return layout.cells_of(rank)
+
+
+@functools.lru_cache(maxsize=256)
+def _part_directions(transfers: Transfers, rank: int) -> tuple[Transfers, Transfers]:
+    """The transfers of a rank into it, and those from it to others."""
+    into = transfers.target_slot == rank
+    return transfers.take(into), transfers.take(~into)
 
 
 @functools.lru_cache(maxsize=256)

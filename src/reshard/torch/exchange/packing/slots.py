@@ -140,7 +140,7 @@ class MessageSlots:
         room = most_bytes // self._slot_bytes if staged else 0
         self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
-        self._memory = allocate(self.size_bytes)
+        self.memory = allocate(self.size_bytes)
         self._are_shared = are_shared
         self._users: list[list[ExchangeStep]] = []
         self._staged: list[StagedMessage] = []
@@ -158,7 +158,10 @@ class MessageSlots:
         self._users.append([step])
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
-        prepared.stage(self._memory.narrow(0, begin, offsets[-1]))
+        place = self.memory.narrow(0, begin, offsets[-1])
+        # It may be there already, by another exchange in the same memory.
+        if not prepared.copies or prepared.buffer.data_ptr() != place.data_ptr():
+            prepared.stage(place)
         self._staged.append(prepared)
         if turn >= self._count:
             step.follows += self._users[turn - self._count]
