@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path
     # Back to the model: from what reshard wrote for vLLM, and vLLM has loaded.
     convert(tmp_path / "state", tmp_path / "back", to="full")
     assert compare(model, tmp_path / "back").is_same
-    # What vLLM saves itself on a CPU has matrices in the form of its kernels: they are named.
-    with pytest.raises(RecipeError, match=r"no 'rank-0/model\.layers\.0.*the form of a kernel"):
+    # What vLLM saves itself is the model, or, on a processor with AVX-512, has matrices in the form
+    # of its kernels: these are named.
+    refused = ""
+    try:
         convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
+    except RecipeError as error:
+        refused = str(error)
+    if refused:
+        assert re.search(r"no 'rank-0/model\.layers\.0.*the form of a kernel", refused)
+    else:
+        assert compare(model, tmp_path / "from vLLM").is_same

@@ -279,30 +279,33 @@ class _Choosing:
         """The best that was found."""
         is_exact = self._find()
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
-        if fitting:
-            best = min(fitting, key=_by_time)
-        else:
-            best = min(self._known.values(), key=lambda one: one.peak_bytes)
+        best = min(fitting, key=_by_time) if fitting else self._find_within()
         program = self._make_program(self._limit, best.shardings)
-        filled = self._fill(best.specs)
-        trace = best.trace if fitting else self._trace_within(program, filled, best)
-        specs = replaced(filled, lambda leaf: leaf.spec if isinstance(leaf, ArrayType) else None)
-        return AutoPlacement(tuple(specs), program, trace, is_exact and bool(fitting))
+        specs = replaced(
+            self._fill(best.specs), lambda leaf: leaf.spec if isinstance(leaf, ArrayType) else None
+        )
+        return AutoPlacement(tuple(specs), program, best.trace, is_exact and bool(fitting))
 
-    def _trace_within(
-        self, program: JittedFunction, filled: Sequence[Any], least: _Program
-    ) -> Trace:
-        """The trace of a program that keeps the limit by other strategies, or computing again."""
-        try:
-            return program.trace(*filled)
-        except PlanError as error:
-            raise PlanError(
-                f"{self._name}: no shardings of its arguments were found with which each rank "
-                f"holds at most live_bytes={self._limit:,}; the least that was found is "
-                f"{least.peak_bytes:,}. Give live_bytes={least.peak_bytes:,}, a mesh of more "
-                "devices, a smaller batch, or put layers that are differentiated under "
-                "@sp.rematerialized"
-            ) from error
+    def _find_within(self) -> _Program:
+        """The best that keeps the limit by other strategies, or computing again."""
+        least = sorted(self._known.values(), key=lambda one: one.peak_bytes)
+        found, refused = [], []
+        # Each sharding of the inputs once, as it holds the least.
+        for specs, one in {one.specs: one for one in reversed(least[:MOST_USUAL])}.items():
+            try:
+                trace = self._make_program(self._limit, one.shardings).trace(*self._fill(specs))
+                found.append(one._replace(trace=trace))
+            except PlanError as error:
+                refused.append(error)
+        if found:
+            return min(found, key=_by_time)
+        raise PlanError(
+            f"{self._name}: no shardings of its arguments were found with which each rank "
+            f"holds at most live_bytes={self._limit:,}; the least that was found is "
+            f"{least[0].peak_bytes:,}. Give live_bytes={least[0].peak_bytes:,}, a mesh of more "
+            "devices, a smaller batch, or put layers that are differentiated under "
+            "@sp.rematerialized"
+        ) from refused[-1]
 
     def _find(self) -> bool:
         """Judge what may be the best. Whether it is for sure."""
