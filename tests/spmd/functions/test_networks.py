@@ -121,6 +121,30 @@ def test_keys_that_are_cut_alone_stay_where_they_are() -> None:
     assert trace.moved_bytes < 4 * 2 * 6 * 8 * 8 * 3
 
 
+@pytest.mark.parametrize(
+    "cut", ["tp@cyclic1", "tp@zigzag", "tp dp@cyclic1", "tp@sizes[1,4,3]", "tp"]
+)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": 3}])
+def test_whole_queries_have_gradients_of_results_that_are_cut(
+    options: dict[str, Any], cut: str
+) -> None:
+    """Queries know their places, also where cotangents lie in parts of several stretches."""
+    draw = np.random.default_rng(0)
+    arrays = [draw.normal(size=(2, 8, 4)) for _ in range(3)]
+    weights = sp.array(draw.normal(size=(2, 8, 4)))
+
+    def weigh(weights: Any, *heads: Any) -> Any:
+        return sp.sum(weights * sp.attention(*heads, **options))
+
+    every = (1, 2, 3)
+    expected = sp.grad(weigh, every)(weights, *map(sp.array, arrays))
+    weights = weights.shard(spec(MESH, f"-, {cut}, -"))
+    whole = [sp.array(one, spec(MESH, "-, -, -")) for one in arrays]
+    for find in (sp.grad(weigh, every), sp.jit(sp.grad(weigh, every))):
+        for one, other in zip(find(weights, *whole), expected, strict=True):
+            np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
+
+
 def test_attention_s_second_derivative_is_that_with_a_mask() -> None:
     q = sp.array(np.random.default_rng(0).normal(size=(2, 3, 4)))
 

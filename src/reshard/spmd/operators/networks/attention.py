@@ -115,7 +115,8 @@ def attention_gradient(
 def _finds_places(
     specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> bool:
-    return all(map(has_plain_parts, specs[:2]))
+    # Queries are cut as the mask and cotangents are, too.
+    return all(map(has_plain_parts, specs))
 
 
 def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
