@@ -18,8 +18,8 @@ from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, placed
-from reshard.spmd.gradients.windows import pull_by_scores
+from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step
+from reshard.spmd.gradients.windows import pull_by_scores, pull_turn
 from reshard.spmd.local.local_work import stretches_of
 from reshard.spmd.local.ring_attention import is_reached
 from reshard.spmd.shards.operation_call import call, recorders
@@ -85,11 +85,9 @@ def _pull_back(
 ) -> tuple[Any, ...]:
     """The cotangents of queries, keys and values, in the shardings of those."""
     shift = e.negative(sum_over(g * found, axis=-1))
-    passing = _in_passing(k), _in_passing(v)
+    arrays = (q, _in_passing(k), _in_passing(v))
     every: list[Any] = []
     for attributes in _list_turns(q, k, shared):
-        operands = (q, *passing, sums, shift, g)
-        made = call("attention_turn_gradient", operands, attributes, {"scale": scale})
-        home = [placed(one, x.type.spec) for one, x in zip(made, (q, k, v), strict=True)]
-        every = [a + b for a, b in zip(every, home, strict=True)] if every else home
+        home = pull_turn(arrays, sums, shift, g, attributes, scale)
+        every = [a + b for a, b in zip(every, home, strict=True)] if every else list(home)
     return tuple(every)

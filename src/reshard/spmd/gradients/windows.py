@@ -175,10 +175,26 @@ def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     # Of queries that see no key in this turn the logarithm has no slope.
     shift = where(e.isfinite(sums), of_sums - sum_over(g * found, axis=-1), 0.0)
     attributes = dict(step.attributes)
-    options = {"scale": attributes.pop("scale")}
-    operands = (*step.operands, sums, shift, g)
-    made = call("attention_turn_gradient", operands, attributes, options)
-    return tuple(placed(one, x.type.spec) for one, x in zip(made, step.operands, strict=True))
+    scale = attributes.pop("scale")
+    return pull_turn(step.operands, sums, shift, g, attributes, scale)
+
+
+def pull_turn(
+    arrays: Sequence[Any], sums: Any, shift: Any, g: Any, attributes: dict[str, Any], scale: float
+) -> tuple[Any, ...]:
+    """The cotangents of a turn's queries, keys and values, in the shardings of those.
+
+    Args:
+        arrays: the queries, keys and values.
+        sums: the logarithms of the sums of the keys that the queries see.
+        shift: what is added to the weights' cotangents.
+        g: the cotangent of what is weighed.
+        attributes: of the turn.
+        scale: of the scores.
+    """
+    operands = (*arrays, sums, shift, g)
+    made = call("attention_turn_gradient", operands, attributes, {"scale": scale})
+    return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
 
 
 def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:

@@ -17,7 +17,14 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.functions.manipulation import stack
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, is_real_floating
+from reshard.spmd.gradients.tape import (
+    JointPullback,
+    Tape,
+    TapeStep,
+    add_step,
+    is_real_floating,
+    is_watched,
+)
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.programs.carried_values import (
     as_arrays,
@@ -89,7 +96,8 @@ def scan(
     parts = replaced(given, lambda x: None if x is None else _whole_first(x))
     recorder = listening_recorder()
     # A gradient sees each step by itself.
-    if recorder is not None and not _tapes() and count and arrays_of([carried, parts]):
+    is_seen = any(isinstance(one, Tape) for one in recorders)
+    if recorder is not None and not is_seen and count and arrays_of([carried, parts]):
         return _record_scan(body, carried, parts, count, reverse, recorder)
     return _run_scan(body, carried, parts, count, reverse)
 
@@ -455,16 +463,11 @@ def _record_while(
 
 
 def _refuse_gradients(found: Sequence[Any]) -> None:
-    for tape in _tapes():
-        if any(map(tape.is_active, found)):
-            raise UsageError(
-                "the gradient of sp.while_loop: how often it runs is known when it has, and no "
-                "step is kept; use sp.scan with a length, or take sp.stop_gradient(x) before"
-            )
-
-
-def _tapes() -> list[Tape]:
-    return [one for one in recorders if isinstance(one, Tape)]
+    if is_watched(found):
+        raise UsageError(
+            "the gradient of sp.while_loop: how often it runs is known when it has, and no step "
+            "is kept; use sp.scan with a length, or take sp.stop_gradient(x) before"
+        )
 
 
 def _keep_lying(after: Any, before: Any) -> Any:

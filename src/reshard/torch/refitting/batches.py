@@ -133,9 +133,13 @@ class RefitBatches:
         self._cutting: Cutting | None = None
         if not changed_only and not any(singles):
             self._cutting = Cutting.of(group, device, extra_bytes)
-        own = self._source, self._cutting
-        is_like = like is not None and like._source is own[0] and like._cutting == own[1]
-        known = like if self._cutting is not None and is_like else None
+        is_like = (
+            like is not None
+            and self._cutting is not None
+            and like._cutting == self._cutting
+            and like._source is self._source
+        )
+        known = like if is_like else None
         listed = [_BatchContents() for _ in range(part.batches)]
         for of_kinds, alone, found in zip(kinds, singles, listed, strict=True):
             # Batches run one after another, so all of them take the same memory.
@@ -247,15 +251,16 @@ class RefitBatches:
         moved = RankTransfers.of(first.change, first.transfers, rank, None, None, dtype)
         numbers = [number for number, _ in items]
         moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
-        if not (self._changed_only and match.can_be_compared):
-            found.stages[0].append(moved)
-            return
-        near, compared = self._split(moved)
+        near, compared = self._split(moved, match)
         found.compared += filter(None, [compared])
         found.stages[0] += filter(None, [near])
 
-    def _split(self, moved: RankTransfers) -> tuple[RankTransfers | None, RankTransfers | None]:
+    def _split(
+        self, moved: RankTransfers, match: Match
+    ) -> tuple[RankTransfers | None, RankTransfers | None]:
         """What is sent whole, and that of which only changes are sent."""
+        if not (self._changed_only and match.can_be_compared):
+            return moved, None
         # Memory that ranks share is copied in a third of the time that a comparison takes.
         shared = self._group.shared_memory if self._changed_only is True else None
         return moved.split({self._group.rank, *shared.ranks} if shared is not None else set())
@@ -283,12 +288,9 @@ class RefitBatches:
             return
         moved = RankTransfers.of(item.change, item.transfers, rank, *ends)
         moved = moved._replace(numbers=[number])
-        if not (self._changed_only and match.can_be_compared):
-            found.stages[0].append(moved)
-            return
-        near, compared = self._split(moved)
+        near, compared = self._split(moved, match)
         found.compared += filter(None, [compared])
-        if not item.chosen.is_staged_whole:
+        if not (self._changed_only and match.can_be_compared and item.chosen.is_staged_whole):
             found.stages[0] += filter(None, [near])
             return
         # Also where this rank has no part in the stages: it sends nothing else then either.
