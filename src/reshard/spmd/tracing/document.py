@@ -25,7 +25,7 @@ def trace_document(trace: TraceRecord) -> str:
     >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
     >>> found = json.loads(trace_document(trace(lambda x: x @ x, x)))
     >>> found["operations"][0]["before"][0]["steps"], found["moved_bytes"]
-    (['all-to-all(x)'], 32)
+    (['all-gather(x)'], 64)
     """
     # Of one mesh, which most programs have.
     axes = _write_mesh(trace.mesh)["axes"] if len(trace.meshes) == 1 and trace.mesh else {}

@@ -163,7 +163,7 @@ def reason_lines(operations: Sequence[TracedOperation]) -> list[str]:
     >>> from reshard.spmd import abstract, trace
     >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
     >>> reason_lines(trace(lambda x: x @ x, x).operations)
-    ['%1 = matmul: %0 all-to-all(x) to `x, -`: x cuts [k] of %0']
+    ['%1 = matmul: %0 all-gather(x) to `-, -`: x cuts [j] of %0']
     """
     return [
         f"%{one.operation.results[0]} = {one.operation.operator}: {reshard}: "

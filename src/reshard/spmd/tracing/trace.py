@@ -136,7 +136,7 @@ class Trace(TraceRecord):
         >>> from reshard.spmd import abstract
         >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
         >>> print(trace(lambda x: x @ x, x).reasons())
-        %1 = matmul: %0 all-to-all(x) to `x, -`: x cuts [k] of %0
+        %1 = matmul: %0 all-gather(x) to `-, -`: x cuts [j] of %0
         """
         return "\n".join(reason_lines(self.operations))
 
