@@ -117,6 +117,7 @@ def _run_hidden(
         with recording(outsiders):
             returned = function(*entered[0], **entered[1])
     results = [leaf for _, leaf in leaves(returned) if isinstance(leaf, ArrayValue)]
+    outsiders.record_operands(results)
     # An argument that is returned as it is, or an array from elsewhere, is a result of its own.
     with without(tapes):
         left = [call("identity", (one,)) for one in results]
