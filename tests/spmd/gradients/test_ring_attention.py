@@ -285,6 +285,22 @@ def test_rematerialized_and_traced_programs() -> None:
         np.testing.assert_allclose(three.to_dense(), one.to_dense(), 1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest", "cost"])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+def test_turns_of_whole_sequences(is_causal: bool, window: int | None, strategy: str) -> None:
+    """Where a strategy gathers the queries, what they weigh is in the order of the sequence."""
+    q, k = (np.random.default_rng(n).normal(size=(1, 7, 3)) for n in range(2))
+
+    def weigh(q: Any, k: Any) -> Any:
+        return sp.attention(q * k, k, k, is_causal=is_causal, window=window)
+
+    expected = weigh(sp.array(q), sp.array(k)).to_dense()
+    for mesh in (DeviceMesh.of(x=2), DeviceMesh.of(x=3)):
+        heads = [sp.array(one, spec(mesh, "-, x@zigzag, -")) for one in (q, k)]
+        found = sp.jit(weigh, strategy=strategy)(*heads).to_dense()
+        np.testing.assert_allclose(found, expected, 1e-10, 1e-12)
+
+
 @pytest.mark.parametrize("cut", ["-, y, -", "x, y, -"])
 def test_gradients_of_programs_with_queries_without_keys(cut: str) -> None:
     """Their slopes are zero, and nothing warns of numbers that are none."""

@@ -58,28 +58,29 @@ class _Turn:
         self._keys = keys
 
     def meetings(self, k: Any) -> Iterator[tuple[Stretch, list[tuple[Stretch, Attention]]]]:
-        """Stretches of the queries here; the keys here that each sees, and what computes them."""
+        """Stretches of the queries, as they lie here, with the keys here that each sees.
+
+        Beside the keys stands what computes them.
+        """
         options = self.options
         parts = options["query_parts"]
+        here = []
         for number, part in enumerate(parts):
-            of_keys = options["key_parts"][(number + options["turn"]) % len(parts)]
             for stretch in part:
                 rows = _find_place(self._queries, stretch)
-                if rows is None:
-                    continue
-                found = []
-                for other in of_keys:
-                    columns = _find_place(self._keys, other)
-                    # Arrays that only tell the results' element types have no such keys.
-                    is_here = columns is not None and columns[1] <= k.shape[-2]
-                    if (
-                        columns is not None
-                        and is_here
-                        and is_reached(options, (stretch,), (other,))
-                    ):
-                        seen = seen_keys(options, stretch[0], other[0])
-                        found.append((columns, Attention(self.space, options["scale"], seen)))
-                yield rows, found
+                if rows is not None:
+                    here.append((rows, stretch, number))
+        # Parts in zigzag are not in the order of the sequence, which a rank may have whole.
+        for rows, stretch, number in sorted(here):
+            found = []
+            for other in options["key_parts"][(number + options["turn"]) % len(parts)]:
+                columns = _find_place(self._keys, other)
+                # Arrays that only tell the results' element types have no such keys.
+                is_here = columns is not None and columns[1] <= k.shape[-2]
+                if columns is not None and is_here and is_reached(options, (stretch,), (other,)):
+                    seen = seen_keys(options, stretch[0], other[0])
+                    found.append((columns, Attention(self.space, options["scale"], seen)))
+            yield rows, found
 
 
 def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None:
