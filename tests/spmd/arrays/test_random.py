@@ -95,6 +95,40 @@ def test_keys_of_a_key_are_apart() -> None:
     assert sp.random.key((1 << 64) - 1).to_dense()[0] == -1
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_keys_of_numbers_in_arrays(library: str) -> None:
+    numbers = (0, 3, 1 << 40, (1 << 63) - 1)
+    expected = [sp.random.fold_in(KEY, number).to_dense().tolist() for number in numbers]
+    with sp.running(sp.in_process(library)):
+        key = sp.random.key(11)
+        program = sp.jit(sp.random.fold_in)
+        for number, own in zip(numbers, expected, strict=True):
+            assert program(key, sp.asarray(number)).to_dense().tolist() == own
+            assert sp.random.fold_in(key, sp.asarray(number)).to_dense().tolist() == own
+        assert program.traced_count == 1
+        pending = sp.sum(sp.array(np.arange(3), spec(MESH, "x")))
+        assert sp.random.fold_in(key, pending).to_dense().tolist() == expected[1]
+
+        def turn(number: Any, _: Any) -> tuple[Any, Any]:
+            return number + 1, sp.random.normal(sp.random.fold_in(key, number), (2,))
+
+        _, drawn = sp.scan(turn, sp.asarray(0), length=3)
+        for number, own in enumerate(drawn.to_dense()):
+            alone = sp.random.normal(sp.random.fold_in(key, number), (2,))
+            assert own.tolist() == alone.to_dense().tolist()
+
+
+def test_a_key_of_each_step_compiles_nothing_anew() -> None:
+    runner = sp.in_process("numpy")
+    with sp.running(runner):
+        key = sp.random.key(0)
+        sp.random.fold_in(key, 0)
+        before = len(runner.calls)
+        for step in range(1, 50):
+            sp.random.fold_in(key, step)
+    assert len(runner.calls) == before
+
+
 def test_whole_numbers_and_truth_values() -> None:
     found = sp.random.integers(KEY, (600, 100), -3, 4, spec=CUT)
     counts = np.bincount(found.to_dense().reshape(-1) + 3, minlength=7)
@@ -194,6 +228,11 @@ def test_dropout_through_pytorch_and_computed_again() -> None:
         (lambda: sp.random.uniform(KEY, (-3,)), "shape"),
         (lambda: sp.random.uniform(KEY, (4,), spec=spec(MESH, "x | sum(y)")), "sums are pending"),
         (lambda: sp.random.split(KEY, 0), "a key split in 0"),
+        (lambda: sp.random.fold_in(KEY, -1), "a key of number -1; a whole number of 0 or more"),
+        (lambda: sp.random.fold_in(KEY, 1 << 63), r"below 2\*\*63"),
+        (lambda: sp.random.fold_in(KEY, sp.asarray(-1)), "part -1 of a key"),
+        (lambda: sp.random.fold_in(KEY, sp.ones(())), r"a key of number float64\[\]"),
+        (lambda: sp.random.fold_in(KEY, sp.asarray([1, 2])), r"a key of number int64\[2\]"),
         (lambda: sp.random.integers(KEY, 3, 4, 4), "integers from 4 to 4"),
         (lambda: sp.random.integers(KEY, 3, 0, 1 << 64), "within int64"),
         (lambda: sp.random.bernoulli(KEY, 1.5), "a probability of 1.5"),

@@ -81,17 +81,36 @@ def split(key: Any, count: int = 2) -> tuple[Any, ...]:
     return tuple(found[place] for place in range(number))
 
 
-def fold_in(key: Any, number: int) -> Any:
+@of_arrays
+def fold_in(key: Any, number: Any) -> Any:
     """The key of a number, of a layer or a step say: part `number` of as many as there may be.
+
+    Args:
+        key: the key that it is made of.
+        number: a whole number from 0 to `2**63 - 1`, or an array of one without dimensions, such as
+            the step that a program is given.
+
+    Raises UsageError for another number; for an array, when its element is read.
 
     >>> import reshard.spmd as sp
     >>> key = sp.random.key(7)
     >>> bool(sp.all(sp.random.fold_in(key, 1) == sp.random.split(key)[1]))
     True
     """
-    place = whole_number("a key of number", number)
+    if not isinstance(number, ArrayValue):
+        if whole_number("a key of number", number) >= 1 << 63:
+            raise UsageError(f"a key of number {number}; a number below 2**63 was expected")
+        number = index(number)
+    elif number.type.shape or kind_of(number.type.dtype) not in (
+        "signed integer",
+        "unsigned integer",
+    ):
+        raise UsageError(
+            f"a key of number {number.type}; a whole number was expected, or an array of one "
+            "without dimensions"
+        )
     # The words of one part alone: those before it are never drawn.
-    return _draw(key, (2,), None, "key", "int64", before=2 * place)
+    return _draw(key, (2,), None, "key", "int64", number)
 
 
 def uniform(
@@ -258,9 +277,14 @@ def _draw(
     spec: ShardingSpec | None,
     distribution: str,
     dtype: str,
+    *before: Any,
     **options: int,
 ) -> Any:
-    """Numbers of a distribution, in a sharding. Raises UsageError for what is no key."""
+    """Numbers of a distribution, in a sharding. Raises UsageError for what is no key.
+
+    Args:
+        before: the number of arrays of that shape that come before in the key's stream.
+    """
     kind = key.type if isinstance(key, ArrayValue) else None
     if kind is None or kind.shape != (2,) or kind.dtype is not data_types.int64:
         raise UsageError(
@@ -270,7 +294,7 @@ def _draw(
     sizes = read_shape(shape)
     wanted = None if spec is None else plain_spec(spec)
     named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
-    found = call("random_numbers", (key, _make_place(key, sizes, wanted)), None, named)
+    found = call("random_numbers", (key, _make_place(key, sizes, wanted), *before), None, named)
     # A cut whose parts are no stretches is drawn whole, and then cut where it lies.
     return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
 

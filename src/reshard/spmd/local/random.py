@@ -13,11 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from reshard.dtypes import DType
+from reshard.errors import UsageError
 from reshard.spmd.local.local_work import Function, LocalWork
 
 _WORDS_AT_ONCE = 4
@@ -28,18 +30,29 @@ _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def random_numbers(work: LocalWork) -> list[Function]:
-    """Numbers at the places that a rank has of the second operand, by the key, the first."""
+    """Numbers at the places that a rank has of the second operand, by the key, the first.
+
+    A third operand says how many arrays of the second one's shape come before.
+
+    Raises UsageError where that is less than none.
+    """
     options = work.attributes
     kind, dtype = options["distribution"], options["dtype"]
-    _, like = work.operands
+    like = work.operands[1]
     shape = () if like is None else like.shape
     starts = zip(*(work.starts_here(1, axis) for axis in range(len(shape))), strict=True)
 
-    def draw(key: Any, place: Any, start: tuple[int, ...]) -> Any:
+    def draw(key: Any, place: Any, *before: Any, start: tuple[int, ...]) -> Any:
+        skipped = math.prod(shape) * sum(map(int, before))
+        if skipped < 0:
+            raise UsageError(
+                f"random numbers of part {int(before[0])} of a key; a whole number of 0 or more "
+                "was expected"
+            )
         words = _draw_words(
             [int(word) % (1 << 64) for word in work.library.numpy(key)],
             [
-                (first + options.get("before", 0), count)
+                (first + skipped, count)
                 for first, count in _find_runs(tuple(place.shape), start, shape)
             ],
             words_each=2 if kind == "normal" else 1,
@@ -49,7 +62,7 @@ def random_numbers(work: LocalWork) -> list[Function]:
         return work.library.array(made.reshape(tuple(place.shape)), dtype, beside=key)
 
     every = list(starts) if shape else [()] * len(work.ranks)
-    return [lambda key, place, start=start: draw(key, place, start) for start in every]
+    return [partial(draw, start=start) for start in every]
 
 
 def _find_runs(

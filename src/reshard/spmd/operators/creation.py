@@ -95,13 +95,18 @@ def random_bits(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
 def random_numbers(shapes: Sequence[Shape]) -> Inferred:
     """A key, and an array whose places get numbers; its elements are not read.
 
+    A third operand, a whole number, counts how many arrays of that shape come before in the key's
+    stream.
+
     >>> print(random_numbers([(2,), (4, 8)]).rule)
     ([k], [i, j]) -> ([i, j]) {i=4, j=8, k=2} need_replication={k}
     """
-    counted("random_numbers", shapes, 2)
-    key, like = shapes
+    counted("random_numbers", shapes[:2], 2)
+    key, like, *before = shapes
     if key != (2,):
         raise SpecError(f"a key of shape {list(key)}; one of sp.random.key(seed) was expected")
+    if before not in ([], [()]):
+        raise SpecError(f"random_numbers of {before}; one number was expected at most")
     # The key gets no factor here, so that `build` makes it whole.
     builder = RuleBuilder(shapes, [like])
     for dim in range(len(like)):
