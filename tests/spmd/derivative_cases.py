@@ -365,6 +365,19 @@ def _attend_in_a_turn(xp: Any, q: Any, k: Any, v: Any) -> Any:
     return xp.sum(xp.square(found), axis=-1) + xp.square(sums)
 
 
+def _attend_back(xp: Any, *operands: Any) -> Any:
+    options = {"is_causal": True, "window": None}, {"scale": 0.3}
+    return sum(xp.sum(xp.sin(one)) for one in call("attention_gradient", operands, *options))
+
+
+def _attend_back_in_a_turn(xp: Any, *operands: Any) -> Any:
+    parts = (((0, 1), (2, 3)), ((1, 2),))
+    shared = {"is_causal": True, "window": 2, "turn": 1}
+    attributes = {**shared, "query_parts": parts, "key_parts": parts}
+    found = call("attention_turn_gradient", operands, attributes, {"scale": 0.3})
+    return sum(xp.sum(xp.sin(one)) for one in found)
+
+
 def _convolve(**options: Any) -> tuple[Function, Function]:
     def by_torch(xp: Any, x: Any, kernel: Any) -> Any:
         import torch
@@ -446,6 +459,18 @@ WINDOWS = [
         "attention_turn",
         _attend_in_a_turn,
         ((2, 4, 3, 5), (2, 2, 3, 5), (2, 2, 3, 4)),
+        by_torch=None,
+    ),
+    GradientCase(
+        "attention_gradient",
+        _attend_back,
+        ((1, 4, 3, 3), (1, 2, 3, 3), (1, 2, 3, 2), (1, 4, 3, 2)),
+        by_torch=None,
+    ),
+    GradientCase(
+        "attention_turn_gradient",
+        _attend_back_in_a_turn,
+        ((4, 3, 3), (2, 3, 3), (2, 3, 2), (4, 3), (4, 3), (4, 3, 2)),
         by_torch=None,
     ),
 ]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from reshard.spmd import namespace
 from reshard.spmd.functions import elementwise as e
-from reshard.spmd.functions.elementwise import where
-from reshard.spmd.functions.manipulation import take_ranges
+from reshard.spmd.functions.elementwise import where, whole
+from reshard.spmd.functions.manipulation import (
+    expand_dims,
+    matrix_transpose,
+    reshape,
+    take_ranges,
+)
 from reshard.spmd.functions.networks import (
     attend_by_scores,
     layer_norm_by_parts,
@@ -26,6 +33,7 @@ from reshard.spmd.gradients.tape import (
     is_watched,
     placed,
 )
+from reshard.spmd.local.ring_attention import seen_keys
 from reshard.spmd.shards.operation_call import call
 
 Ranges = list[tuple[int, int, int]]
@@ -197,6 +205,72 @@ def pull_turn(
     return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
 
 
+def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """By scores, where a traced function that has the gradient is differentiated."""
+    attributes = {name: step.attributes[name] for name in ("is_causal", "window")}
+    factor = step.attributes["scale"]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attend_by_scores(q, k, v, None, factor=factor, **attributes)
+
+    def pull_back(q: Any, k: Any, v: Any, g: Any) -> Any:
+        return namespace.find("vjp")(attend, q, k, v)[1](g)
+
+    return _pull_again(pull_back, step, cotangents)
+
+
+def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """By scores, likewise."""
+    attributes = step.attributes
+
+    def pull_back(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
+        groups = k.shape[-3]
+        some, slopes = (_group_heads(x, groups) for x in (q, g))
+        keys, values = (expand_dims(x, axis=-3) for x in (k, v))
+        levels, shifts = (
+            _group_heads(expand_dims(x, axis=-1), groups)
+            for x in (where(e.isfinite(sums), sums, 0.0), shift)
+        )
+        scores = some @ matrix_transpose(keys) * attributes["scale"]
+        met = whole(scores, _find_met(attributes, scores.shape[-2:]))
+        weights = e.exp(where(met, scores - levels, -math.inf))
+        of_scores = weights * (slopes @ matrix_transpose(values) + shifts) * attributes["scale"]
+        of_keys = matrix_transpose(of_scores) @ some
+        of_values = matrix_transpose(weights) @ slopes
+        # The keys of a group serve all of its heads.
+        both = (sum_over(one, axis=-3) for one in (of_keys, of_values))
+        return (reshape(of_scores @ keys, q.shape), *both)
+
+    return _pull_again(pull_back, step, cotangents)
+
+
+def _group_heads(x: Any, groups: int) -> Any:
+    """Heads `[..., h, s, d]` as those of each group, `[..., g, r, s, d]`."""
+    *lead, heads, length, size = x.shape
+    return reshape(x, (*lead, groups, heads // groups, length, size))
+
+
+def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
+    """Which queries and keys meet in a turn, `[s, t]`."""
+    low, high = seen_keys(attributes).limits
+    before = np.arange(shape[0])[:, None] - np.arange(shape[1])
+    met = np.zeros(shape, dtype=bool)
+    keys = attributes["key_parts"]
+    for number, own in enumerate(attributes["query_parts"], attributes["turn"]):
+        for one, other in itertools.product(own, keys[number % len(keys)]):
+            met[slice(*one), slice(*other)] = True
+    return met & (before >= low) & (before <= high)
+
+
+def _pull_again(pull_back: Callable[..., Any], step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """The cotangents of a gradient's operands, by the gradient as a function of them."""
+    # It stands above this module.
+    found: tuple[Any, ...] = namespace.find("vjp")(pull_back, *step.operands)[1](
+        cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    )
+    return found
+
+
 def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
     x, *weights = step.operands
     dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
@@ -208,16 +282,15 @@ def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
 def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
     dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
     by_parts = rms_norm_by_parts if step.name.startswith("rms") else layer_norm_by_parts
-    # It stands above this module.
-    vjp = namespace.find("vjp")
 
     def pull_back(cotangent: Any, x: Any, *weights: Any) -> Any:
         axes = tuple(range(x.ndim - dims, x.ndim))
-        _, pullback = vjp(lambda *own: by_parts(*own, axes=axes, epsilon=epsilon), x, *weights)
-        return pullback(cotangent)
+        made = namespace.find("vjp")(
+            lambda *own: by_parts(*own, axes=axes, epsilon=epsilon), x, *weights
+        )
+        return made[1](cotangent)
 
-    found: tuple[Any, ...] = vjp(pull_back, *step.operands)[1](g if isinstance(g, tuple) else (g,))
-    return found
+    return _pull_again(pull_back, step, g)
 
 
 PULLBACKS: dict[str, Pullback] = {
@@ -229,7 +302,9 @@ PULLBACKS: dict[str, Pullback] = {
     "avg_pool": _pull_avg_pool,
     "avg_pool_gradient": _pull_avg_pool_gradient,
     "attention": JointPullback(_pull_attention),
+    "attention_gradient": JointPullback(_pull_attention_gradient),
     "attention_turn": JointPullback(_pull_attention_turn),
+    "attention_turn_gradient": JointPullback(_pull_turn_gradient),
     **dict.fromkeys(("layer_norm", "rms_norm"), JointPullback(_pull_norm)),
     **dict.fromkeys(
         ("layer_norm_gradient", "rms_norm_gradient"), JointPullback(_pull_norm_gradient)
@@ -238,7 +313,6 @@ PULLBACKS: dict[str, Pullback] = {
 """By operator."""
 
 _MADE = "softmax log_softmax cross_entropy"
-_SECOND = "attention_gradient attention_turn_gradient"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),
@@ -246,9 +320,5 @@ REFUSED: dict[str, str] = {
         name: f"sp.{name} is made of other operators, which have derivatives"
         for name in _MADE.split()
     },
-    **dict.fromkeys(
-        _SECOND.split(),
-        "it is part of the gradient of sp.attention, which has derivatives of other operations",
-    ),
 }
 """Operators without a derivative, with the reason."""
