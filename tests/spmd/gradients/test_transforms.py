@@ -328,3 +328,9 @@ def test_slopes_where_a_derivative_has_two_sides(library: str) -> None:
             found = np.asarray(slopes.to_dense())
         finite = ~np.isnan(data.numpy()) if function is not sp.relu else slice(None)
         np.testing.assert_array_equal(found[finite], given.grad.numpy()[finite])
+
+
+def test_a_remainder_has_the_slope_of_the_quotient_that_it_was_taken_by() -> None:
+    """1.0 is a little less than ten times 0.1 in float64, and their quotient rounds to 10."""
+    slope = sp.grad(lambda y: sp.remainder(1.0, y))(sp.array(0.1))
+    assert float(slope) == -(1.0 // 0.1) == -9.0

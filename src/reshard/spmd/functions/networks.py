@@ -413,4 +413,11 @@ def einsum(subscripts: str, /, *arrays: Any) -> Any:
     """Products summed over the letters that the result has not, as `numpy.einsum` reads them."""
     if not isinstance(subscripts, str):
         raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
+    for own in "".join(subscripts.split()).partition("->")[0].replace("...", "").split(","):
+        if len(set(own)) < len(own):
+            # Whole arrays have no rule that would say so.
+            raise SpecError(
+                f"{own!r} of {subscripts!r} has a letter twice; take the diagonal first, by "
+                "sp.linalg.diagonal"
+            )
     return call("einsum", operands(*arrays), {"subscripts": subscripts})

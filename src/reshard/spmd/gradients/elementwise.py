@@ -150,7 +150,8 @@ PULLBACKS: dict[str, Pullback] = {
         lambda g, x, y, r: _pull_logarithm(g, x, r), lambda g, x, y, r: _pull_logarithm(g, y, r)
     ),
     "pow": _of_two(_pull_power, _pull_exponent),
-    "remainder": _of_two(_pass, lambda g, x, y, r: -g * e.floor(x / y)),
+    # `x / y` may be rounded up to a whole number that the remainder was not taken by.
+    "remainder": _of_two(_pass, lambda g, x, y, r: -g * e.floor_divide(x, y)),
     "add": _of_two(_pass, _pass),
     "subtract": _of_two(_pass, lambda g, x, y, r: -g),
     "multiply": _of_two(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x),
