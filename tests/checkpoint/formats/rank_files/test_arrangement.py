@@ -197,3 +197,29 @@ def test_what_dtensors_cannot_say(
     torch.save({"w": torch.randn(5, 6)}, source / "model.pt")
     with pytest.raises(kind, match=message):
         convert(source, tmp_path / "target", format="rank-files", **arguments)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_states_of_single_ranks_stay_whole(tmp_path: Path, ranks: int) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    states = {f"rank_{rank}.rng.cpu": torch.arange(5) + rank for rank in range(2)}
+    # Of one rank alone, a value is that of all ranks.
+    steps = {f"rank_{rank}.step": 3 + rank for rank in range(2 if ranks > 1 else 0)}
+    weights = {"up.weight": torch.randn(4, 3)}
+    torch.save({**weights, **states, **steps}, source / "model.pt")
+    # The rule is for all tensors, also for those that only one rank can have.
+    convert(source, target, to=f"fsdp={ranks}", rules=["*=fsdp, ..."], format="rank-files")
+    assert compare(source, target).is_same
+    first = torch.load(target / f"extra_state_world_size_{ranks}_rank_0.pt", weights_only=True)
+    assert torch.equal(first["rng.cpu"], states["rank_0.rng.cpu"])
+    if ranks > 1:
+        second = torch.load(target / f"extra_state_world_size_{ranks}_rank_1.pt", weights_only=True)
+        assert torch.equal(second["rng.cpu"], states["rank_1.rng.cpu"])
+        assert second["step"] == 4
+    # Without the manifest too, and from there to both ranks again.
+    (target / "reshard.manifest.json").unlink()
+    assert compare(source, target).is_same
+    again = tmp_path / "again"
+    convert(target, again, to="fsdp=2", rules=["*=fsdp, ..."], format="rank-files")
+    assert compare(source, again).is_same

@@ -11,8 +11,8 @@ elsewhere.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +26,12 @@ from reshard.checkpoint.formats.arrangement import (
     PlannedTensor,
     check_values,
 )
-from reshard.checkpoint.formats.rank_files.file_names import EXTRA, MODEL, OPTIMIZER
+from reshard.checkpoint.formats.rank_files.file_names import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    split_rank_name,
+)
 from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
 from reshard.checkpoint.formats.torch_files.new_files import (
     NewStorage,
@@ -50,7 +55,6 @@ from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec as parse_sharding
 
 _BEGINNINGS = {MODEL: "model", OPTIMIZER: "optim", EXTRA: "extra_state"}
-_OF_RANK = re.compile(r"rank_(\d{1,7})\.(.+)", re.DOTALL)
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _TYPES = "torch.distributed.tensor.placement_types"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -71,6 +75,7 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> Arrangement:
             "a mesh, such as fsdp=8, and rules or a recipe"
         )
     check_values(new.tensors)
+    new, kept_whole = _keep_states_whole(new, mesh)
     cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
     if len(mesh.devices) > 1 and all(one is None for one in cuts.values()):
         raise UsageError(
@@ -92,7 +97,30 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> Arrangement:
         )
         for name, tensor in new.tensors.items()
     }
-    return Arrangement(format_name, mesh, stored, tuple(files), values=new.values)
+    notes: tuple[str, ...] = ()
+    if kept_whole:
+        notes = (
+            f"{len(kept_whole)} tensors are states of single ranks, which have them whole, "
+            f"whatever rules say (first: {kept_whole[0]})",
+        )
+    return Arrangement(format_name, mesh, stored, tuple(files), notes, values=new.values)
+
+
+def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:
+    """The checkpoint with states of single ranks whole, and the names of those that were cut.
+
+    Only one rank has such a state in its files, so no other could hold a part of it.
+    """
+    tensors, names = dict(new.tensors), []
+    for name, tensor in new.tensors.items():
+        if name.startswith(OPTIMIZER_PREFIX) or split_rank_name(name) is None:
+            continue
+        shape = tensor.layout.shape
+        whole = parse_sharding(mesh, "...", ndim=len(shape))
+        if tensor.spec != str(whole):
+            tensors[name] = PlannedTensor(tensor.dtype, whole.layout(shape), str(whole))
+            names.append(name)
+    return dataclasses.replace(new, tensors=tensors), names
 
 
 def _find_cut(
@@ -204,7 +232,7 @@ class _RankFiles:
         """Which file a tensor or a value is in."""
         if name.startswith(OPTIMIZER_PREFIX):
             return OPTIMIZER
-        is_of_rank = _OF_RANK.fullmatch(name) is not None
+        is_of_rank = split_rank_name(name) is not None
         return EXTRA if is_of_rank or name in self._new.values else MODEL
 
     def _find_place(
@@ -217,13 +245,13 @@ class _RankFiles:
             if split is not None:
                 return kind, ("state", *split)
             return kind, (name.removeprefix(OPTIMIZER_PREFIX),)
-        of_rank = _OF_RANK.fullmatch(name)
+        of_rank = split_rank_name(name)
         if kind == MODEL or of_rank is None:
             return kind, (name,)
-        rank = int(of_rank[1])
+        rank, own = of_rank
         if rank >= len(self._mesh.devices):
             return kind, (name,) if self._rank == 0 else None
-        return kind, (of_rank[2],) if self._rank == rank else None
+        return kind, (own,) if self._rank == rank else None
 
     def _number_groups(self, groups: Any) -> Any:
         if not self._numbers:

@@ -38,6 +38,7 @@ _AXIS = r"([a-z]+)_rank[._-]?\d+"
 _PLACES = re.compile(rf"(?:.*[._-])?{_AXIS}[._-](?:.*[._-])?{_AXIS}(?:{_SUFFIX})?")
 FORMAT_NAME = "rank-files"
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra state"
+_OF_RANK = re.compile(r"rank_(\d{1,7})\.(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,29 @@ class RankFile:
     stem: str
     rank: int
     ranks: int | None = None
+
+
+def split_rank_name(name: str) -> tuple[int, str] | None:
+    """The rank whose state a name is of, and the name in its file; None for other names.
+
+    >>> split_rank_name("rank_3.rng.cpu"), split_rank_name("rng.cpu")
+    ((3, 'rng.cpu'), None)
+    """
+    match = _OF_RANK.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])
+
+
+def name_of_rank(name: str, rank: int, ranks: int) -> str:
+    """The name of what the file of one of `ranks` ranks has under `name`.
+
+    The first rank keeps the state of ranks that are not there.
+
+    >>> name_of_rank("rng.cpu", 3, 4), name_of_rank("rank_7.rng.cpu", 0, 4)
+    ('rank_3.rng.cpu', 'rank_7.rng.cpu')
+    """
+    split = split_rank_name(name)
+    is_kept = rank == 0 and split is not None and split[0] >= ranks
+    return name if is_kept else f"rank_{rank}.{name}"
 
 
 def read_file_name(name: str) -> RankFile | None:

@@ -15,7 +15,12 @@ from typing import Any
 
 from reshard.binding import View
 from reshard.checkpoint.files.places.place_path import read_each
-from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
+from reshard.checkpoint.formats.rank_files.file_names import (
+    EXTRA,
+    OPTIMIZER,
+    RankFile,
+    name_of_rank,
+)
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
@@ -60,7 +65,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             path, content = folder / file.name, next(contents)
             parts = _find_parts(path, content, file, len(files), values, states)
             for name, part in parts.items():
-                own = f"rank_{file.rank}.{name}" if kind == EXTRA else name
+                own = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
                 if kind == OPTIMIZER:
                     own = OPTIMIZER_PREFIX + name
                 states.parts.setdefault(own, {})[file.rank] = file.name, part
@@ -70,7 +75,9 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             if len(found) == len(files) and all(one == found[0] for one in found):
                 states.values[name] = found[0]
             else:
-                states.values |= {f"rank_{rank}.{name}": one for rank, one in by_rank.items()}
+                states.values |= {
+                    name_of_rank(name, rank, len(files)): one for rank, one in by_rank.items()
+                }
     return states
 
 
@@ -131,6 +138,9 @@ def _find_parts(
         parts[name] = part = reader.part(name, value)
         check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
+        # A state without anything in it has no name.
+        if not name:
+            continue
         values.setdefault(name, {})[file.rank] = value
     states.unread |= flat.unread
     return parts
