@@ -39,18 +39,19 @@ State = dict[str, Any]
 
 
 def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
-    """Shardings like the parameters' own, each cut over one more axis of the mesh.
+    """Return the shardings of parameters, each sharded over one more axis of the mesh.
 
-    The axis goes to the first dimension that it divides, behind the cuts that are there. What no
-    dimension takes, or what is cut over the axis already, keeps its sharding.
+    The axis is added to the first dimension that it divides evenly, after the axes that already
+    shard it. A parameter that has no such dimension, or that is sharded over the axis already,
+    keeps its sharding.
 
     Args:
         parameters: arrays, and lists, tuples and dictionaries of them.
-        mesh: that parameters are sharded over.
-        axis: of the mesh, such as "dp".
+        mesh: the mesh that the parameters are sharded over.
+        axis: an axis of the mesh, such as "dp".
 
     Raises:
-        SpecError: an axis that the mesh has not, or a parameter over another mesh.
+        SpecError: an axis that the mesh does not have, or a parameter over another mesh.
 
     >>> import reshard.spmd as sp
     >>> from reshard import spec
@@ -238,16 +239,16 @@ def _check_numbers(name: str, **numbers: Any) -> None:
 
 @dataclass(frozen=True)
 class SGD(_Optimizer):
-    """Stochastic gradient descent, as PyTorch's `SGD`, with momentum where that is not 0.
+    """Stochastic gradient descent with optional momentum, as PyTorch's `SGD`.
 
     Args:
-        learning_rate: by which a gradient is multiplied: a number, or an array without dimensions,
-            with which a program is not traced anew as it changes.
-        momentum: of earlier gradients, of which the state is `momentum_buffer`.
-        weight_decay: of the parameter that is added to its gradient.
+        learning_rate: a number, or a zero-dimensional array, whose changes do not cause a program
+            to be traced again.
+        momentum: the momentum factor; the state is `momentum_buffer`. No state when 0.
+        weight_decay: the factor of the parameter that is added to its gradient.
 
     Raises:
-        UsageError: a number below 0, or none.
+        UsageError: a negative number, or not a number.
 
     >>> import reshard.spmd as sp
     >>> sgd, w = SGD(0.5), sp.array([1.0, 2.0])
@@ -282,18 +283,19 @@ class SGD(_Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(_Optimizer):
-    """Adam with weight decay apart from the gradient, as PyTorch's `AdamW`.
+    """Adam with decoupled weight decay, as PyTorch's `AdamW`.
 
-    The state has `exp_avg` and `exp_avg_sq`, running means of the gradient and of its square.
+    The state has `exp_avg` and `exp_avg_sq`, running averages of the gradient and of its square.
 
     Args:
-        learning_rate: of a step: a number, or an array without dimensions, as for `SGD`.
-        betas: how much of both means is kept at each step.
-        epsilon: added to the root of the second.
-        weight_decay: of the parameter, times the learning rate.
+        learning_rate: a number, or a zero-dimensional array, as for `SGD`.
+        betas: the decay rates of the two averages.
+        epsilon: added to the square root of the second average.
+        weight_decay: the weight decay coefficient, multiplied by the learning rate.
 
     Raises:
-        UsageError: a number below 0, or none; betas that are no pair below 1.
+        UsageError: a negative number, or not a number; betas that are not a pair of numbers below
+            1.
 
     >>> import reshard.spmd as sp
     >>> adam, w = AdamW(0.5, weight_decay=0.0), sp.array([1.0, 2.0])

@@ -1,7 +1,8 @@
-"""Rematerialisation: a function's inner values are computed again on the way back, not kept.
+"""Rematerialization: values inside a function are recomputed in the backward pass, not stored.
 
-A tape that sees such a function keeps its arguments and results only. On the way back the function
-is carried out once more, differentiated, and what it computed is freed again: memory for time.
+A tape that records such a function stores only its arguments and results. The backward pass
+executes the function once more, differentiates it, and frees its values again: less memory for more
+time.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ Function = Callable[..., Any]
 
 
 def rematerialized(function: Function) -> Function:
-    """A function whose inner values are not kept for its gradient, but computed again.
+    """Recompute the values inside a function in the backward pass instead of storing them.
 
-    For layers, as a decorator: of each only the arguments stay in memory until the way back, and
-    everything within is computed, and moved between ranks, a second time. Without a gradient it is
-    the function itself.
+    A decorator for layers (activation checkpointing): only the arguments of each layer stay in
+    memory until the backward pass, which repeats the computation and the data movement inside.
+    Without a gradient, the decorator has no effect.
 
     Args:
-        function: of arrays, and of lists, tuples and dictionaries of them, which returns such. It
-            is to return the same when it is called again.
+        function: a function of arrays, and of lists, tuples and dictionaries of them, which returns
+            such values. It must return the same values when it is called again.
 
     Raises:
-        UsageError: what is no function.
+        UsageError: not a function.
 
     >>> import reshard.spmd as sp
     >>> @sp.rematerialized

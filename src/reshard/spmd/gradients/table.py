@@ -1,7 +1,7 @@
-"""The table of derivatives: of every operator its pullback, or why it has none.
+"""The table of derivatives: the pullback of every operator, or the reason why it has none.
 
-The pullbacks are in the modules of their families. `gradient` adds one for an operator of the
-user's own.
+The pullbacks are in the modules of their operator families. `gradient` adds one for a custom
+operator.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ UserPullback = Callable[..., Any]
 
 
 def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
-    """Says how an operator of the user's own is differentiated, as a decorator.
+    """Define the gradient of a custom operator, as a decorator.
 
-    The function is given the cotangent of the result (a tuple for several results), the operands,
-    the result (a tuple likewise) and the operator's attributes by name. It returns a cotangent for
-    each operand, None for what has none. It is written with the functions of `reshard.spmd`, so
-    that it works for every sharding.
+    The function receives the cotangent of the result (a tuple for several results), the operands,
+    the result (likewise a tuple) and the attributes of the operator as keyword arguments. It
+    returns a cotangent, or None, for each operand. Write it with the functions of `reshard.spmd`,
+    so that it works for every sharding.
 
-    Raises UsageError for an operator of the package's own that has a derivative, or is constant.
+    Raises UsageError for a built-in operator that has a derivative, or is constant.
 
     >>> import reshard.spmd as sp
     >>> @sp.gradient("twice")

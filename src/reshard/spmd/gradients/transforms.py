@@ -31,16 +31,18 @@ Places = int | Sequence[int]
 
 
 def vjp(function: Function, *primals: Any, has_aux: bool = False) -> Any:
-    """A function's value, and the function that pulls cotangents back to its arguments.
+    """Return the value of a function and its pullback, which maps cotangents to the arguments.
 
     Args:
-        function: of arrays, and of lists, tuples and dictionaries of them, which returns such.
-        primals: its arguments, all of real floating numbers.
-        has_aux: whether it returns a pair, of which the second is passed on as it is.
+        function: a function of arrays, and of lists, tuples and dictionaries of them, which returns
+            such values.
+        primals: its arguments, which consist of real floating-point numbers.
+        has_aux: whether the function returns a pair of the value and auxiliary output.
 
     Returns:
-        The value and the pullback; with `has_aux` also what was passed on. The pullback takes
-        cotangents like the value (None for zeros), and returns a tuple of one an argument.
+        The value and the pullback; with `has_aux` also the auxiliary output. The pullback takes
+        cotangents with the structure of the value (None for zeros), and returns a tuple of one per
+        argument.
 
     Raises:
         UsageError: arguments of other element types, or an operator that has no derivative.
@@ -62,22 +64,23 @@ def value_and_grad(
     *,
     specs: Any = None,
 ) -> Function:
-    """A function that returns the value of another and its gradient.
+    """Return a function that computes the value and the gradient of a function.
 
     Args:
-        function: which returns one real number, as an array without dimensions.
-        argnums: the arguments by which it is differentiated, counted from 0: one, or several.
-        has_aux: whether it returns a pair of the number and something else.
-        specs: shardings for the gradients, in the places of the parameters, where they are not to
-            be those of the parameters: cut over data parallel ranks, for instance.
+        function: a function that returns one real number, as a zero-dimensional array.
+        argnums: the positions of the arguments to differentiate with respect to: one, or several.
+        has_aux: whether the function returns a pair of the number and auxiliary output.
+        specs: shardings for the gradients, in the structure of the parameters, if they differ from
+            those of the parameters: sharded over data parallel ranks, for instance.
 
     Returns:
-        A function of the same arguments. It returns the value and the gradients, which are like
-        the argument, or a tuple of such for several; with `has_aux` the value is that pair.
+        A function of the same arguments. It returns the value and the gradients. The gradients have
+        the tree structure of the argument, or are a tuple for several arguments. With `has_aux` the
+        value is the pair.
 
     Raises, when it is called:
-        UsageError: an argument that is not of real floating numbers, a value that is not one such
-            number, or an operator that has no derivative.
+        UsageError: an argument that does not consist of real floating-point numbers, a value that
+            is not one such number, or an operator that has no derivative.
 
     >>> import reshard.spmd as sp
     >>> loss, slope = sp.value_and_grad(lambda w: sp.sum(w * w))(sp.array([1.0, 3.0]))
@@ -114,9 +117,9 @@ def grad(
     *,
     specs: Any = None,
 ) -> Function:
-    """A function that returns the gradient of another. See `value_and_grad`.
+    """Return a function that computes the gradient of a function. See `value_and_grad`.
 
-    With `has_aux` it returns the gradient and what the function returned beside its value.
+    With `has_aux` it returns the gradient and the auxiliary output of the function.
 
     >>> import reshard.spmd as sp
     >>> from reshard import DeviceMesh, spec

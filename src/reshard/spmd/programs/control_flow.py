@@ -1,8 +1,8 @@
-"""Control flow: `scan`, `cond` and `while_loop`, of functions of arrays in shards.
+"""Control flow: `scan`, `cond` and `while_loop` for functions of sharded arrays.
 
-Called at once they are Python's own loops and branches. In a function that is traced, the bodies
-and branches are recorded once (`traced_function.py`), and the program carries out what the elements
-decide when it runs. What a loop carries keeps its shape, element type and sharding.
+In eager mode they run as Python loops and branches. In a traced function, the bodies and branches
+are recorded once (`traced_function.py`), and the program evaluates the conditions when it runs. A
+carried value keeps its shape, element type and sharding.
 """
 
 from __future__ import annotations
@@ -66,24 +66,25 @@ COLLECTED = "what is collected"
 def scan(
     body: Function, init: Any, xs: Any = None, *, length: int | None = None, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """A loop over the first dimension of arrays, which carries values along.
+    """Loop over the first dimension of arrays, with carried values.
 
     Args:
-        body: of what is carried and the arrays' parts at one place; returns what is carried on, and
-            what is collected: arrays, or None.
-        init: what is carried at first: arrays, and lists, tuples and dictionaries of them, whose
-            entries belong to those that are carried on by their keys.
-        xs: arrays of one length likewise, or None with a `length`.
-        length: of the loop, where there are no `xs`.
-        reverse: whether it goes from the last place to the first.
+        body: a function of the carried values and of the slices of `xs` at one position. It returns
+            the next carried values and the values to collect: arrays, or None.
+        init: the initial carried values: arrays, and lists, tuples and dictionaries of them.
+            Dictionary entries are matched with the carried ones by key.
+        xs: arrays, in such a tree, whose first dimensions have the same length; or None with a
+            `length`.
+        length: the number of iterations, if there are no `xs`.
+        reverse: whether to iterate from the last position to the first.
 
     Returns:
-        What is carried at the end, and what was collected, each array with a new first dimension in
-        the order of the places.
+        The final carried values, and the collected values, each array with a new first dimension in
+        the order of the positions.
 
     Raises:
-        UsageError: arrays of different lengths, or no length; a body that returns no pair, or
-            carries other shapes, element types or trees on than it was given.
+        UsageError: arrays of different lengths, or no length; a body that does not return a pair,
+            or whose carried values change shape, element type or tree structure.
 
     >>> import reshard.spmd as sp
     >>> total, sums = sp.scan(lambda c, x: (c + x, c + x), sp.array(0), sp.array([1, 2, 3]))
@@ -262,17 +263,17 @@ def _with_first(kind: ArrayType, count: int) -> ArrayType:
 
 
 def cond(predicate: Any, true_function: Function, false_function: Function, *arguments: Any) -> Any:
-    """What one of two functions returns, as an element decides.
+    """Call one of two functions, selected by an array of one boolean.
 
     Args:
-        predicate: an array of one truth value, or a truth value.
-        true_function, false_function: of the arguments, returning arrays of one tree, shapes and
-            element types. Entries of dictionaries belong together by their keys.
+        predicate: an array of one boolean, or a Python bool.
+        true_function, false_function: functions of the arguments. They return arrays with the same
+            tree structure, shapes and element types. Dictionary entries are matched by key.
         arguments: arrays, and lists, tuples and dictionaries of them.
 
     Raises:
-        UsageError: a predicate that is not one truth value; functions that return other things
-            than arrays, or different ones, where both are traced.
+        UsageError: a predicate that is not one boolean; functions that return anything other than
+            arrays, or, where both are traced, different structures.
 
     >>> import reshard.spmd as sp
     >>> x = sp.array([3.0, -4.0])
@@ -378,18 +379,18 @@ def _make_cond_pullback(inline: Callable[[int, Sequence[Any], Runner], list[Any]
 
 
 def while_loop(condition: Function, body: Function, init: Any) -> Any:
-    """What a loop carries when a condition no longer holds. It has no gradient: see `scan`.
+    """Loop while a condition holds, and return the carried values. Not differentiable: see `scan`.
 
     Args:
-        condition: of what is carried; returns an array of one truth value.
-        body: of what is carried; returns what is carried on, of the same tree, shapes and element
-            types.
-        init: what is carried at first: arrays, and lists, tuples and dictionaries of them, whose
-            entries belong to those that are carried on by their keys.
+        condition: a function of the carried values that returns an array of one boolean.
+        body: a function of the carried values that returns the next ones, with the same tree
+            structure, shapes and element types.
+        init: the initial carried values: arrays, and lists, tuples and dictionaries of them.
+            Dictionary entries are matched with the carried ones by key.
 
     Raises:
-        UsageError: a condition that returns no such array; a body that carries other things on than
-            it was given; a gradient through it.
+        UsageError: a condition that does not return such an array; a body whose carried values
+            change shape, element type or tree structure; a gradient through the loop.
 
     >>> import reshard.spmd as sp
     >>> halve = sp.while_loop(lambda x: sp.max(x) > 1, lambda x: x / 2, sp.array([12.0, 5.0]))

@@ -52,21 +52,22 @@ Kinds = tuple[tuple[ArrayType, ...], WithinCosts]
 
 
 def eagerly(function: Function) -> Function:
-    """A function that goes operation by operation also within functions that are traced.
+    """Run a data-dependent function eagerly inside traced functions, as a decorator.
 
-    For what elements decide, as a decorator: within `sp.trace` and `sp.jit` it is one operation,
-    which runs with elements. Its gradient is one, too, and computes the function again. Called
-    elsewhere it is the function itself.
+    Within `sp.trace` and `sp.jit`, the function is one operation that is executed eagerly, with
+    element values. So is its gradient, which recomputes the function. In eager mode the decorator
+    has no effect.
 
     Args:
-        function: of arrays, and of lists, tuples and dictionaries of them, which returns such. What
-            else it is given it is given again. It reads no array of the traced function but its
-            arguments, and its results' shapes do not depend on elements.
+        function: a function of arrays, and of lists, tuples and dictionaries of them, which returns
+            such values. Other arguments are passed through. It must read no array of the enclosing
+            traced function except its arguments, and the shapes of its results must not depend on
+            elements.
 
     Raises:
-        UsageError: what is no function; when it is traced: one that reads arrays of the function
-            around it beside its arguments, or elements otherwise than by `sp.expert_routing`; when
-            it runs: results of other shapes or element types.
+        UsageError: not a function. When traced: a function that reads arrays of the enclosing
+            function other than its arguments, or reads elements in other ways than
+            `sp.expert_routing` does. When run: results of other shapes or element types.
 
     >>> import reshard.spmd as sp
     >>> @sp.eagerly

@@ -60,46 +60,47 @@ def jit(
     donate: int | Sequence[int] = (),
     compile: bool | str = False,
 ) -> JittedFunction:
-    """A function that is traced once for arguments of a kind, and then runs as a program.
+    """Compile a function: trace it once per kind of arguments, then run the traced program.
 
-    The program computes what is there several times once (but for what is `rematerialized`), moves
-    a value to a sharding once, leaves out what no result needs, and frees each value after its last
-    use. The function must depend on its arguments alone: arrays and all else that it has from
-    elsewhere are as they were when it was traced, and what it does beside returning (printing,
-    appending) is done then alone.
+    The program computes common subexpressions once (except in functions decorated with
+    `rematerialized`), reshards a value to each sharding once, skips values that no result depends
+    on, and frees each value after its last use. The function must depend on its arguments alone.
+    Arrays and other objects from the enclosing scope keep the values that they had at tracing time,
+    and side effects (printing, appending) happen only at tracing time.
 
     Args:
-        function: of arrays, and lists, tuples and dictionaries of them. What is no array is part of
-            the kind: other numbers and texts are traced anew. It returns arrays likewise; what is
-            none among its results stays as it was.
-        strategy: where reshards are placed, as of `sp.trace`: "eager", "basic", "aggressive",
+        function: a function of arrays, and of lists, tuples and dictionaries of them. Arguments
+            that are not arrays are static: the function is traced again for each new number or
+            string. It returns the same kinds of values; results that are not arrays are those of
+            the traced call.
+        strategy: how reshards are placed, as for `sp.trace`: "eager", "basic", "aggressive",
             "widest" or "cost".
-        topology, library: of the times by which "cost" decides, as of `sp.trace`.
-        live_bytes: the most that each rank may hold at any time, arguments included: the trace's
-            `peak_bytes`. Where the strategy's placement holds more, another strategy's is taken
-            that does not, and moves the least; where all hold more, values are computed again
-            instead of kept. No limit when None.
-        overlap: over processes, how many movements of values that grow (gathers), and as many of
-            others, may be under way beside what is computed. They begin as early as that allows,
-            and are waited for where they are read, in one order on all ranks; 0 lets each end
-            before the next operation. With a topology that knows of devices, products of matrices
-            are computed in pieces beside what is gathered for them or reduced of them, where that
-            is quicker. In one process movements are copies, beside nothing.
-        donate: positions of arguments whose arrays are given up: their memory is free for other
-            values after the last operation that reads them, which `trace` counts. From the call on
-            such an array cannot be used, also where the program fails. An array that is returned
-            as it is stays. What the caller keeps of their memory, by `x.shards` or in what
-            `sp.array` was given, is not freed.
-        compile: whether what each rank computes between movements is one function that
-            `torch.compile` compiles, where the program runs first; or by which of its backends.
-            Of PyTorch's shards. Operators that it cannot take run as they are, with a warning that
-            names them.
+        topology, library: for the time estimates of "cost", as for `sp.trace`.
+        live_bytes: a limit on the memory of each rank at any time, including arguments: the trace's
+            `peak_bytes`. If the strategy's program exceeds it, the program of another strategy that
+            does not, and that moves the fewest bytes, is used. If all exceed it, values are
+            rematerialized. No limit when None.
+        overlap: over processes, how many movements that enlarge a value (gathers), and how many
+            others, may be in flight while operators run. They start as early as that allows, in one
+            order on all ranks, and operations that read their results wait for them. With 0, each
+            movement completes before the next operation. With a topology that describes devices,
+            matrix products are split into pieces that overlap with the gather of an operand or the
+            reduction of the result, where that is faster. No effect in one process.
+        donate: positions of arguments whose arrays are donated: their memory is freed after the
+            last operation that reads them, and `trace` accounts for it. After the call such an
+            array cannot be used, even if the program failed. An array that is returned unchanged is
+            kept. Memory that the caller still refers to, by `x.shards` or by what was passed to
+            `sp.array`, is not freed.
+        compile: whether to compile the computation between movements with `torch.compile` when the
+            program first runs, or the name of the backend to use. Requires PyTorch shards.
+            Operators that the compiler does not support run uncompiled, with a warning that names
+            them.
 
     Raises:
-        UsageError: what is no function, an unknown strategy or library, what is no limit or no
-            count. When it is called: a function that asks for elements, as `if x > 0:` does;
-            arguments that cannot be compared.
-        PlanError: when it is called or traced: no placement that keeps the limit.
+        UsageError: not a function, an unknown strategy or library, an invalid limit or count. When
+            called: a function that reads elements, as `if x > 0:` does; arguments that cannot be
+            compared.
+        PlanError: when called or traced: no program stays within the limit.
 
     >>> import reshard.spmd as sp
     >>> norm = sp.jit(lambda x: x / sp.sqrt(sp.sum(x * x)))
@@ -137,7 +138,7 @@ def read_places(donate: Any) -> frozenset[int]:
 
 
 class JittedFunction:
-    """A function that runs as a program. Make one with `jit`."""
+    """A function that runs as a program. Create one with `jit`."""
 
     def __init__(
         self,
@@ -215,15 +216,15 @@ class JittedFunction:
         return found
 
     def trace(self, *arguments: Any, **options: Any) -> Trace:
-        """The trace of the program: its operations, bytes, time and memory; see `sp.trace`.
+        """Trace the program: its operations, bytes, time and memory; see `sp.trace`.
 
-        Arguments are those of a call, or arrays without elements from `sp.abstract`. Its
-        `peak_bytes` are what the program holds on each rank at most, and its `strategy` is the one
-        that keeps the limit, where there is one.
+        Arguments are those of a call, or arrays without elements from `sp.abstract`. `peak_bytes`
+        is the peak memory of the program on each rank, and `strategy` is the one that satisfies the
+        limit, if there is a limit.
 
-        With `overlap` it is the trace of the program over processes.
+        With `overlap`, it is the trace of the program over processes.
 
-        Raises PlanError where none keeps it.
+        Raises PlanError if no program stays within the limit.
         """
         return self._trace_program(arguments, options)
 

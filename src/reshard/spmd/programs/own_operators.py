@@ -1,7 +1,7 @@
-"""Own operators: functions of the user's own that every rank applies to its parts of arrays.
+"""Own operators: custom functions that every rank applies to its shards.
 
-`operator` makes one of a sharding rule and a local function, and enters it in the tables that all
-else reads: that of operators, and that of derivatives.
+`operator` creates one from a sharding rule and a local function, and registers it in the tables of
+operators and of derivatives.
 """
 
 from __future__ import annotations
@@ -85,36 +85,41 @@ def operator(
     linear: Linear = "none",
     fails: Fails = "never",
 ) -> OwnOperator:
-    """An operator of one's own: `local_function` on every rank's parts, cut as `rule` allows.
+    """Create an operator: `local_function` runs on the shards of every rank, as `rule` allows.
 
-    It computes at once, in `sp.trace`, `sp.jit` and `sp.grad`, on NumPy's and on PyTorch's shards,
-    in one process and over processes.
+    The operator works in eager mode, in `sp.trace`, `sp.jit` and `sp.grad`, with NumPy and PyTorch
+    shards, in one process and over processes.
 
     Args:
-        rule: how the dimensions hang together, as text without sizes, as in
-            `"([i, k], [k, j]) -> ([i, j]) reduction={k}"`, or as a `Template`; for ranks that vary,
-            a function of the operands' shapes and the attributes that returns a rule or its text.
-        local_function: of the parts that one rank has of the operands, and of the attributes by
-            name; it returns its part of the result, a tuple for several results, as arrays of the
-            same library. Parts may be empty. It depends on nothing else and writes to none of
-            them.
-        name: in traces and errors; the function's own when not given. One of the user's own that
-            had it before is replaced.
-        gradient: of the cotangent of the result (a tuple for several), the operands, the result,
-            and the attributes by name: a tuple of a cotangent for each operand, None for what has
-            none. Written with functions of `sp`. Without it, gradients through it are refused.
-        operations: its cost: from the shapes of a rank's parts of the operands to the additions
-            and multiplications on them, for estimates and the strategy "cost"; 0 when not given.
-        result_dtype: the element type of the results, or a tuple of one for each; that to which
-            the operands' promote when not given.
-        linear: which operands may be sums that wait, see `reshard.spmd.operators.operator.Linear`.
-        fails: the element types for which one rank's elements may make it fail: "never", "any" or
-            "whole numbers". Ranks agree then, for a number's all-reduce a call over processes.
+        rule: the sharding rule, as a string without sizes, such as
+            `"([i, k], [k, j]) -> ([i, j]) reduction={k}"`, or as a `Template`. If the number of
+            dimensions varies: a function of the operands' shapes and the attributes that returns a
+            rule or its string.
+        local_function: a function of one rank's shards of the operands, with the attributes as
+            keyword arguments. It returns the rank's shard of the result (a tuple for several
+            results) as arrays of the same library. Shards may be empty. It must depend on nothing
+            else, and must not write to its arguments.
+        name: shown in traces and errors; the name of the function when not given. An earlier custom
+            operator of that name is replaced.
+        gradient: a function of the cotangent of the result (a tuple for several), the operands, the
+            result, and the attributes as keyword arguments. It returns a tuple with a cotangent, or
+            None, for each operand. Write it with functions of `sp`. Without it, gradients through
+            the operator raise an error.
+        operations: the cost: a function from the shapes of a rank's shards of the operands to the
+            number of additions and multiplications, for time estimates and the strategy "cost"; 0
+            when not given.
+        result_dtype: the element type of the results, or a tuple of one for each; the promoted type
+            of the operands when not given.
+        linear: which operands may be pending sums, see `reshard.spmd.operators.operator.Linear`.
+        fails: the element types for which the operator may fail on one rank because of its
+            elements: "never", "any" or "whole numbers". Ranks then check one another, which over
+            processes takes an all-reduce of one number per call.
 
     Raises:
-        NotationError, SpecError: a rule that is none, has a factor that no result has and that is
-            neither reduced nor needed whole, or is not for as many operands as the function.
-        UsageError: an argument of a wrong kind; a name of the package's.
+        NotationError, SpecError: an invalid rule, a rule with a factor that no result has and that
+            is neither reduced nor replicated, or a rule for another number of operands than the
+            function has.
+        UsageError: an argument of a wrong kind; the name of a built-in operator.
 
     >>> import numpy as np
     >>> from reshard import DeviceMesh, spec

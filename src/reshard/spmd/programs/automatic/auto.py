@@ -71,13 +71,14 @@ MOST_USUAL = 8
 
 @dataclass(frozen=True, slots=True)
 class AutoPlacement:
-    """Shardings of a function's arguments, and its program with them. Made by `auto`.
+    """Shardings of a function's arguments, and its program with them. Created by `auto`.
 
     Args:
-        specs: in the places of the arguments: a sharding for each array, None for all else.
-        program: the function as by `sp.jit`, to be called with arrays that lie so.
-        trace: of the program: its operations, time, bytes and memory.
-        is_exact: whether no other shardings of the arguments that keep the limit take less time.
+        specs: in the structure of the arguments: a sharding for each array, None for everything
+            else.
+        program: the function as compiled by `sp.jit`, to be called with arrays in these shardings.
+        trace: the trace of the program: its operations, time, bytes and memory.
+        is_exact: whether no other shardings of the arguments within the limit take less time.
     """
 
     specs: tuple[Any, ...]
@@ -115,28 +116,27 @@ def auto(
     overlap: int = 0,
     donate: int | Sequence[int] = (),
 ) -> AutoPlacement:
-    """The shardings of a function's arguments of least estimated time over a mesh.
+    """Find shardings of a function's arguments that minimize its estimated time over a mesh.
 
     Args:
-        function: of arrays in shards, as for `sp.jit`.
-        mesh: over whose axes arguments may be cut.
+        function: a function of sharded arrays, as for `sp.jit`.
+        mesh: the mesh; arguments may be sharded over all its axes.
         arguments: as for `sp.trace`: arrays from `sp.abstract` or with elements, and lists, tuples
-            and dictionaries of them. Those in a sharding keep it; it is found for all others.
-        live_bytes: the most that each rank may hold at any time, as for `sp.jit`. No limit when
-            None.
-        topology, library: of the times, as for `sp.trace`; hosts of eight H100 when None.
-        overlap, donate: of the program, as for `sp.jit`.
+            and dictionaries of them. Arguments that have a sharding keep it.
+        live_bytes: a limit on the memory of each rank, as for `sp.jit`. No limit when None.
+        topology, library: for time estimates, as for `sp.trace`; hosts of eight H100 when None.
+        overlap, donate: options of the program, as for `sp.jit`.
 
     Returns:
-        The shardings, and the program with strategy "cost". In a graph of up to 16 operations the
-        shardings are proven to be the best where that takes few steps (`is_exact`): each axis of
-        the mesh cuts one dimension, which it divides, or none. In larger ones they are the best of
-        what a search sees.
+        The shardings, and the program with the strategy "cost". In a graph of up to 16 operations
+        the shardings are proven optimal if that takes few steps (`is_exact`), among those in which
+        each axis of the mesh shards at most one dimension of an argument and divides it evenly. In
+        larger graphs they are the best that a heuristic search finds.
 
     Raises:
-        UsageError: what is no function, mesh, limit or topology; what cannot be traced.
-        MeshError: an argument, or the function, over another mesh.
-        PlanError: no shardings that keep the limit were found; it names the least that was.
+        UsageError: an invalid function, mesh, limit or topology; a function that cannot be traced.
+        MeshError: an argument, or the function, uses another mesh.
+        PlanError: no shardings within the limit were found; the message has the lowest peak found.
 
     >>> import reshard.spmd as sp
     >>> from reshard import DeviceMesh
