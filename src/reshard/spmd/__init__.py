@@ -1,6 +1,6 @@
-"""Sharding propagation, and arrays that live in shards and compute at once.
+"""Sharded arrays with the array API, and sharding propagation.
 
-The namespace has the functions of the array API standard for arrays in shards::
+The namespace has the functions of the array API standard for sharded arrays::
 
     import reshard.spmd as sp
 

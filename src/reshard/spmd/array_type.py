@@ -16,16 +16,15 @@ from reshard.sharding import ShardingSpec
 class ArrayType(Interned):
     """Shape, element type and sharding of an array, interned.
 
-    Operations look up what they have to do by the types of their operands, so equal types are
-    one object.
+    Operations are compiled once per types of their operands, so equal types are one object.
 
     Args:
-        shape: of the whole array.
-        dtype: of its elements.
-        spec: its sharding; None for an array that lies whole wherever it is asked for.
+        shape: of the full array.
+        dtype: the element type.
+        spec: the sharding; None for an array that is replicated wherever it is used.
 
     Raises:
-        SpecError: a sharding for another number of dimensions.
+        SpecError: a sharding with another number of dimensions.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.dtypes import dtype

@@ -1,4 +1,4 @@
-"""The operators of Python and the protocols of NumPy, for arrays in shards."""
+"""Python's operators and NumPy's protocols for sharded arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creation: the array API's functions that make arrays of nothing, or of data.
+"""Creation: the array API's functions that create arrays, with or without input data.
 
 Each takes `spec=`: the array is then made in shards, where that is possible without making all of
 it first. Numbers have NumPy's types in both libraries.
@@ -72,7 +72,7 @@ def _unwrap_lists(data: Any) -> Any:
 
 
 def from_dlpack(x: Any, /, *, device: object = None, copy: bool | None = None) -> ShardedArray:
-    """Another library's array, by the DLPack protocol. Raises UsageError for one that has none."""
+    """Convert another library's array by the DLPack protocol. Raises UsageError without it."""
     check_device(device)
     try:
         found = np.from_dlpack(x)
@@ -92,7 +92,7 @@ def full(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array of one number."""
+    """An array filled with one number."""
     check_device(device)
     sizes = read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):
@@ -121,7 +121,7 @@ def zeros(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array of zeros, of `float64` when no type is given.
+    """An array of zeros, of type `float64` by default.
 
     >>> from reshard import DeviceMesh, spec
     >>> zeros((3, 2), spec=spec(DeviceMesh.of(x=2), "x, -")).shards[1].tolist()
@@ -138,7 +138,7 @@ def ones(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array of ones, of `float64` when no type is given."""
+    """An array of ones, of type `float64` by default."""
     wanted = "float64" if dtype is None else dtype
     return full(shape, 1, dtype=wanted, device=device, spec=spec)
 
@@ -150,7 +150,7 @@ def empty(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """An array whose elements mean nothing: they are zeros, for it never changes."""
+    """An array with unspecified elements: zeros, because arrays are immutable."""
     return zeros(shape, dtype=dtype, device=device, spec=spec)
 
 
@@ -164,7 +164,7 @@ def arange(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """Numbers from `start` up to `stop`, that one left out; from 0 up to `start` without it."""
+    """Evenly spaced numbers from `start` (default 0) up to, but not including, `stop`."""
     check_device(device)
     low, high = (0, start) if stop is None else (start, stop)
     with explain_errors(
@@ -185,7 +185,7 @@ def linspace(
     endpoint: bool = True,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """`num` numbers at equal distances."""
+    """`num` evenly spaced numbers."""
     check_device(device)
     with explain_errors(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
@@ -204,7 +204,7 @@ def eye(
     device: object = None,
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
-    """Ones on a diagonal, zeros elsewhere."""
+    """Ones on a diagonal, and zeros elsewhere."""
     check_device(device)
     own = np.float64 if dtype is None else _numpy_type(dtype)
     rows, columns = read_shape((n_rows, n_rows if n_cols is None else n_cols))

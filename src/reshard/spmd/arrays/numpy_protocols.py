@@ -1,4 +1,4 @@
-"""NumPy's functions on arrays in shards: `np.exp(x)` is `sp.exp(x)`.
+"""NumPy's functions on sharded arrays: `np.exp(x)` is `sp.exp(x)`.
 
 A function of NumPy whose name the namespace has is taken from there, arguments and all; NumPy's
 older names are known too. Others are refused rather than run on the dense array.

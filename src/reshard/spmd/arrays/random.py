@@ -250,7 +250,7 @@ def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
 
 @of_arrays
 def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
-    """Zero in place of each element with probability `rate`; the others over `1 - rate`.
+    """Set elements to zero with probability `rate`, and divide the others by `1 - rate`.
 
     Which ones does not depend on the sharding. The gradient is zero at the same places.
 

@@ -1,4 +1,4 @@
-"""Arrays that live in shards, are never changed, and compute at once.
+"""Sharded arrays, which are immutable and compute eagerly.
 
     A = sp.array(data).shard(mesh, [DimSpec(["x"]), DimSpec([])])
     B = (A @ W).with_sharding(mesh, [DimSpec([]), DimSpec([])])
@@ -38,10 +38,10 @@ _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
 
 
 class ShardedArray(ArrayValue, ArrayOperators):
-    """An array in shards over a mesh, or a whole one. Make one with `sp.array`.
+    """An array that is sharded or replicated over a mesh. Create one with `sp.array`.
 
-    It has the operators and methods of the array API standard, but for assignment: it never
-    changes. `type` is its `ArrayType`, `runner` has its shards.
+    It has the operators and methods of the array API standard, except assignment: arrays are
+    immutable. `type` is its `ArrayType`, `runner` stores its shards.
 
     >>> import numpy as np
     >>> from reshard.spmd import DeviceMesh, DimSpec, array
@@ -55,22 +55,22 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
+        """The shape of the full array."""
         return self.type.shape
 
     @property
     def dtype(self) -> DType:
-        """The type of its elements."""
+        """The element type."""
         return self.type.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.type.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements of the whole array."""
+        """The number of elements of the full array."""
         return int(np.prod(self.type.shape, dtype=np.int64))
 
     @property
@@ -80,24 +80,24 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
     @property
     def spec(self) -> ShardingSpec | None:
-        """Its sharding; None where it is whole."""
+        """The sharding; None if the array is replicated."""
         return self.type.spec
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh that it is sharded over; None where it is whole."""
+        """The mesh that the array is sharded over; None if it is replicated."""
         return None if self.type.spec is None else self.type.spec.mesh
 
     @property
     def shards(self) -> Mapping[int, Any]:
-        """The arrays that are here, by rank. They are shared, and must not be written to."""
+        """The shards of this process, by rank. They are shared memory: do not write to them."""
         self._tell_readers()
         shards = self.runner.taken(self.type, self._shards)
         self.runner.library.lend(shards)
         return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
 
     def to_dense(self) -> Any:
-        """The whole array as one of NumPy or PyTorch; every process gets it.
+        """The full array as one of NumPy or PyTorch, on every process.
 
         It may share memory with the shards: copy it before writing to it.
         """
@@ -114,7 +114,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
                 read(self)
 
     def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
-        """The same array in another sharding.
+        """Return the array in another sharding.
 
         Args:
             target: a sharding, or a mesh.
@@ -271,23 +271,23 @@ def array(
     dtype: object = None,
     runner: Runner | None = None,
 ) -> ShardedArray:
-    """An array in shards, from data that every process has whole.
+    """Create a sharded array from data that every process has in full.
 
-    It may share memory with the data: write to neither, or give a copy. One made of lists, or cast
-    to another type, has memory of its own. One of NumPy's takes a copy of its shards when it is
-    first moved, and moves to a sharding once; one of tensors, which optimizers may write to, moves
-    each time.
+    The array may share memory with the data: write to neither, or pass a copy. An array created
+    from lists, or cast to another type, owns its memory. One of NumPy's copies its shards when it
+    is first resharded, and caches resharded copies. One of PyTorch tensors, which optimizers may
+    write to, caches nothing.
 
     Args:
-        data: an array of NumPy or PyTorch, numbers in lists, or an array in shards.
-        spec: its sharding; whole when None.
-        dtype: of its elements; as they are when None.
-        runner: which keeps the shards; the one chosen by `running`, else the one of this process
-            whose library `data` is from.
+        data: an array of NumPy or PyTorch, numbers in lists, or a sharded array.
+        spec: its sharding; replicated when None.
+        dtype: its element type; that of the data when None.
+        runner: where the shards are stored; the runner set by `running`, else the one of this
+            process for the library of `data`.
 
     Raises:
-        SpecError: a sharding for another number of dimensions.
-        UsageError: data that is no array.
+        SpecError: a sharding with another number of dimensions.
+        UsageError: data that is not an array.
 
     >>> from reshard import DeviceMesh, spec
     >>> rows = array([[1, 2], [3, 4], [5, 6]], spec(DeviceMesh.of(x=2), "x, -"))
@@ -331,19 +331,18 @@ def from_shards(
     dtype: object = None,
     runner: Runner | None = None,
 ) -> ShardedArray:
-    """An array in shards, from the shards that are here.
+    """Create a sharded array from the shards of this process.
 
     Args:
-        shards: by rank; of every rank of the mesh in one process, of this rank over processes, and
-            none where it has no place in the mesh.
-        shape: of the whole array.
+        shards: by rank: of every rank of the mesh in one process; of this rank over processes, and
+            none on a process outside the mesh.
+        shape: of the full array.
         spec: its sharding.
-        dtype: its element type, where shards do not say it: on a process without any.
-        runner: as of `array`.
+        dtype: its element type, on a process without shards.
+        runner: as for `array`.
 
     Raises:
-        ShardError: shards that are missing, or have another shape or element type than they
-            should.
+        ShardError: shards that are missing, or have a wrong shape or element type.
 
     >>> from reshard import DeviceMesh, spec
     >>> parts = {0: np.array([1.0, 2.0]), 1: np.array([3.0])}

@@ -1,5 +1,6 @@
-"""The functions of `reshard.spmd` on arrays: those of the array API, and of networks.
+"""The functions of `reshard.spmd` on arrays: those of the array API, and of neural networks.
 
-Each reads its arguments and carries out operations. `elementwise.py` makes those whose rows in the
-table of operators need no more; `array_arguments.py` checks arguments for all of them.
+Each function reads its arguments and executes operations. `elementwise.py` creates the functions
+that are defined by their rows in the table of operators. `array_arguments.py` checks arguments for
+all of them.
 """

@@ -1,4 +1,4 @@
-"""Checks of arguments: errors that name what is no array, no whole number or no pair of them."""
+"""Checks of arguments: errors for values that are not arrays, integers or pairs of integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sorts along an axis that is cut, without gathering it.
+"""Sorts along a sharded axis, without gathering it.
 
 An array of one dimension, by exact splitters:
 

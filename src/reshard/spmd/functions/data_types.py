@@ -1,4 +1,4 @@
-"""Element types by the names of the array API: constants, and questions about types.
+"""Element types by the names of the array API: constants, and functions of types.
 
 Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
 
@@ -37,7 +37,7 @@ def _read_type(value: Any) -> DType:
 
 
 def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = None) -> Any:
-    """The same numbers as elements of another type.
+    """Cast to another element type.
 
     Partial sums stay partial where the new type loses nothing: a float to a wider one.
     """
@@ -73,7 +73,7 @@ def check_device(device: object, beside: Any = None) -> None:
 
 
 def can_cast(from_: Any, to: object, /) -> object:
-    """Whether every number of one type (or array) is one of another type too."""
+    """Whether a type (or array) can be cast to another type by NumPy's safe casting."""
     return np.can_cast(_read_type(from_).numpy, as_dtype(to).numpy)
 
 
@@ -98,7 +98,7 @@ class IntegerInfo(NamedTuple):
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """The limits of a floating type, or of an array's. Raises UsageError for another type.
+    """The limits of a floating-point type or array. Raises UsageError for another type.
 
     >>> finfo(float32).bits, finfo(complex128).dtype
     (32, DType('float64'))
@@ -125,7 +125,7 @@ def _read_limits(known: DType) -> Any:
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """The limits of an integer type, or of an array's.
+    """The limits of an integer type or array.
 
     Raises UsageError for another type.
 
@@ -140,7 +140,7 @@ def iinfo(type: Any, /) -> IntegerInfo:
 
 
 def isdtype(dtype: object, kind: Any) -> object:
-    """Whether a type is another one, of a kind, or one of several.
+    """Whether a type equals another type, is of a kind, or is one of several.
 
     Raises UsageError for an unknown kind.
     """
@@ -161,7 +161,7 @@ def _is_number(value: Any) -> object:
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
-    """The type that operands of these types (arrays, types, numbers) make together."""
+    """The type that operands of these types (arrays, types, numbers) promote to."""
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
     types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}

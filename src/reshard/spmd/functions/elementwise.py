@@ -1,4 +1,4 @@
-"""Functions that rows of the table make by themselves: elementwise ones, and `matmul`.
+"""Functions defined by rows of the table alone: elementwise ones, and `matmul`.
 
 `clip` and `where`, which read their arguments, are written out.
 """
@@ -114,7 +114,7 @@ def __getattr__(name: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = operator.doc
     if operator.family == "elementwise":
-        function.__doc__ += " Element by element; operands broadcast, numbers are taken."
+        function.__doc__ += " Elementwise; operands broadcast, and may be Python numbers."
     if name in SHIPPED:  # A user's row may be replaced by another.
         globals()[name] = function
     return function

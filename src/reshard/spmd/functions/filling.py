@@ -1,4 +1,4 @@
-"""Arrays filled beside another one: of its shape and sharding, and the triangles of matrices."""
+"""Arrays with the shape and sharding of another array, and triangles of matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.spmd.operators.result_types import BY_KIND
 
 @of_arrays
 def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None) -> Any:
-    """An array of one number, with the shape and the sharding of another."""
+    """An array filled with one number, with the shape and sharding of another."""
     check_device(device, x)
     wanted = x.dtype if dtype is None else as_dtype(dtype)
     value = _make_scalar(x, fill_value, wanted)
@@ -52,7 +52,7 @@ def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any:
 
 @of_arrays
 def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any:
-    """Elements that mean nothing, with the shape and the sharding of another array."""
+    """Unspecified elements, with the shape and sharding of another array."""
     return full_like(x, 0, dtype=dtype, device=device)
 
 
@@ -69,11 +69,11 @@ def _take_triangle(x: Any, lower: bool, k: int) -> Any:
 
 @of_arrays
 def tril(x: Any, /, *, k: int = 0) -> Any:
-    """The lower triangle of matrices, zeros above the diagonal `k`."""
+    """The lower triangle of matrices; zeros above the diagonal `k`."""
     return _take_triangle(x, True, k)
 
 
 @of_arrays
 def triu(x: Any, /, *, k: int = 0) -> Any:
-    """The upper triangle of matrices, zeros below the diagonal `k`."""
+    """The upper triangle of matrices; zeros below the diagonal `k`."""
     return _take_triangle(x, False, k)

@@ -35,7 +35,7 @@ from reshard.spmd.shards.operation_call import call
 
 @of_arrays
 def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
-    """Elements of an axis, by their indices.
+    """Take elements along an axis by index.
 
     Raises ArrayIndexError, on every process, for an index that is out of range.
     """
@@ -49,7 +49,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
 
 @of_arrays
 def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
-    """Elements along an axis, by indices for each place of the other axes.
+    """Take elements along an axis, by an index for each position of the other axes.
 
     Raises ArrayIndexError, on every process, for an index that is out of range.
     """

@@ -95,13 +95,13 @@ def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
 
 @of_arrays
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
-    """Products summed over an axis, the first conjugated."""
+    """Sum of products over an axis; the first operand is conjugated."""
     return call("vecdot", operands(x1, x2), {"axis": int(axis)})
 
 
 @of_arrays
 def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Any:
-    """Products summed over pairs of axes."""
+    """Sum of products over pairs of axes."""
     is_pair = isinstance(axes, Sequence) and not isinstance(axes, str) and len(axes) == 2
     if not isinstance(axes, int) and not (is_pair and all(isinstance(n, Sequence) for n in axes)):
         raise SpecError(f"tensordot over axes {axes!r}; give how many, or a list of axes of each")

@@ -32,27 +32,27 @@ def _read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that arrays of these shapes have together. Raises SpecError where none."""
+    """The common shape of arrays of these shapes. Raises SpecError if there is none."""
     return broadcast_shape([tuple(shape) for shape in shapes])
 
 
 @of_arrays
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
-    """The array repeated to a shape."""
+    """Broadcast the array to a shape."""
     wanted = tuple(_read_sizes(shape))
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
 @of_arrays
 def broadcast_arrays(*arrays: Any) -> list[Any]:
-    """Arrays repeated to the shape that they have together."""
+    """Broadcast arrays to their common shape."""
     shape = broadcast_shapes(*(one.shape for one in arrays))
     return [broadcast_to(one, shape) for one in arrays]
 
 
 @of_arrays
 def expand_dims(x: Any, /, axis: int = 0) -> Any:
-    """A new dimension of size 1, at that place of the result.
+    """Insert a dimension of size 1 at this position of the result.
 
     Raises ArrayIndexError for a place that the result has not.
     """
@@ -66,7 +66,7 @@ def expand_dims(x: Any, /, axis: int = 0) -> Any:
 
 @of_arrays
 def squeeze(x: Any, /, axis: Axis) -> Any:
-    """Without dimensions of size 1. Raises SpecError for one of another size."""
+    """Remove dimensions of size 1. Raises SpecError for one of another size."""
     axes = _read_axes(axis, x.ndim)
     if any(x.shape[one] != 1 for one in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
@@ -75,7 +75,7 @@ def squeeze(x: Any, /, axis: Axis) -> Any:
 
 @of_arrays
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
-    """Dimensions in another order: dimension `d` of the result is `axes[d]`."""
+    """Permute the dimensions: dimension `d` of the result is `axes[d]`."""
     if not isinstance(axes, Iterable):
         raise SpecError(f"permutation {axes!r} of {x.ndim} dimensions; name each of them once")
     return call("permute_dims", (x,), {"axes": tuple(axes)})
@@ -83,7 +83,7 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
 
 @of_arrays
 def matrix_transpose(x: Any, /) -> Any:
-    """The last two dimensions swapped."""
+    """Transpose the last two dimensions."""
     if x.ndim < 2:
         raise SpecError(f"shape {list(x.shape)} is no matrix; 2 or more dimensions were expected")
     return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
@@ -91,7 +91,7 @@ def matrix_transpose(x: Any, /) -> Any:
 
 @of_arrays
 def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
-    """Dimensions put elsewhere, the others kept in order."""
+    """Move dimensions to other positions; the others keep their order."""
     come, go = _read_axes(source, x.ndim), _read_axes(destination, x.ndim)
     if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
         raise SpecError(f"axes {come} to {go}; give as many places as axes, each once")
@@ -110,7 +110,7 @@ def _read_sizes(shape: int | Sequence[int]) -> list[int]:
 
 @of_arrays
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Any:
-    """The same elements in row-major order; one size may be -1.
+    """Reshape in row-major order; one size may be -1.
 
     Raises SpecError for another number of elements.
     """
@@ -132,13 +132,13 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 
 @of_arrays
 def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
-    """Axes the other way round; all when None."""
+    """Reverse the order of elements along axes; along all when None."""
     return call("flip", (x,), {"axis": _read_axes(range(x.ndim) if axis is None else axis, x.ndim)})
 
 
 @of_arrays
 def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
-    """Elements moved along axes, those that leave at the end coming in at the start."""
+    """Shift elements along axes, cyclically."""
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
     axes = _read_axes(axis, x.ndim)
@@ -168,7 +168,7 @@ def _promote(arrays: Sequence[Any]) -> list[Any]:
 
 @of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
-    """Arrays one behind the other along an axis; flattened first when it is None."""
+    """Concatenate arrays along an axis; they are flattened first if it is None."""
     made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if axis is None:
         # Flattened one by one, so that each keeps what cuts it can.
@@ -178,7 +178,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
 
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
-    """Arrays of one shape along a new axis."""
+    """Join arrays of one shape along a new axis."""
     made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
@@ -201,7 +201,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
 
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
-    """The arrays along an axis, without it."""
+    """Split into the arrays along an axis, and remove the axis."""
     place = _read_axes(axis, x.ndim)[0]
     return tuple(
         squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
@@ -211,7 +211,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
 
 @of_arrays
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
-    """The array repeated along each dimension, as a whole."""
+    """Repeat the whole array along each dimension."""
     times = tuple(_read_sizes(repetitions))
     if min(times, default=0) < 0:
         raise UsageError(f"tile of {repetitions!r} repetitions; 0 or more were expected")
@@ -225,7 +225,7 @@ def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
 
 @of_arrays
 def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
-    """Each element repeated along an axis; of the flattened array when None.
+    """Repeat each element along an axis; of the flattened array when None.
 
     `repeats` is one number, or one for each place of the axis.
     """
@@ -258,7 +258,7 @@ def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
 
 @of_arrays
 def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
-    """Coordinates of a grid from those of its sides."""
+    """Coordinate arrays of a grid, from coordinate vectors."""
     if indexing not in ("xy", "ij"):
         raise UsageError(f"indexing {indexing!r}; it is 'xy' or 'ij'")
     count = len(arrays)

@@ -43,7 +43,7 @@ Axis = int | Sequence[int]
 
 @of_arrays
 def relu(x: Any, /) -> Any:
-    """The number where it is positive, 0 elsewhere; its derivative at 0 is 0.
+    """The elementwise maximum of a number and 0; its derivative at 0 is 0.
 
     >>> import reshard.spmd as sp
     >>> relu(sp.array([-1.0, 0.0, 2.0])).to_dense().tolist()
@@ -54,7 +54,7 @@ def relu(x: Any, /) -> Any:
 
 @of_arrays
 def sigmoid(x: Any, /) -> Any:
-    """`1 / (1 + exp(-x))`, without overflow, and not 0 where it is small."""
+    """`1 / (1 + exp(-x))`, without overflow or underflow to 0."""
     return call("sigmoid", (x,))
 
 
@@ -67,7 +67,7 @@ def silu(x: Any, /) -> Any:
 @of_arrays
 @in_wide_types
 def gelu(x: Any, /) -> Any:
-    """The Gaussian error linear unit, by its usual approximation with a hyperbolic tangent.
+    """The Gaussian error linear unit, by its tanh approximation.
 
     Source: Hendrycks and Gimpel, 2016.
     """
@@ -78,7 +78,7 @@ def gelu(x: Any, /) -> Any:
 @of_arrays
 @in_wide_types
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
-    """The logarithm of the sum of exponentials along axes, without overflow; -inf of none."""
+    """The logarithm of the sum of exponentials along axes, without overflow; -inf if empty."""
     if 0 in x.shape:
         nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
@@ -108,7 +108,7 @@ def _take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
 @of_arrays
 @in_wide_types
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
-    """Exponentials over their sum along axes."""
+    """Exponentials divided by their sum along axes."""
     if 0 in x.shape:
         axes_of(x.ndim, axis)
         return exp(x)
@@ -146,7 +146,7 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
 ) -> Any:
-    """The last `dims` dimensions less their mean, over their deviation.
+    """Layer normalization over the last `dims` dimensions.
 
     `weight` and `bias` have the shape of those dimensions.
     """
@@ -161,7 +161,7 @@ def layer_norm(
 
 @of_arrays
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
-    """The last `dims` dimensions over the root of their mean square."""
+    """Root mean square normalization over the last `dims` dimensions."""
     axes = _last_axes(x, dims, weight)
     x, weight = operands(x, weight)
     given = [x] if weight is None else [x, weight]
@@ -215,20 +215,21 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The loss of each element: `logits` with the classes along an axis, labels without it.
+    """Cross-entropy loss of each element, from logits and integer labels.
 
-    Classes may be cut: each rank finds the logits of its own, ranks exchange three numbers for
+    Classes may be sharded: each rank computes with its own logits, ranks exchange three numbers for
     each element, and the gradient exchanges none.
 
     Args:
-        logits: `[..., classes]`, the classes along `axis`.
-        labels: whole numbers `[...]`, of classes.
+        logits: `[..., classes]`, with the classes along `axis`.
+        labels: integers `[...]`, the classes.
         axis: of the classes.
-        ignore_index: the label of elements whose loss is 0, and has no gradient.
-        label_smoothing: the part of each label's weight, from 0 to 1, that all classes share.
+        ignore_index: the label of elements whose loss and gradient are 0.
+        label_smoothing: the part of each label's weight, from 0 to 1, that is distributed over all
+            classes.
 
     Raises:
-        ArrayIndexError: a label that is no class, on every process.
+        ArrayIndexError: a label that is not a class, on every process.
         UsageError: a smoothing that is not from 0 to 1.
     """
     label_smoothing = portion("label_smoothing=", label_smoothing)
@@ -262,20 +263,20 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Any:
-    """Values weighed by how queries and keys agree.
+    """Scaled dot-product attention, with grouped queries, causal masks and windows.
 
-    Without a mask, memory grows with the sequences and not with their product, here and in the
-    gradient. With one, or where keys are cut along their sequence and queries are not, scores are
-    an array of their own.
+    Without a mask, memory grows linearly with the sequences, here and in the gradient. With a mask,
+    or if keys are sharded along their sequence and queries are not, the scores are computed as an
+    array.
 
     Args:
         queries: `[..., h, s, d]`.
         keys: `[..., g, t, d]`; `g` divides `h`, and each serves `h / g` heads.
         values: `[..., g, t, e]`.
-        mask: truth values (or numbers to add) that broadcast to `[..., h, s, t]`.
-        is_causal: whether a query sees keys up to its own place only.
-        window: how many keys a query sees up to its own place, that one among them, and (unless
-            `is_causal`) as many from its own place on; all when None.
+        mask: booleans (or numbers to add) that broadcast to `[..., h, s, t]`.
+        is_causal: whether a query attends only to keys up to its own position.
+        window: the number of keys that a query attends to up to and including its own position, and
+            (unless `is_causal`) as many from its own position on; all when None.
         scale: of the scores; `1 / sqrt(d)` when None.
     """
     # 1. Shapes.
@@ -380,14 +381,14 @@ def _axes_along(x: Any, dim: int) -> set[str]:
 
 @of_arrays
 def embedding(indices: Any, table: Any, /) -> Any:
-    """Rows of a table `[v, d]` at indices. The table may be cut: each rank gives its own rows."""
+    """Look up rows of a table `[v, d]`, which may be sharded: each rank returns its own rows."""
     table, indices = operands(table, indices)
     return take(table, indices, axis=0)
 
 
 @of_arrays
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
-    """Ones where a class is an element's own; the classes are a new dimension.
+    """One-hot encoding: the classes are a new dimension.
 
     An index that is no class has no ones.
     """
@@ -403,14 +404,14 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 
 @of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
-    """The `k` largest along an axis, falling, and where they were."""
+    """The `k` largest elements along an axis, in descending order, and their indices."""
     attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
     found: tuple[Any, Any] = call("top_k", (x,), attributes)
     return found
 
 
 def einsum(subscripts: str, /, *arrays: Any) -> Any:
-    """Products summed over the letters that the result has not, as `numpy.einsum` reads them."""
+    """Sums of products over subscripts, as `numpy.einsum`."""
     if not isinstance(subscripts, str):
         raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
     for own in "".join(subscripts.split()).partition("->")[0].replace("...", "").split(","):

@@ -1,4 +1,4 @@
-"""Running totals along an axis that is cut, without gathering it.
+"""Cumulative sums along a sharded axis, without gathering it.
 
 1. Each rank finds the running totals of its own part, as if nothing came before it.
 2. The last one of every part but the last, which is the part's own total, goes to all ranks.

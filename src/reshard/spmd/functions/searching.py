@@ -25,13 +25,13 @@ from reshard.spmd.shards.operation_call import call
 
 @of_arrays
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The index of the greatest number along an axis; in the flattened array when None."""
+    """The index of the maximum along an axis; in the flattened array when None."""
     return _find_place("argmax", x, axis, keepdims)
 
 
 @of_arrays
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The index of the least number along an axis; in the flattened array when None."""
+    """The index of the minimum along an axis; in the flattened array when None."""
     return _find_place("argmin", x, axis, keepdims)
 
 
@@ -45,13 +45,13 @@ def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
 
 @of_arrays
 def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Elements in rising order along an axis, which may stay cut: see `cut_sorts`."""
+    """Sort along an axis in ascending order. A sharded axis may stay sharded: see `cut_sorts`."""
     return _put_in_order("sort", x, axis_of(x.ndim, axis), bool(descending))
 
 
 @of_arrays
 def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """The indices that sort an axis; equal elements keep their order."""
+    """The indices that sort along an axis; the sort is stable."""
     return _put_in_order("argsort", x, axis_of(x.ndim, axis), bool(descending))
 
 
@@ -62,7 +62,7 @@ def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
 
 @of_arrays
 def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
-    """The index at which each of `x2` belongs in `x1`, which is sorted, by `sorter` where given."""
+    """The insertion indices of `x2` in the sorted `x1`, or in `x1` sorted by `sorter`."""
     x1, x2 = operands(x1, x2)
     if sorter is not None:
         x1 = take(x1, sorter, axis=0)
@@ -71,7 +71,7 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
 
 @of_arrays
 def nonzero(x: Any, /) -> tuple[Any, ...]:
-    """The indices of what is not zero, by dimension; not sharded."""
+    """The indices of nonzero elements, by dimension; not sharded."""
     if not x.ndim:
         raise UsageError("nonzero of an array of no dimensions; it has no indices: reshape it")
     return tuple(whole(x, one) for one in x.runner.library.namespace.nonzero(x.to_dense()))
@@ -115,34 +115,34 @@ def _find_unique(x: Any) -> UniqueAll:
 
 @of_arrays
 def unique_all(x: Any, /) -> UniqueAll:
-    """The different elements, their first places, which one each is, how often; not sharded."""
+    """The unique elements, their first indices, inverse indices and counts; not sharded."""
     found = _find_unique(x)
     return found._replace(inverse_indices=reshape(found.inverse_indices, x.shape))
 
 
 @of_arrays
 def unique_counts(x: Any, /) -> UniqueCounts:
-    """The different elements, and how often each is there; not sharded."""
+    """The unique elements and their counts; not sharded."""
     found = _find_unique(x)
     return UniqueCounts(found.values, found.counts)
 
 
 @of_arrays
 def unique_inverse(x: Any, /) -> UniqueInverse:
-    """The different elements, and which one each is; not sharded."""
+    """The unique elements and the inverse indices; not sharded."""
     found = unique_all(x)
     return UniqueInverse(found.values, found.inverse_indices)
 
 
 @of_arrays
 def unique_values(x: Any, /) -> Any:
-    """The different elements; not sharded."""
+    """The unique elements; not sharded."""
     return _find_unique(x).values
 
 
 @of_arrays
 def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
-    """The differences of neighbours along an axis, taken `n` times."""
+    """The differences of neighbours along an axis, `n` times."""
     place = axis_of(x.ndim, axis)
     if not hasattr(n, "__index__") or n < 0:
         raise UsageError(f"differences taken {n!r} times; give a whole number of 0 or more")
@@ -172,7 +172,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 
 @of_arrays
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
-    """Whether each of `x1` is one of `x2`."""
+    """Whether each element of `x1` is in `x2`."""
     x1, x2 = operands(x1, x2)
     # Each of `x1` against all of `x2`, along a new last axis.
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))

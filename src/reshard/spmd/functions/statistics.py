@@ -1,4 +1,4 @@
-"""Reductions, and running sums: the array API's statistical and utility functions.
+"""Reductions, and cumulative sums: the array API's statistical and utility functions.
 
 Over an axis that is cut, each rank reduces its part: the result holds contributions, combined
 when they are needed. A mean is a sum divided by the whole count, so that uneven parts weigh what
@@ -56,14 +56,14 @@ def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool =
 
 @of_arrays
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The greatest number over axes, over all when None."""
+    """The maximum over axes, over all when None."""
     _check_some(x, axis, "max")
     return call("max", (x,), _make_attributes(axis, keepdims))
 
 
 @of_arrays
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The least number over axes, over all when None."""
+    """The minimum over axes, over all when None."""
     _check_some(x, axis, "min")
     return call("min", (x,), _make_attributes(axis, keepdims))
 
@@ -80,13 +80,13 @@ def _check_some(x: Any, axis: Axis, name: str) -> None:
 
 @of_arrays
 def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether all are true over axes, over all when None."""
+    """Whether all elements are true over axes, over all when None."""
     return call("all", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
 @of_arrays
 def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether one is true over axes, over all when None."""
+    """Whether any element is true over axes, over all when None."""
     return call("any", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
@@ -103,7 +103,7 @@ def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> An
 
 @of_arrays
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The mean over axes, over all when None; of whole numbers in `float64`.
+    """The mean over axes, over all when None; of integers in `float64`.
 
     Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
     """
@@ -134,7 +134,7 @@ def _choose_divisor(count: float) -> float:
 
 @of_arrays
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """The variance over axes, over all when None: squares are divided by `count - correction`."""
+    """The variance over axes, over all when None, divided by `count - correction`."""
     found = _take_var(_widen(x), axis, correction, keepdims)
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
@@ -151,7 +151,7 @@ def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
 
 @of_arrays
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """The standard deviation: the root of `var`."""
+    """The standard deviation: the square root of `var`."""
     found = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
@@ -160,7 +160,7 @@ def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 def cumulative_sum(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
-    """Sums of everything up to each place of an axis."""
+    """The cumulative sum along an axis."""
     return _take_totals("cumulative_sum", x, axis, dtype, include_initial)
 
 
@@ -168,7 +168,7 @@ def cumulative_sum(
 def cumulative_prod(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
-    """Products of everything up to each place of an axis."""
+    """The cumulative product along an axis."""
     return _take_totals("cumulative_prod", x, axis, dtype, include_initial)
 
 

@@ -1,4 +1,4 @@
-"""Wide types for what is made of many numbers: floats narrower than 4 bytes count as `float32`.
+"""Accumulation types: floats narrower than 4 bytes are accumulated in `float32`.
 
 A sum of squares of float16 is infinite from 256 on, a sum of 70,000 ones too, and each rounding of
 bfloat16 takes off a 256th. Functions that are made of several operations widen what they are given

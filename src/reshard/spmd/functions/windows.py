@@ -1,4 +1,4 @@
-"""Convolution and pooling, padding, and parts of arrays whose place is a number of the program.
+"""Convolution and pooling, padding, and slices whose start is an array.
 
 Batch and channels stay in shards, and so do dimensions that a window moves over: ranks get
 the edges of other parts that their windows see.
@@ -40,10 +40,10 @@ def convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Any:
-    """`[n, g c, *space]` by `[g o, c, *window]` is `[n, g o, *space]`.
+    """Convolution of `[n, g c, *space]` with `[g o, c, *window]`, which gives `[n, g o, *space]`.
 
-    Channels may be cut: those of the input hold contributions, those of the output are apart. So
-    may space: edges move.
+    Channels may be sharded: sharded input channels give a pending sum, and sharded output channels
+    a sharded result. Spatial dimensions may be sharded, too: halos are exchanged.
     """
     x, kernel = operands(x, kernel)
     count = x.ndim - 2
@@ -80,7 +80,7 @@ def _pool(name: str, x: Any, window: Sequence[int], strides: Sizes | None, paddi
 def max_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
-    """The greatest number in each window over the last dimensions."""
+    """The maximum of each window over the last dimensions."""
     return _pool("max_pool", x, window, strides, padding)
 
 
@@ -88,20 +88,20 @@ def max_pool(
 def avg_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
-    """The mean of each window over the last dimensions, padding counted as zeros."""
+    """The mean of each window over the last dimensions; padding counts as zeros."""
     return _pool("avg_pool", x, window, strides, padding)
 
 
 @of_arrays
 def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float = 0) -> Any:
-    """A number added `(before, after)` each dimension."""
+    """Pad each dimension with a number, `(before, after)`."""
     pairs = whole_pairs("pads", pad_width, x.ndim)
     return call("pad", (x,), {"pad_width": pairs, "constant_values": constant_values})
 
 
 @of_arrays
 def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any, ...]:
-    """Parts of an axis: a number of equal ones, or those that begin at the given indices.
+    """Split along an axis: into a number of equal parts, or before the given indices.
 
     Indices are those of slices: below 0 they count from the end.
     """
@@ -127,7 +127,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
 
 @of_arrays
 def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
-    """The array with slices of an axis, at indices, replaced by updates, or added to ("add").
+    """The array with slices along an axis, at indices, replaced by updates, or added to ("add").
 
     `updates` have the indices' dimensions in the axis's place. Of equal indices one is set.
 
@@ -144,14 +144,14 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
 
 @of_arrays
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
-    """A rectangle of these sizes that begins at scalars, moved inside where it reaches beyond."""
+    """A slice of fixed size that starts at scalars, which are clamped to stay inside."""
     wanted = whole_numbers("sizes", sizes, x.ndim)
     return call("dynamic_slice", _add_starts([x], starts), {"sizes": wanted})
 
 
 @of_arrays
 def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
-    """The array with a rectangle replaced, moved inside where it reaches beyond."""
+    """The array with a slice replaced, whose start is clamped to stay inside."""
     x, update = operands(x, update)
     _check_fits("dynamic_update_slice", x, update)
     return call("dynamic_update_slice", _add_starts([x, update], starts))

@@ -1,4 +1,4 @@
-"""Experts: each token's row goes to the experts that it chose, and what they make comes back.
+"""Expert routing: tokens are sent to the experts that they chose, and the results come back.
 
 How many rows an expert gets is known from the elements alone. Ranks exchange these counts, then
 exactly the rows that there are: none is padded, and none dropped unless there is a capacity.
@@ -51,23 +51,23 @@ _COUNTS = as_dtype("int64")
 def expert_routing(
     which: Any, /, count: int, *, axes: str | Sequence[str] = (), capacity: int | None = None
 ) -> ExpertRouting:
-    """Where the rows of tokens go, given the experts that each token chose.
+    """Compute the routing of tokens to experts, given the experts that each token chose.
 
-    The elements of `which` are read, so that in a function that is traced it is to stand in one
-    under `@sp.eagerly`.
+    It reads the elements of `which`, so in a traced function it must be inside a function decorated
+    with `@sp.eagerly`.
 
     Args:
-        which: whole numbers `[tokens]` or `[tokens, k]`, of experts; `sp.top_k` finds them.
-        count: of experts.
-        axes: of the mesh, over which experts are cut.
-        capacity: how many rows an expert takes, those of the first tokens; all when None. What is
-            not taken comes back as zeros.
+        which: integers `[tokens]` or `[tokens, k]`, the experts; for example from `sp.top_k`.
+        count: the number of experts.
+        axes: the mesh axes over which experts are sharded.
+        capacity: the maximum number of rows per expert: those of the first tokens are used, and the
+            results of the others are zeros. No maximum when None.
 
     Raises:
-        ArrayIndexError: a number that is no expert, on every process.
-        MeshError: axes that the mesh of `which` has not.
-        SpecError: another number of dimensions.
-        UsageError: no whole numbers, or an array of a traced function.
+        ArrayIndexError: an invalid expert number, on every process.
+        MeshError: axes that the mesh of `which` does not have.
+        SpecError: a wrong number of dimensions.
+        UsageError: not integers, or an array of a traced function.
 
     >>> import reshard.spmd as sp
     >>> routing = sp.expert_routing(sp.array([1, 0, 1]), count=2)
@@ -97,7 +97,7 @@ def expert_routing(
 
 
 class ExpertRouting:
-    """Where the rows of tokens go. Make one with `sp.expert_routing`."""
+    """The routing of tokens to experts. Create one with `sp.expert_routing`."""
 
     def __init__(
         self, which: Any, count: int, names: tuple[str, ...], capacity: int | None

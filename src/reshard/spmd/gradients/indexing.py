@@ -1,4 +1,4 @@
-"""Derivatives of lookups, of writing at places, and of orders.
+"""Derivatives of indexing, scattering and sorting.
 
 What was looked up gets back the cotangents of all places that looked it up, added.
 """

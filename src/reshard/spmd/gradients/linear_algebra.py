@@ -1,4 +1,4 @@
-"""Derivatives of factorisations and solvers, of stacks of real matrices.
+"""Derivatives of factorizations and solvers, for stacks of real matrices.
 
 Sources: Giles, "Collected matrix derivative results for forward and reverse mode algorithmic
 differentiation", 2008; Murray, "Differentiation of the Cholesky decomposition", 2016; Walter and

@@ -1,4 +1,4 @@
-"""Derivatives of operators that move elements: cotangents are moved back."""
+"""Derivatives of operators that move elements: the cotangents are moved back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers: SGD and AdamW, whose states are arrays in shards as parameters are.
+"""Optimizers: SGD and AdamW, whose states are sharded arrays like the parameters.
 
 Which rank keeps which part of a state is its sharding, and nothing else:
 

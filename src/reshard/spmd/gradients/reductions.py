@@ -1,4 +1,4 @@
-"""Derivatives of reductions and of running totals.
+"""Derivatives of reductions and cumulative operators.
 
 The cotangent of a total is spread over what was added up. Extremes share theirs evenly between
 equal elements.

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round, and no rank ever has all of them.
+"""Ring attention: keys and values are sent from rank to rank, and are never gathered.
 
 Queries, keys and values are cut alike along their sequences. In each turn a rank gets the keys and
 values of one other part, where its queries see some of them, attends to them, and joins what it

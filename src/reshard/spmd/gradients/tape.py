@@ -1,4 +1,4 @@
-"""Tapes: the operations of a function, as they were carried out, and the way back through them.
+"""Tapes: the recorded operations of a function, and the backward pass through them.
 
 A tape is a `Recorder` of `reshard.spmd.shards.operation_call`. It keeps the operations that depend
 on the arrays it watches, with their operands and results. On the way back each operation's

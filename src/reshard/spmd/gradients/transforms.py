@@ -1,4 +1,4 @@
-"""Transforms: the gradient of a function of arrays in shards, as a function.
+"""Transforms: gradients of functions of sharded arrays, as functions.
 
     loss, gradients = sp.value_and_grad(f)(parameters, batch)
 

@@ -1,7 +1,7 @@
-"""Local functions: what each rank computes on its own parts, by a library.
+"""Local functions: the computation of each rank on its own shards, with an array library.
 
-`library.py` has NumPy and PyTorch under one set of names; `local_work.py` says what is computed and
-on which parts. The other modules hold the local functions, by the family of their operators: each
-takes a `LocalWork` and returns what the ranks here run. Rows of `reshard.spmd.operators` name
-them; start at `by_name.py`, which does for most.
+`library.py` gives NumPy and PyTorch one set of names. `local_work.py` describes what is computed,
+and on which shards. The other modules have the local functions, by operator family: each takes a
+`LocalWork` and returns the function that the ranks of this process run. Rows of
+`reshard.spmd.operators` name them; `by_name.py` has the most common one.
 """

@@ -1,4 +1,4 @@
-"""Attention on one rank, in memory that grows with the sequence and not with its square.
+"""Attention on one rank, in memory that grows linearly with the sequence.
 
 Scores are found for a block of queries and a block of keys at a time. Of each query the greatest
 score so far, the sum of the exponentials under it and what they weigh are kept; a greater one

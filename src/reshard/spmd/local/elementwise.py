@@ -1,4 +1,4 @@
-"""Local functions of elementwise operators, and results written into memory that is there.
+"""Local functions of elementwise operators, and results written into existing memory.
 
 The functions here are of operators that a library has not, or has with other arguments.
 

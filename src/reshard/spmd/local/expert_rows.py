@@ -1,4 +1,4 @@
-"""Rows of tokens by expert: how many go from which part to which, and in what order they lie.
+"""Rows of tokens by expert: how many each part sends to each other part, and their order.
 
 Each part of the tokens has some rows for each expert, and each expert is on one of the parts that a
 part can send to. A part sorts its rows by where they go, then by expert. What arrives lies by the

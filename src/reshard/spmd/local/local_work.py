@@ -1,4 +1,4 @@
-"""Local work: one operation as the ranks of this process compute it, each on its own parts."""
+"""Local work: one operation as the ranks of this process compute it on their shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of which every rank draws its own, the same for every sharding.
+"""Random numbers that each rank generates for its own shard, the same for every sharding.
 
 Element `i` of an array, counted row by row, is made of words `w i` to `w i + w - 1` of the stream
 of a key, `w` words an element. The generator finds any word without those before it (its counter

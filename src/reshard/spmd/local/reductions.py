@@ -1,4 +1,4 @@
-"""Local functions of reductions: of parts without elements, running totals of parts, norms."""
+"""Local functions of reductions: of empty shards, cumulative sums of shards, norms."""
 
 from __future__ import annotations
 

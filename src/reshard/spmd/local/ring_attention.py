@@ -1,4 +1,4 @@
-"""A turn of ring attention on one rank: its queries and the keys of one other part.
+"""A step of ring attention on one rank: its queries and the keys of one other part.
 
 The sequences are cut in parts, each of one stretch or several. In turn `j` the queries of part `p`
 see the keys of part `p + j`, counted around. A rank has its queries and, for the turn, those of

@@ -1,4 +1,4 @@
-"""Windows over one dimension: which elements they see, and which of them see an element.
+"""Windows over one dimension: the elements of a window, and the windows of an element.
 
 Windows are numbered; each begins a step behind the one before. The first begins in the padding.
 """

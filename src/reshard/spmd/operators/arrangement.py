@@ -1,4 +1,4 @@
-"""Operators that put arrays together, take them apart or turn them round."""
+"""Operators that concatenate, split, flip or roll arrays."""
 
 from __future__ import annotations
 

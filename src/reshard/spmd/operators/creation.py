@@ -1,4 +1,4 @@
-"""Operators that make arrays: constants, ranges, random bits."""
+"""Operators that create arrays: constants, ranges, random bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that read or write at places given by indices."""
+"""Operators that read or write at indices."""
 
 from __future__ import annotations
 

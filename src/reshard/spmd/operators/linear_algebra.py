@@ -1,4 +1,4 @@
-"""Factorisations, solvers, norms of matrices, and Fourier transforms.
+"""Factorizations, solvers, norms of matrices, and Fourier transforms.
 
 What an operator works on, it needs whole; only dimensions that it repeats itself over pass through.
 """

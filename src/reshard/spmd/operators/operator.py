@@ -1,4 +1,4 @@
-"""Operators: the rows of the table, one for all that is known of an operator.
+"""Operators: the rows of the table, with all properties of an operator.
 
 A row says how an operator's dimensions hang together (its rule), what each rank computes, how much
 that is, the element types of its results, which operands may be partial sums, and how it is shown

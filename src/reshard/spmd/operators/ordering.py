@@ -1,4 +1,4 @@
-"""Operators that order elements or tell them apart."""
+"""Operators that sort elements or find unique ones."""
 
 from __future__ import annotations
 

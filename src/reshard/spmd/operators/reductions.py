@@ -1,4 +1,4 @@
-"""Reductions: sums, extremes and means over axes, and those that need their axes whole."""
+"""Reductions: sums, extremes and means over axes, and those that need their axes replicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element types of operators' results, which their rows name.
+"""Element types of the results of operators, which their rows name.
 
 A row without any has those that the library gives: NumPy's promotions, found by computing a few
 elements. Types that NumPy lacks stand in as `float16`, which promotes as they do.

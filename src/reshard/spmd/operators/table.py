@@ -72,7 +72,7 @@ def row_of(name: str) -> Operator:
 
 
 def operator_of(name: str) -> Operator:
-    """The operator of a name; one that is not in the table is one without a rule.
+    """Return the operator of a name; a name that is not in the table is an operator without a rule.
 
     Warns once for each operator without a rule: its operands are replicated.
 
@@ -99,7 +99,7 @@ def rule_of(
     result_shapes: Iterable[Sequence[int]] = (),
     **attributes: Any,
 ) -> OpShardingRule:
-    """The rule of an operator for operands of these shapes.
+    """Return the rule of an operator for operands of these shapes.
 
     Args:
         name: of the operator.
@@ -108,7 +108,7 @@ def rule_of(
         attributes: of the operator, such as `axis`.
 
     Raises:
-        SpecError: shapes or attributes that the operator cannot have.
+        SpecError: shapes or attributes that the operator does not accept.
 
     >>> print(rule_of("matmul", [(4, 8), (8, 16)]))
     ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
@@ -131,12 +131,12 @@ def _read_shape(given: object) -> Shape:
 
 
 def register(operator: Operator) -> Operator:
-    """Adds a row to the table; one of the user's own of that name is replaced.
+    """Add a row to the table. A custom row of the same name is replaced.
 
-    From then on the operator runs on shards, is traced, propagated and costed by that row; with a
-    `doc` it is a function of `reshard.spmd` by its name.
+    The operator then runs on shards, and is traced, propagated and costed by that row. If it has a
+    `doc`, it becomes a function of `reshard.spmd` with its name.
 
-    Raises SpecError for the name of a row of the package's that has a rule.
+    Raises SpecError for the name of a built-in row that has a rule.
 
     >>> from reshard.spmd.operators.elementwise import elementwise
     >>> twice = register(Operator("twice", "users' own", elementwise, "each", doc="Two of it."))
@@ -156,19 +156,19 @@ RuleFunction = Callable[..., OpShardingRule | str]
 def rule(
     name: str, *, linear: Linear = "none", note: str = ""
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a rule of the user's own for the operator of a name.
+    """Register a custom rule for the operator of a name, as a decorator.
 
-    The function is given the operands' shapes and the operator's attributes, and returns a rule
-    or its text. It replaces a rule of the user's own of that name, but none of the package's.
+    The function receives the operands' shapes and the operator's attributes, and returns a rule or
+    its text. It replaces an earlier custom rule of that name, but no built-in rule.
 
     Args:
         name: of the operator.
-        linear: which operands may be partial sums; see `Linear`.
+        linear: which operands may be pending sums; see `Linear`.
         note: one line about it.
 
     Raises:
-        SpecError: a name of the package's own. At the first use: a rule whose operands are not
-            of the shapes given.
+        SpecError: the name of a built-in operator. At the first use: a rule that does not fit the
+            shapes of the operands.
 
     >>> @rule("outer_sum", linear="each")
     ... def outer_sum(shapes):

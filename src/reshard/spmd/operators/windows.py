@@ -1,4 +1,4 @@
-"""Cumulative operators: results that see what is before them."""
+"""Cumulative operators: each element of the result depends on those before it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What moves once values have their shardings, and which of them wait to be combined.
+"""Placement: the reshards of a graph whose values have shardings, and its pending sums.
 
-`placement` lists the movements; `pending_values` says which sums of contributions are combined
-later than where they arise, by `largest_closure`.
+`placement` lists the reshards. `pending_values` decides which sums are reduced later than where
+they arise, by `largest_closure`.
 """

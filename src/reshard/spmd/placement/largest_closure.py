@@ -1,4 +1,4 @@
-"""Largest closures: the set of things of greatest gain, each with all that it needs.
+"""Maximum-weight closures: the set of items of greatest gain, each with its requirements.
 
 Things have gains, some negative, and need others. A set that has with each thing those it needs is
 closed; the closed set of the greatest sum is found by a least cut::

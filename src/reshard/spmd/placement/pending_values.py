@@ -1,4 +1,4 @@
-"""Pending values: sums that wait to be combined until fewer bytes cross.
+"""Pending values: sums that are reduced later, where fewer bytes move.
 
 A product over a cut dimension makes contributions. They may be combined at once, or behind the
 operators that work on each contribution by itself::

@@ -1,4 +1,4 @@
-"""Placement: what has to move once every value has its sharding.
+"""Placement: the reshards of a graph in which every value has a sharding.
 
 Operations run on tensors that are cut alike along each factor (`common_axes`). So each operand
 that is not is resharded before, each result after, contributions are combined where they are not
@@ -73,13 +73,14 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class PlacedGraph:
-    """A propagated graph with what its operations run with, and what moves.
+    """A propagated graph with the shardings of its operations, and its reshards.
 
     Args:
         propagated: the graph and the shardings of its values.
-        operands: for each operation the shardings of its operands while it runs.
-        results: for each operation those its results have at once, partial axes included.
-        moved: all movements, in order.
+        operands: for each operation, the shardings of its operands while it runs.
+        results: for each operation, the shardings of its results right after it, including pending
+            sums.
+        moved: all reshards, in order.
     """
 
     propagated: PropagatedGraph
@@ -92,11 +93,11 @@ class PlacedGraph:
 
 
 def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
-    """The movements of a graph whose values have their shardings.
+    """Find the reshards of a graph whose values have shardings.
 
-    Values without a sharding are whole on every device. Without any sharding nothing
-    moves. Axes that overflow a factor, and levels with a rule of their own where they are not
-    carried, are left by a reshard before the operation and restored behind it.
+    Values without a sharding are replicated. Without any sharding nothing moves. Axes that do not
+    fit a factor, and levels with a cut rule of their own that an operator does not propagate, are
+    removed by a reshard before the operation and restored after it.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd.propagation.graph import Graph

@@ -1,4 +1,4 @@
-"""Carried values: trees of arrays that loops carry, and that branches return, checked."""
+"""Carried values: checks of the trees that loops carry, and that branches return."""
 
 from __future__ import annotations
 

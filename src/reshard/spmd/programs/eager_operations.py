@@ -1,4 +1,4 @@
-"""Eager operations: functions that need elements, as one operation of a traced function.
+"""Eager operations: data-dependent functions, as one operation of a traced function.
 
 A traced function has no elements, so that what they decide (how many rows an expert gets, between
 which ranks elements of a sort move) cannot be traced. Such a function is one operation of the

@@ -1,4 +1,4 @@
-"""Jit: a function of arrays in shards, traced once for arguments of a kind, and run as a program.
+"""Jit: a function of sharded arrays, traced once per kind of arguments, and run as a program.
 
     step = sp.jit(sp.value_and_grad(loss), strategy="cost")
     value, gradients = step(parameters, batch)

@@ -1,4 +1,4 @@
-"""A limit on what each rank holds in a program: a placement that keeps it, or a refusal.
+"""The memory limit of a program: placements that satisfy it, or an error.
 
 1. the strategy that was asked for
 2. the other strategies; of those that keep the limit, the one that moves the least bytes

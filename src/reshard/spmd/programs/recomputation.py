@@ -1,4 +1,4 @@
-"""Recomputation: values that are not kept until they are read, but computed again before it.
+"""Recomputation: values that are freed, and recomputed before they are read.
 
     %2 = exp(%0)                    %2 = exp(%0)
     %3 = sin(%2)                    %3 = sin(%2)        %2 is free from here

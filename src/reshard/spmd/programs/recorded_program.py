@@ -1,4 +1,4 @@
-"""Recorded programs: a recorded function, carried out at first, and then run as a program."""
+"""Recorded programs: a recorded function, run eagerly once, and then run as a program."""
 
 from __future__ import annotations
 

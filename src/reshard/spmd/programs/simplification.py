@@ -1,4 +1,4 @@
-"""Simplification: a recorded function without what is there twice, and without what nobody reads.
+"""Simplification: a recorded function without duplicate and unused operations.
 
 Operations are pure, so two of one operator with the same operands and attributes are one, and one
 of which no result is needed is none:

@@ -1,4 +1,4 @@
-"""Traced functions: functions within a traced function, which are carried out as elements decide.
+"""Traced functions: bodies of loops and branches, executed depending on element values.
 
 The branches of a `cond` and the bodies of loops are recorded once, by themselves, when the function
 around them is. What they read of that function beside their arguments is lifted: it becomes

@@ -1,6 +1,7 @@
-"""Propagation: the shardings of a whole graph from those of a few values.
+"""Propagation: inference of the shardings of a whole graph from those of a few values.
 
-`graph.py` is the graph, `strategies.py` the front: `propagation.py` propagates by rules (with
-`axis_parts`, `factor_shardings`, `merging`, `operator_stages`), the folder `by_cost` by least time
-(with `operator_work`). The folder `placement` says what moves then (with `common_axes`).
+`graph.py` has the graph, and `strategies.py` is the entry point. `propagation.py` propagates by
+rules (with `axis_parts`, `factor_shardings`, `merging`, `operator_stages`); the folder `by_cost`
+minimizes time (with `operator_work`). The folder `placement` lists the resulting reshards (with
+`common_axes`).
 """

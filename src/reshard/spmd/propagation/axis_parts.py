@@ -1,4 +1,4 @@
-"""Axes in integers: how parts of axes overlap, and which sequence of them begins another.
+"""Axes as integers: overlaps of sub-axes, and prefixes of sequences of sub-axes.
 
 Propagation asks this thousands of times, so it counts with integers: a `Part` is an axis of the
 mesh by its number, and the range of it that is meant, as in `mesh.Axis`::

@@ -1,4 +1,4 @@
-"""Common axes: what cuts each factor while an operator runs, where its tensors disagree.
+"""Common axes: the axes of each factor while an operator runs, if its tensors conflict.
 
 All tensors of an operator must be cut alike along a factor, no axis may cut two factors, and a
 factor that each device needs whole is not cut. What cuts each factor is chosen thus:

@@ -1,4 +1,4 @@
-"""Factor shardings: from the axes that cut dimensions to those that cut factors, and back.
+"""Factor shardings: conversion between the axes of dimensions and the axes of factors.
 
 *Collect* hands a dimension's axes to its factors, from the major one on. A factor that is not the
 last takes axes while they divide it, a part of an axis where only a part does::

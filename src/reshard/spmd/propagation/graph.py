@@ -1,4 +1,4 @@
-"""Graphs: values, and the operations that make them of others.
+"""Graphs: values, and the operations that compute them.
 
 A `Graph` is a traced function: values by number, of which some are its inputs, operations in an
 order in which each finds its operands, and outputs. Its text has all of it::
@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One use of an operator.
+    """One application of an operator.
 
     Args:
         operator: its name.
@@ -75,18 +75,18 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A function in values and operations.
+    """A function as a graph of values and operations.
 
     Args:
         values: all of them, by their numbers.
         inputs: numbers of the function's arguments.
-        operations: each after those whose results it reads.
-        outputs: numbers of the values it returns; one may be there several times.
+        operations: in topological order: each after those whose results it reads.
+        outputs: numbers of the values that it returns; a value may occur several times.
 
     Raises:
-        SpecError: a value that is read before it is made, made twice, or not there; an operation
-            whose operands or results are not as many, or have not as many dimensions, as its rule
-            has.
+        SpecError: a value that is read before it is computed, is computed twice, or does not exist;
+            an operation whose number of operands or results, or their numbers of dimensions, differ
+            from its rule.
 
     >>> text = '''%0: float32[4, 8], %1: float32[4, 8]
     ... %2: float32[4, 8] = add(%0, %1) ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}

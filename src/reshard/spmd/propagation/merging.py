@@ -1,4 +1,4 @@
-"""Merging: what tensors that disagree about a factor agree on.
+"""Merging: the sharding of a factor on which conflicting tensors agree.
 
 Each factor of an operator is cut in some way in each of its tensors. A strategy decides what
 propagates along a factor, from all tensors that have it to all others:

@@ -1,4 +1,4 @@
-"""Work and least time of an operation on one device.
+"""Arithmetic work and minimum time of an operation on one device.
 
 Two things are counted:
 

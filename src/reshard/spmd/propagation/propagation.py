@@ -1,4 +1,4 @@
-"""Propagation by rules: the shardings of all other values from those of a few.
+"""Propagation by rules: inference of shardings from those of a few values.
 
 A user annotates some values with shardings. Propagation extends them over operators, forwards from
 operands to results, backwards and sideways, until nothing changes:
@@ -51,11 +51,11 @@ class PropagatedGraph:
 
     Args:
         graph: the function.
-        mesh: of all shardings; None where none were given.
-        values: a sharding a value, or None: nothing reached it, it is whole on every device.
+        mesh: of all shardings; None if there are none.
+        values: a sharding per value, or None: propagation did not reach it, and it is replicated.
         outputs: the same for the function's outputs, which may differ from the values'.
-        runs: for each operation the shardings of its operands while it runs, and those its results
-            have at once; None where the strategy leaves that to `explicit_reshards`.
+        runs: for each operation, the shardings of its operands while it runs, and those of its
+            results right after it; None if the strategy leaves that to `explicit_reshards`.
         annotated: the values whose shardings were given.
     """
 
@@ -86,19 +86,19 @@ def propagate(
     direction: Direction = Direction.BOTH,
     is_elementwise: bool | None = None,
 ) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
-    """What an operator carries between its operands and results, in one step.
+    """Propagate shardings between the operands and results of one operator, in one step.
 
-    Dimensions of higher priorities join in after those of lower ones, as in a graph.
+    Dimensions of higher priority numbers participate after those of lower ones, as in a graph.
 
     Args:
         rule: of the operator.
-        operands, results: what is known of their shardings, None where nothing is.
+        operands, results: their known shardings, None for unknown ones.
         strategy: "basic", "aggressive" or "widest".
-        direction: in which it may carry.
-        is_elementwise: whether the operator is; derived from its rule when not given.
+        direction: in which to propagate.
+        is_elementwise: whether the operator is elementwise; derived from its rule when not given.
 
     Raises:
-        SpecError: shardings of several meshes, or of another number of dimensions; an unknown
+        SpecError: shardings of several meshes, or with another number of dimensions; an unknown
             strategy.
 
     >>> from reshard import DeviceMesh, spec

@@ -19,19 +19,20 @@ def propagate_graph(
     operator_priorities: bool = True,
     user_priorities: bool = True,
 ) -> PropagatedGraph:
-    """The shardings of all values of a graph.
+    """Infer the shardings of all values of a graph.
 
     Args:
         graph: the function.
         annotations: shardings of some values, by their numbers.
-        outputs: shardings in which outputs are asked for, by their position.
-        strategy: "basic", "aggressive", "widest", or "cost": the shardings of least estimated
+        outputs: requested shardings of outputs, by their position.
+        strategy: "basic", "aggressive", "widest", or "cost": the shardings with the least estimated
             time on the default machine, see `reshard.spmd.propagation.by_cost.cost_propagation`.
-        operator_priorities: whether some operators come before others.
-        user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
+        operator_priorities: whether some operators propagate before others.
+        user_priorities: whether to use the priorities of dimensions; otherwise all propagate at
+            once.
 
     Raises:
-        SpecError: shardings of several meshes, for a value that is not there or has another
+        SpecError: shardings of several meshes, for a value that does not exist or has another
             number of dimensions; an unknown strategy.
 
     >>> from reshard import DeviceMesh, spec

@@ -1,4 +1,4 @@
-"""Alignment: the shardings in which each device computes its part of an operator's results.
+"""Alignment: shardings with which each device computes its part of an operator's results.
 
 Each device needs, of every operand, exactly what its part of the results asks for. So each
 factor of the operator's rule is cut one way in all tensors:

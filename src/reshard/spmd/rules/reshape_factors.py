@@ -1,4 +1,4 @@
-"""Factors of a reshape: those that dimensions have in common before and after it.
+"""Factors of a reshape: the factors that its input and output dimensions share.
 
 Both shapes are read from the major dimension to the minor one, taking factors off until nothing
 is left. What a side has left at or below its place is its *stride*::

@@ -1,4 +1,4 @@
-"""Rule builder: a rule, one factor at a time.
+"""Rule builder: constructs a rule, one factor at a time.
 
 A factor is added by the dimension it has in each operand and in each result, where it has one.
 A dimension with several factors has the product of their sizes, major to minor. A dimension

@@ -1,4 +1,4 @@
-"""Templates: rules of families of operators, before shapes are known.
+"""Templates: rules of operator families, independent of shapes.
 
 A `Template` is a rule whose factors have no sizes yet; `template.rule(*shapes)` reads them off
 the operands' shapes. The names of the templates are those of nabla's sharding module.

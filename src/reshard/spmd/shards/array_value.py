@@ -1,4 +1,4 @@
-"""Array values: the type of an array, the shards that are here, and their runner."""
+"""Array values: the type of an array, the shards of this process, and their runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of compiled operations: what is done each time that an operation is carried out.
+"""Runs of compiled operations: the work of each call of an operation.
 
 Operands move where they have to, each rank here computes, and the results are wrapped. Common cases
 have short functions of their own.

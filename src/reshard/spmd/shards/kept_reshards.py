@@ -1,4 +1,4 @@
-"""Kept reshards: an array that was moved to another sharding has those shards at hand for a while.
+"""Kept reshards: a cache of the resharded copies of an array.
 
 A value that several operations need in one other sharding moves once: contributions are combined,
 or parts gathered, at the first use. What is kept goes with the array, and what all of a runner's

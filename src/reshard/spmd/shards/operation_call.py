@@ -1,4 +1,4 @@
-"""Operation calls: carrying an operation out on shards, compiled once for types of operands.
+"""Operation calls: execution of operations on shards, compiled once per operand types.
 
 `call(name, operands, attributes)` is the one place where operations are carried out:
 
@@ -98,7 +98,7 @@ class CompiledCall:
 
 
 class Recorder(Protocol):
-    """Sees operations, in the order in which they are carried out."""
+    """Observes operations, in the order in which they are executed."""
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -132,7 +132,7 @@ recorders = _Listening()
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """A recorder sees the operations inside. Raises UsageError for what is none."""
+    """Let a recorder observe the operations inside. Raises UsageError if it is not a recorder."""
     if not hasattr(recorder, "record") or not hasattr(recorder, "record_reshard"):
         raise UsageError(
             f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "

@@ -1,4 +1,4 @@
-"""Pending sums: which of them an operation may leave, and which are reduced before it.
+"""Pending sums: which of them an operation keeps, and which are reduced before it.
 
 An array is pending along the axes whose devices hold contributions to it. An operation `f` may be
 applied to each contribution by itself where that gives contributions to its result:

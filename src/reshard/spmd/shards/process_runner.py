@@ -224,7 +224,7 @@ def _choose_error(failure: Exception) -> type[Exception]:
 
 @lru_cache(maxsize=8)
 def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
-    """The runner that has one shard in each process of a group; of all processes when None.
+    """The runner with one shard in each process of a group (of all processes when None).
 
     Raises:
         MissingExtraError: where `array_api_compat` is not installed.

@@ -1,4 +1,4 @@
-"""Refusals: errors of libraries as errors that name the operation and its operands."""
+"""Refusals: errors of libraries, translated to errors that name the operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runners: one process has all shards of an array, or each process one.
+"""Runners: one process stores all shards of an array, or each process stores one.
 
 A runner keeps the shards of arrays and moves them between shardings. Operations ask it which
 ranks' shards are here (`ranks`), compute on those, and never look at the others: the same code
@@ -226,7 +226,7 @@ def _make_replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
 
 
 def in_process(name: str = "numpy") -> Runner:
-    """The runner that has all shards in this process, as arrays of `numpy` or `torch`.
+    """The runner that stores all shards in this process, as arrays of `numpy` or `torch`.
 
     Raises:
         UsageError: another library.
@@ -248,7 +248,7 @@ _chosen: ContextVar[Runner | None] = ContextVar("runner", default=None)
 
 @contextmanager
 def running(runner: Runner) -> Iterator[Runner]:
-    """Arrays that are made inside are this runner's.
+    """Arrays that are created inside the block use this runner.
 
     >>> import reshard.spmd as sp
     >>> with sp.running(sp.in_process("numpy")):

@@ -1,4 +1,4 @@
-"""Settling: whether contributions that wait are combined where eager programs do, or left.
+"""Settling: whether pending sums are reduced as in eager programs, or stay pending.
 
 Programs of which a strategy places all values leave it to that.
 """

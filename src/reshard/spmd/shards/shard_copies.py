@@ -1,4 +1,4 @@
-"""The shards of one layout from those of another, within one process, as views where they can be.
+"""Copies of shards between layouts within one process, as views where possible.
 
 A change of layouts says which boxes go where. Arrays of `spmd` are never changed, so most of it
 needs no copy, and works on any device and under any library's gradients:

@@ -1,4 +1,4 @@
-"""Supposed elements: functions that read elements, carried out without any.
+"""Supposed elements: data-dependent functions, executed without element values.
 
 So are the types of their results found. What only elements decide is supposed even then: each
 expert is chosen as often as another.

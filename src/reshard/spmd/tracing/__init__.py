@@ -1,6 +1,6 @@
-"""Tracing: what a function on arrays in shards will do, without doing it.
+"""Tracing: the operations, data movement, time and memory of a function, without running it.
 
-`trace.py` is the front. `graph_recording.py` records the function on arrays without elements
-(`abstract_runner.py`); `memory.py` and `compute.py` count what its operations take; `table.py`,
-`page.py` and `document.py` show the record (`trace_record.py`).
+`trace.py` is the entry point. `graph_recording.py` records the function on arrays without elements
+(`abstract_runner.py`). `memory.py` and `compute.py` estimate the memory and time of its operations.
+`table.py`, `page.py` and `document.py` format the record (`trace_record.py`).
 """

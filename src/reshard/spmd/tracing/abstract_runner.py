@@ -1,4 +1,4 @@
-"""Abstract runner: operations on arrays of which only shape, element type and sharding are known.
+"""Abstract runner: operations on arrays with a shape, type and sharding, without elements.
 
 An `AbstractRunner` stands where a runner with elements would: operations find their shardings,
 movements and results as they always do, and compute nothing. The shapes are those of the

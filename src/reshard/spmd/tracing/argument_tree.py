@@ -1,4 +1,4 @@
-"""Argument trees: the arrays in lists, tuples and dictionaries, and the same put together again.
+"""Argument trees: flattens lists, tuples and dictionaries of arrays, and rebuilds them.
 
 Arguments and results are arrays, and lists, tuples and dictionaries of such, as deep as wanted.
 """

@@ -1,4 +1,4 @@
-"""Compute times: how long each rank computes at every operation of a traced function.
+"""Compute times: the time that each rank computes at every operation of a traced function.
 
 An operation runs on shards, which may differ between ranks: of 5 rows over 2 ranks one computes 3.
 For each rank the parts of its operands and results tell how large each factor of the operator's

@@ -1,4 +1,4 @@
-"""A trace as a JSON document, for other programs: what its table says, with every rank's numbers.
+"""A trace as a JSON document for other programs, with the numbers of every rank.
 
 Sizes are in bytes, times in seconds, lists by rank in the order of `ranks`. Times are null without
 a topology, and those of computing where it knows of no devices.

@@ -1,4 +1,4 @@
-"""Graph recording: the graph that a Python function makes of its arguments.
+"""Graph recording: the graph of a Python function.
 
 The function is called once with arrays that have no elements (`abstract_runner`). A recorder sees
 every operation, as eager arrays carry them out, and writes it down:
@@ -70,11 +70,11 @@ class ValuePlace:
 def abstract(
     shape: Iterable[int], dtype: object = "float32", spec: ShardingSpec | None = None
 ) -> ArrayType:
-    """An array without elements, for `trace`: its shape, element type and sharding.
+    """An array without elements, for `trace`: a shape, an element type and a sharding.
 
     Raises:
-        UsageError: an unknown element type; what is no shape, or no sharding.
-        SpecError: a sharding for another number of dimensions.
+        UsageError: an unknown element type; an invalid shape or sharding.
+        SpecError: a sharding with another number of dimensions.
 
     >>> from reshard import DeviceMesh, spec
     >>> abstract((64, 32), "bfloat16", spec(DeviceMesh.of(x=2), "x, -"))

@@ -1,4 +1,4 @@
-"""Memory: what each rank holds at every operation of a traced function.
+"""Memory: the memory of each rank at every operation of a traced function.
 
 A value has memory of its own from the operation that makes it to the last one that reads it. The
 arguments are the caller's, who keeps them but for those that are given up; results are kept to the

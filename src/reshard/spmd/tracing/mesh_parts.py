@@ -1,4 +1,4 @@
-"""Mesh parts: a recorded function over several meshes, as a function over each.
+"""Mesh parts: a recorded function over several meshes, as one function per mesh.
 
 An array comes to another mesh by `x.shard(spec)` alone, so that a function falls into parts, one a
 mesh, each a graph that strategies place by itself:

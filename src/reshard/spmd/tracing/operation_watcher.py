@@ -1,4 +1,4 @@
-"""Operation watchers: what a recorded function does, operation by operation, as a trace has it."""
+"""Operation watchers: the operations of a recorded function, as a trace reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasons of reshards: which operator needed a value otherwise, and why it could not take its cut.
+"""Reasons of reshards: the operator that needs each, and why it needs another sharding.
 
     %2 all-gather(tp) to `-, -`: sort needs all of [i]
     %5 all-reduce(tp) to `dp, -`: contributions to %5 alone do not go through exp

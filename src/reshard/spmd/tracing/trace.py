@@ -1,4 +1,4 @@
-"""Traces: what a function on arrays in shards will do, before any of it is done.
+"""Traces: what a function of sharded arrays does, before it runs.
 
 `trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
 arrays without elements. The trace has, for every operation, on which shards it runs, what is
@@ -73,17 +73,17 @@ class Shardings:
 
 @dataclass(frozen=True)
 class Trace(TraceRecord):
-    """What a function does on arrays in shards. Make one with `trace`.
+    """The operations, reshards, time and memory of a function. Create one with `trace`.
 
-    Args: those of `TraceRecord`, and what carries the function out again: the recorded function and
-        the sharding of each of its values.
+    Args: those of `TraceRecord`, and what `run` needs: the recorded function and the sharding of
+    each of its values.
     """
 
     recording: Recording
     shardings: Shardings
 
     def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
-        """What the function returns, computed in these shardings.
+        """Execute the function in the shardings of the trace.
 
         Args:
             arguments: like those that were traced, with elements.
@@ -165,25 +165,25 @@ def trace(
     topology: Topology | None = None,
     library: str = "nccl",
 ) -> Trace:
-    """What a function on arrays in shards does, found without carrying it out.
+    """Trace a function of sharded arrays: its operations, reshards, time and memory.
 
     Args:
-        function: of arrays in shards, with the functions of `reshard.spmd`.
-        arguments: arrays from `abstract`, which have no elements, arrays in shards or of NumPy or
-            PyTorch, and lists, tuples and dictionaries of them. All else is passed as it is.
-        strategy: "eager": each operation by itself, as it is carried out at once; "basic",
-            "aggressive", "widest" or "cost": shardings are propagated over the whole function
-            first.
-        topology: the hosts of the ranks, the links between them and their devices, for times, and
-            for "cost"; hosts of eight H100 for that when None.
-        library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
+        function: a function of sharded arrays, with the functions of `reshard.spmd`.
+        arguments: arrays from `abstract`, which have no elements; sharded, NumPy or PyTorch arrays;
+            and lists, tuples and dictionaries of them. Everything else is passed unchanged.
+        strategy: "eager": each operation chooses its reshards separately, as in eager mode.
+            "basic", "aggressive", "widest" or "cost": shardings are propagated over the whole
+            function first.
+        topology: the hosts of the ranks, the links between them and their devices, for time
+            estimates and for "cost", which assumes hosts of eight H100 when None.
+        library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
 
     Raises:
-        UsageError: an unknown strategy or library; what is no topology; a function that asks for
-            elements, as `if x > 0:` does, uses an operator without a rule, or returns something
-            else than arrays.
+        UsageError: an unknown strategy or library; not a topology; a function that reads elements,
+            as `if x > 0:` does, uses an operator without a rule, or returns something other than
+            arrays.
         MeshError: an operation on arrays over several meshes.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        LayoutError: a rank that the topology does not have, or a link of unknown speed.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd import abstract

@@ -1,4 +1,4 @@
-"""Traced operations: their shardings, and what moves before and after them."""
+"""Traced operations: their shardings, and the reshards before and after them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Operators of neural networks.
 
 `layers.py` has softmax, norms and losses; `attention.py` attention and its gradient;
-`ring_attention.py` its turns over sequences that are cut; `convolution.py` and `pooling.py` windows
-over space, and `halos.py` what moves of space that is cut.
+`ring_attention.py` its steps over sharded sequences; `convolution.py` and `pooling.py` windows over
+spatial dimensions, and `halos.py` the halo exchange for sharded ones.
 """

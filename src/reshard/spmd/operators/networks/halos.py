@@ -1,4 +1,4 @@
-"""Halos: windows over a dimension that is cut see the edges of other parts, and only those move.
+"""Halos: over a sharded dimension, windows need edges of neighbouring shards, and only those.
 
 The windows are cut as the elements were. Each rank gets the elements that its windows see: its own
 are there, and edges come from its neighbours::

@@ -1,4 +1,4 @@
-"""Turns of ring attention: a rank gets the keys of one other part of the sequence.
+"""Steps of ring attention: a rank gets the keys of one other part of the sequence.
 
 In turn `j` the queries of part `p` see the keys of part `p + j`, counted around, and only ranks
 whose queries see some of those keys get them.

@@ -1,5 +1,5 @@
-"""Shardings of a function's arguments, chosen for a mesh and a limit of memory.
+"""Automatic choice of the shardings of a function's arguments, for a mesh and a memory limit.
 
-`auto` is what users call; `input_search` finds shardings in graphs of any size, `least_inputs` the
-best ones in small graphs, with the proof that they are.
+`auto` is the entry point for users. `input_search` finds shardings in graphs of any size,
+`least_inputs` the optimal ones in small graphs, with a proof of optimality.
 """

@@ -1,4 +1,4 @@
-"""Auto: the shardings of a function's arguments for a mesh, under a limit of memory.
+"""Auto: shardings of a function's arguments over a mesh, within a memory limit.
 
     found = sp.auto(step, mesh, weights, batch, live_bytes=8 << 30)
     weights, batch = found.place(weights, batch)

@@ -1,4 +1,4 @@
-"""Input search: shardings of a graph's inputs that take little time, for a price of their memory.
+"""Input search: fast shardings of a graph's inputs, for a given price of memory.
 
 What is looked for is the least sum of `cost_problem` with all inputs free, what several operations
 read moved once, and the bytes of some values on a rank times a price. Where the graph lets it be,

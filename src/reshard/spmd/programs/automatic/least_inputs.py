@@ -1,4 +1,4 @@
-"""Least inputs: the best shardings of a small graph's inputs, with the proof that they are.
+"""Least inputs: optimal shardings of a small graph's inputs, with a proof of optimality.
 
 Inputs are chosen one after the other. What is chosen so far leaves a least sum, with every movement
 at a bound that no program stays below, or at its program's price where that is known, and what

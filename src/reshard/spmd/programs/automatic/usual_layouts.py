@@ -1,4 +1,4 @@
-"""Usual layouts: shardings of inputs as people write them, for each axis of a mesh.
+"""Usual layouts: the common shardings of inputs (dp, FSDP, tp), for each axis of a mesh.
 
 Over an axis a model is
 

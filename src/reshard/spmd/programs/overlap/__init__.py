@@ -1,5 +1,5 @@
-"""Movements beside computing: what that takes, and products in pieces so that there is more of it.
+"""Overlap of communication and computation: its cost, and matrix products split to permit it.
 
-`overlapped_trace.py` counts the memory and the time of a program with movements under way;
-`decomposed_products.py` cuts products of matrices and what moves for them.
+`overlapped_trace.py` estimates the memory and the time of a program with movements in flight.
+`decomposed_products.py` splits matrix products and their movements into pieces.
 """

@@ -1,4 +1,4 @@
-"""Decomposed products: what moves before or after products of matrices, in pieces beside them.
+"""Decomposed products: matrix products split into pieces that overlap with their movements.
 
     n = all-gather(x)           n1, n2 = all-gather(x1), all-gather(x2)
     y = matmul(n, w)            y = concat(matmul(n1, w), matmul(n2, w))

@@ -1,4 +1,4 @@
-"""Traces of programs whose movements run beside what is computed: their memory and their time.
+"""Traces of programs with overlapped movements: their memory and their time.
 
 The steps and their order are those of the program (`prepared_program`, `step_order`), carried out
 without elements:

@@ -1,4 +1,4 @@
-"""The orders of pipelines that are known by name.
+"""The named orders of pipelines.
 
 Sources: `gpipe`, Huang et al., "GPipe" (2019); `1f1b`, PipeDream-Flush of Narayanan et al.,
 "Memory-Efficient Pipeline-Parallel DNN Training" (2021); `interleaved`, Narayanan et al.,
@@ -29,28 +29,30 @@ ORDERS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 def pipeline_schedule(
     order: str, n_ranks: int, n_microbatches: int, *, stages_per_rank: int = 1
 ) -> PipelineSchedule:
-    """A schedule by its name.
+    """Create a pipeline schedule by its name.
 
-    With costs F, I and W of a rank for a microbatch (forward, gradient of the input, gradients of
-    the weights), each rank is idle for `(n_ranks - 1) * (F + I + W)` under `gpipe` and `1f1b`, a
-    `stages_per_rank`-th of that under `interleaved`; under `zb-h1`, where the three cost the same
-    and there are at least as many microbatches as ranks, for `(n_ranks - 1) * (F + I - W)`. Rank
-    `r` holds activations of all microbatches under `gpipe`, of `n_ranks - r` under `1f1b`, and
-    of `n_ranks` under `zb-h1`, or of all microbatches where there are fewer.
+    Let F, I and W be the times of a rank for a micro-batch: forward pass, gradient of the input,
+    and gradients of the weights. Each rank is idle for `(n_ranks - 1) * (F + I + W)` with `gpipe`
+    and `1f1b`, and for that divided by `stages_per_rank` with `interleaved`. With `zb-h1`, if the
+    three times are equal and there are at least as many micro-batches as ranks, it is idle for
+    `(n_ranks - 1) * (F + I - W)`. Rank `r` stores the activations of all micro-batches with
+    `gpipe`, of `n_ranks - r` with `1f1b`, and of `n_ranks` with `zb-h1`, or of all micro-batches if
+    there are fewer.
 
-    Under `zb-h2` and `zb-v`, where the three cost the same and there are at least
-    `2 * n_ranks - 1` microbatches, a rank is never idle from its first task to its last one. It
-    holds activations of `2 * n_ranks - 1` microbatches under `zb-h2`, and `2 * n_ranks` of half as
-    large stages under `zb-v`: as much as the first rank under `1f1b`.
+    With `zb-h2` and `zb-v`, if the three times are equal and there are at least `2 * n_ranks - 1`
+    micro-batches, a rank is never idle between its first and its last task. It stores the
+    activations of `2 * n_ranks - 1` micro-batches with `zb-h2`, and of `2 * n_ranks` with `zb-v`,
+    whose stages are half as large: as much as the first rank with `1f1b`.
 
     Args:
         order: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zb-h2` or `zb-v`.
-        n_ranks: of the pipeline.
-        n_microbatches: of a step; for `interleaved` a multiple of the ranks.
+        n_ranks: the number of ranks of the pipeline.
+        n_microbatches: the number of micro-batches of a step; for `interleaved` a multiple of the
+            ranks.
         stages_per_rank: any number for `interleaved`, 2 for `zb-v`, and 1 for all others.
 
     Raises:
-        UsageError: another name, numbers that are less than 1 or do not fit the order.
+        UsageError: another name; numbers that are less than 1 or do not fit the order.
 
     >>> from reshard.spmd.programs.pipelines.timetable import Timetable
     >>> print(Timetable(pipeline_schedule("zb-h1", n_ranks=2, n_microbatches=3)))

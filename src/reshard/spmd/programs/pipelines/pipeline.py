@@ -1,4 +1,4 @@
-"""Pipelines that run: stages of a function on meshes of their own, by a schedule.
+"""Execution of pipelines: stages of a function on separate meshes, by a schedule.
 
     stage 0  mesh of ranks 0, 1    F0 F1 .. B0 ..           F: activations go to the next mesh
                  |      ^
@@ -32,31 +32,32 @@ from reshard.topology import Topology
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The loss of microbatches and its gradients, stage by stage in a schedule's order.
+    """Compute the mean loss of micro-batches and its gradients, stage by stage, by a schedule.
 
-    Called with the parameters of each stage and the microbatches, it returns the mean of their
-    losses and, in the places of the parameters, the gradients of that mean. Stages are traced as by
-    `sp.jit`, once for arrays of a kind; one that asks for elements goes operation by operation.
+    Called with the parameters of each stage and the micro-batches, it returns the mean of their
+    losses and the gradients of that mean, in the structure of the parameters. Stages are traced as
+    by `sp.jit`, once per kind of arrays. A data-dependent stage runs eagerly.
 
-    Over processes all call it, each with arrays of the stages whose meshes it is in (None for
-    others) over the group of that mesh's ranks, `sp.over_processes(group)`. The loss is None but
-    on the last stage's ranks, the gradients of stages elsewhere are None, and all stages need a
-    spec.
+    Over processes, all processes call it. Each passes the arrays of the stages whose meshes it is
+    in (None for other stages), over the group of that mesh's ranks, `sp.over_processes(group)`. The
+    loss is None except on the ranks of the last stage, the gradients of other stages are None, and
+    all stages need a spec.
 
     Args:
-        stages: functions of parameters and an array, which return an array; the last one takes the
-            targets of the microbatch too, and returns its loss, an array without dimensions.
-        schedule: with as many stages.
-        specs: in which sharding each stage takes its array; that of the first is of microbatches,
-            which are not moved, and may be None. A mesh is where the stage's parameters are.
-        gradient_specs: for each stage shardings of its gradients, in the places of its parameters:
-            cut over data parallel ranks, for instance, as ZeRO 2 has them. Those of a microbatch
-            are reduced to them before the next one's are there. As the parameters lie when None,
-            for all stages or for one.
+        stages: functions of parameters and an array, which return an array. The last one also takes
+            the targets of the micro-batch, and returns its loss, a zero-dimensional array.
+        schedule: a schedule with the same number of stages.
+        specs: the sharding in which each stage takes its array. That of the first stage is the
+            sharding of the micro-batches, which are not moved, and may be None. Each mesh must be
+            that of the stage's parameters.
+        gradient_specs: for each stage, shardings of its gradients, in the structure of its
+            parameters: sharded over data parallel ranks, for instance, as in ZeRO 2. The gradients
+            of each micro-batch are reduced to them before those of the next one are computed. The
+            shardings of the parameters when None, for all stages or for one.
 
     Raises:
         UsageError: stages that are not functions, or not as many as the schedule has.
-        SpecError: specs that are not as many, or no shardings.
+        SpecError: a wrong number of specs, or invalid shardings.
 
     >>> import reshard, reshard.spmd as sp
     >>> meshes = [reshard.DeviceMesh.of(tp=2), reshard.DeviceMesh.of(tp=2, devices=(2, 3))]
@@ -158,7 +159,7 @@ class Pipeline:
         topology: Topology,
         library: str = "nccl",
     ) -> tuple[StageCosts, ...]:
-        """What each stage costs for a microbatch in seconds, found without running it.
+        """Estimate the costs of each stage for a micro-batch, in seconds, without running it.
 
         `sp.Timetable(pipeline.schedule, pipeline.costs(...))` has the bubble, and what ranks hold.
         What a stage keeps is what its way back reads of its array and of what it made of that.

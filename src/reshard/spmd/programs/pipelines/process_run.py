@@ -1,4 +1,4 @@
-"""Steps of pipelines over processes: each runs the tasks of the stages that it has.
+"""Steps of pipelines over processes: each process runs the tasks of its stages.
 
 What a stage makes goes to the ranks of the next by messages (`stage_boundary`), which are asked for
 some tasks before they are taken. Asking follows the schedule's `run_order`, which is the same for

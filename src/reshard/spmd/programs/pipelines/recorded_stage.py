@@ -1,4 +1,4 @@
-"""A stage's function and its way back as one graph, and the parts of it that passes are.
+"""A stage's function and its backward pass as one graph, and its parts for each pass.
 
     forward     %4 = matmul(%3, %1)         what the stage makes
                 ----------------------

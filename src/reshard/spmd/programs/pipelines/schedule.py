@@ -1,4 +1,4 @@
-"""A pipeline's schedule: the tasks of each rank in their order.
+"""Pipeline schedules: the tasks of each rank in their order.
 
 Each stage of a function is on one rank, the one that has its tasks. A backward pass is one task, or
 two: the gradient of a stage's input, for which the stage before it waits, and the gradients of its
@@ -17,7 +17,7 @@ from reshard.integers import as_integer
 
 
 class Work(Enum):
-    """What a task computes; its value is the letter in pictures."""
+    """The computation of a task; its value is the letter in diagrams."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -27,7 +27,7 @@ class Work(Enum):
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Work on one stage for one microbatch.
+    """Work on one stage for one micro-batch.
 
     >>> print(PipelineTask(Work.FORWARD, stage=2, microbatch=5))
     F5 of stage 2

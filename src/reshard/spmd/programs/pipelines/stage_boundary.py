@@ -1,4 +1,4 @@
-"""What crosses between a stage and the next over processes: messages that nobody waits for early.
+"""The boundary between two stages over processes: asynchronous messages.
 
     stage 0   F0  F1  F2  ..  B0          a pass begins to send what it made, and the rank goes on
                 \\   \\   \\    /

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost, found by tracing them: what a timetable needs.
+"""Costs of the stages of a pipeline, estimated from traces, for timetables.
 
 The tasks of a stage follow one another in one trace, of which each has a part::
 

@@ -1,4 +1,4 @@
-"""Passes of a stage for one microbatch: forward, and back in one task or in two.
+"""Passes of a stage for one micro-batch: forward, and backward in one task or in two.
 
     F     made = begin(parameters, x)           what the way back reads is kept until it is read
     B     slope, gradients = go_back(...)       both tasks below in one

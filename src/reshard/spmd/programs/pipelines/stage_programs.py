@@ -1,4 +1,4 @@
-"""Programs of a stage's passes: each is given what it reads of the values before it.
+"""Programs of the passes of a stage, and the stored values that each of them reads.
 
     F   parameters, x  -> what the stage makes, and what the way back reads
     I   cotangent, ..  -> the cotangent of x, and what W reads

@@ -1,4 +1,4 @@
-"""One step of a pipeline: the passes of stages, and what goes between them.
+"""One step of a pipeline: the passes of stages, and the data that moves between them.
 
     F of stage 0 --activation--> F of stage 1 --loss--> B of stage 1 --cotangent--> B of stage 0
 

@@ -1,4 +1,4 @@
-"""When each task of a pipeline runs, how much of the time ranks are idle, and a picture of it."""
+"""Timetables of pipelines: when each task runs, idle time, and diagrams."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from reshard.text.quantities import bytes_text
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage costs for one microbatch: times in seconds or any other unit.
+    """The costs of one stage for one micro-batch: times in seconds or any other unit.
 
     Args:
-        forward: of the forward pass.
-        backward_input: of the gradient of the stage's input.
-        backward_weights: of the gradients of its weights. A whole backward pass costs both.
-        send: from a task to one of another rank that takes its result; the ranks work meanwhile.
-        activation_bytes: what the stage keeps of a microbatch for its backward pass, on each of
-            its devices.
+        forward: the time of the forward pass.
+        backward_input: the time of the gradient of the stage's input.
+        backward_weights: the time of the gradients of its weights. A full backward pass takes the
+            sum of both.
+        send: the time from a task to a task of another rank that takes its result; both ranks
+            compute meanwhile.
+        activation_bytes: the memory that the stage stores for the backward pass of a micro-batch,
+            on each of its devices.
 
     Raises:
-        UsageError: a number that is negative or not finite, or a forward pass that costs nothing.
+        UsageError: a number that is negative or not finite, or a forward pass that takes no time.
 
     >>> StageCosts(forward=1, backward_input=1, backward_weights=0.5).of(Work.BACKWARD)
     1.5
@@ -72,14 +74,14 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Timetable:
-    """When each task of a schedule begins, if every rank runs its next task as soon as it can.
+    """The start time of each task of a schedule, if every rank runs each task as early as it can.
 
     Args:
-        schedule: whose tasks they are.
-        costs: of all stages alike, or of each.
+        schedule: the schedule.
+        costs: one for all stages, or one for each.
 
     Raises:
-        UsageError: costs of more or fewer stages than there are.
+        UsageError: costs for more or fewer stages than there are.
 
     >>> from reshard.spmd.programs.pipelines.orders import pipeline_schedule
     >>> table = Timetable(pipeline_schedule("1f1b", n_ranks=2, n_microbatches=3))

@@ -1,6 +1,6 @@
-"""Steps of programs: what one does, and several of them in their order.
+"""Steps of programs: a single step, and sequences of steps.
 
-`step_order.py` has a step as data, and where movements begin and are waited for; `compiled_work.py`
-steps between movements as functions that `torch.compile` makes; `reused_memory.py` which of them
-write where an operand was.
+`step_order.py` has a step as data, and the positions where movements start and are waited for.
+`compiled_work.py` compiles the steps between movements with `torch.compile`. `reused_memory.py`
+finds steps that write into the memory of an operand.
 """

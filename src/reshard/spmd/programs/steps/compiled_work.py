@@ -1,4 +1,4 @@
-"""Compiled work: what a rank computes between two movements, as one function by `torch.compile`.
+"""Compiled work: the computation between two movements, as one `torch.compile` function.
 
     r4 = matmul(r3, r1)             def work(r3, r1, r7):
     r5 = tanh(r4)                       r4 = matmul(r3, r1)

@@ -1,4 +1,4 @@
-"""Reused memory: results written where an operand is that nobody reads any more.
+"""Reused memory: results written into operands that are not read again.
 
     r5 = multiply(r4, r1)               r5 = multiply(r4, r1, out=r4)
     free r4

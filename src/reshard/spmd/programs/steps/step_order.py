@@ -1,4 +1,4 @@
-"""Orders of a program's steps: where movements begin, and where they are waited for.
+"""Orders of a program's steps: where movements start, and where they are waited for.
 
 In the blocking order each step ends before the next begins. Overlapped, a movement begins as early
 as its source is there, and is waited for where its result is first read::

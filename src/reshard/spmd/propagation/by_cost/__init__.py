@@ -1,7 +1,8 @@
-"""Propagation by cost: of all shardings of a graph those with which it takes the least time.
+"""Propagation by cost: the shardings of a graph that minimize its estimated time.
 
-`cost_propagation` is where to start. `cost_candidates` has the ways in which operators may run,
-`cost_problem` the graph as a sum of tables (`cost_table`), whose least `least_sum` finds.
-`cost_model` prices what is computed and moved: `movement_tables` movements of values, `edge_moves`
-edges of other parts, `common_reads` what several operations read and moves once.
+`cost_propagation` is the entry point. `cost_candidates` has the shardings with which operators may
+run, and `cost_problem` the graph as a sum of tables (`cost_table`), which `least_sum` minimizes.
+`cost_model` estimates times of computation and movement: `movement_tables` of movements of values,
+`edge_moves` of halo exchanges, `common_reads` of values that several operations read after one
+movement.
 """

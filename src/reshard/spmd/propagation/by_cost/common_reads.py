@@ -1,4 +1,4 @@
-"""Common reads: values that several operations need in one other sharding, which move there once.
+"""Common reads: values that several operations read in one other sharding, moved once.
 
 An array keeps what it was moved to. What moves therefore depends on all readers of a value
 together, while tables have one reader each. Two sums of such tables say it on either side::

@@ -1,4 +1,4 @@
-"""Candidates of the cost strategy: shardings of a value, and cuts in which an operator runs.
+"""Candidates of the cost strategy: shardings of a value, and shardings of an operator.
 
 The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
 which annotations use them. An operator may run with each piece

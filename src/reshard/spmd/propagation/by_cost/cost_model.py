@@ -65,12 +65,12 @@ class Machine:
 
     Args:
         topology: the links between ranks; `h100-8` hosts, as many as the mesh needs, when None.
-        library: of the collectives, a key of `reshard.cost.LIBRARIES`.
-        operations_per_s: additions and products that a device does in a second, of any type; as
-            the topology says when None, and as an H100 does where that says nothing.
-        memory_bytes_per_s: that it reads and writes in a second; likewise.
+        library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
+        operations_per_s: additions and multiplications of a device per second, for any type; as in
+            the topology when None, or as of an H100 if the topology does not specify it.
+        memory_bytes_per_s: memory bandwidth of a device; likewise.
 
-    Raises UsageError for what is no topology, an unknown library, a speed that cannot be.
+    Raises UsageError for an invalid topology, library or speed.
 
     >>> Machine(operations_per_s=1e12).device.operations_for("bfloat16")
     1000000000000.0

@@ -1,4 +1,4 @@
-"""Cost problems: what may be chosen in a graph, and the tables of seconds of these choices.
+"""Cost problems: the choices in a graph, and the tables of their times.
 
 Variables are the values, which choose among shardings, and the operations, which choose among ways
 of running. Each operation has a table of what it computes in each way, and with each of its

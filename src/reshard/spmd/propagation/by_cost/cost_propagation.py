@@ -1,4 +1,4 @@
-"""Propagation by cost: the shardings of least estimated time.
+"""Propagation by cost: the shardings with the least estimated time.
 
 The third strategy of propagation weighs what the other two decide by rules: whose operand moves
 where two disagree, whether contributions are combined at once or later, whether a device may do
@@ -76,19 +76,19 @@ def propagate_by_cost(
     machine: Machine | None = None,
     exact: bool | None = None,
 ) -> CostedGraph:
-    """The shardings of least estimated time.
+    """Infer the shardings of a graph that minimize its estimated time.
 
     Args:
         graph: the function.
         annotations: shardings of some values, by their numbers; open ones may be extended.
-        outputs: shardings in which outputs are asked for, by their position.
+        outputs: requested shardings of outputs, by their position.
         machine: links and devices; hosts of eight H100 when None.
-        exact: False never looks for the exact answer; else it is looked for first.
+        exact: whether to try to find a provably optimal solution first.
 
     Raises:
-        SpecError: as `propagate_graph` does.
-        UsageError: what is no machine, or an unknown element type.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        SpecError: as for `propagate_graph`.
+        UsageError: not a machine, or an unknown element type.
+        LayoutError: a rank that the topology does not have, or a link of unknown speed.
 
     >>> from reshard import DeviceMesh, spec
     >>> mesh = DeviceMesh.of(x=2)

@@ -1,4 +1,4 @@
-"""Cost tables: seconds for the choices of a few variables, and what becomes of several of them."""
+"""Cost tables: times for the choices of a few variables, and sums of several tables."""
 
 from __future__ import annotations
 

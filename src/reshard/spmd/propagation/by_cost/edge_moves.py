@@ -1,4 +1,4 @@
-"""Edge moves: what operators need of other parts beside their own, such as a convolution's edges.
+"""Edge moves: data that operators need from other shards, such as a convolution's halo.
 
 An operand moves to what its operator reads, and from there to what that runs with. Where it lies as
 it is read, it keeps the second as well, for all operators that need the same edges::

@@ -1,4 +1,4 @@
-"""Movement tables: what it takes to move values between shardings, for all choices at once.
+"""Movement tables: times to move values between shardings, for all choices at once.
 
 Values of one shape and element type share one square table, a row for each sharding that some
 value or operation has of them and a column for the same as a target. The tables of a sum are cut

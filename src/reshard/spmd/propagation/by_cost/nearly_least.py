@@ -1,4 +1,4 @@
-"""Nearly least: answers of little time in graphs of any size.
+"""Nearly least: heuristic solutions for graphs of any size.
 
 1. Formulas choose, by elimination and by descent, as if each reader moved what it reads.
 2. What is best of that descends with what readers share moved once, then in windows.
