@@ -93,7 +93,7 @@ _MONOTONE_UNARY = {
     "ceil": "The number rounded up to an integer.",
     "floor": "The number rounded down to an integer.",
     "round": "The number rounded to the nearest integer, ties to even.",
-    "sign": "The sign: -1, 0 or 1.",
+    "sign": "The sign of the number.",
     "trunc": "The number rounded towards 0 to an integer.",
 }
 _BINARY = {
