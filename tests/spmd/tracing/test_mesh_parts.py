@@ -116,3 +116,26 @@ def test_the_same_ranks_in_another_order_change_places() -> None:
     for _ in range(2):
         shards = cut(x).shards
         assert [shards[rank].tolist() for rank in (0, 1)] == [[2.0, 3.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loops_and_branches_may_read_and_make_arrays_of_several_meshes(strategy: str) -> None:
+    x, w = arguments()[0], sp.array(np.linspace(-1, 1, 6), spec(TWO, "z"))
+
+    def value(x: Any, w: Any) -> Any:
+        def step(carried: Any, _: Any) -> Any:
+            there = sp.sin(carried.shard(spec(TWO, "y, -")) * w)
+            return there.shard(spec(ONE, "-, x")), there
+
+        last, every = sp.scan(step, x * 2, length=2)
+        chosen = sp.cond(sp.sum(last) > 99, lambda: last.shard(spec(TWO, "z, -")), lambda: every[0])
+        return sp.sum(chosen * every[1]) + sp.sum(last).shard(spec(TWO, ""))
+
+    expected = value(x, w)
+    slopes = sp.grad(value, (0, 1))(x, w)
+    program = sp.jit(value, strategy=strategy)
+    for _ in range(2):
+        assert float(program(x, w)) == pytest.approx(float(expected), rel=1e-12)
+    for one, other in zip(sp.grad(program, (0, 1))(x, w), slopes, strict=True):
+        assert one.mesh is other.mesh
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-12, 1e-13)

@@ -24,6 +24,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
@@ -99,6 +100,7 @@ class RecordedCall:
         like: the input where the result of a `with_sharding` is to lie, whatever sharding that has,
             by number; None where the target was asked for by itself.
         run: of an operation that is a function itself (a loop or a branch); None for operators.
+        meshes: of its results; None for those that are whole on every device.
     """
 
     name: str
@@ -107,6 +109,7 @@ class RecordedCall:
     target: ShardingSpec | None = None
     like: int | None = None
     run: RunFunction | None = None
+    meshes: tuple[DeviceMesh | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,9 @@ class GraphRecorder:
         read = [mapping(one.type) for one in operands]
         made = [mapping(kind) for kind in kinds]
         rule = OpShardingRule(read, made, sizes)
-        self.add(RecordedCall(name, {}, {}, run=run), operands, results, rule, attributes)
+        meshes = tuple(None if kind.spec is None else kind.spec.mesh for kind in kinds)
+        action = RecordedCall(name, {}, {}, run=run, meshes=meshes)
+        self.add(action, operands, results, rule, attributes)
         for one in recorders:
             if hasattr(one, "record_operands"):
                 one.record_operands(operands)

@@ -7,7 +7,8 @@ mesh, each a graph that strategies place by itself:
     between      %3 = with_sharding(%2)           over y=4 from here on
     over y=4     %5 = matmul(%3, %4)              inputs %3, %4       returns %5
 
-What is over no mesh is whole everywhere: parts that read it have it as an input.
+What is over no mesh is whole everywhere: parts that read it have it as an input. A loop or a branch
+may read arrays of several meshes, and stands between parts likewise.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def mesh_parts(recorded: Recording) -> list[MeshPart]:
     over = _find_meshes(recorded)
     # What crosses to another mesh belongs to neither: it is an output of one, an input of another.
     crosses = [
-        action.target is not None and over[operation.operands[0]] not in (None, action.target.mesh)
+        action.run is not None
+        or (
+            action.target is not None
+            and over[operation.operands[0]] not in (None, action.target.mesh)
+        )
         for operation, action in zip(
             recorded.graph.operations, recorded.recorded_calls, strict=True
         )
@@ -115,10 +120,13 @@ def _find_meshes(recorded: Recording) -> list[DeviceMesh | None]:
         if kind is not None and kind.spec is not None:
             over[number] = kind.spec.mesh
     for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
-        # Two meshes in one operation are refused when it is recorded.
+        # Two meshes in one operator are refused when it is recorded.
         mesh = next((over[n] for n in operation.operands if over[n] is not None), None)
-        for number in operation.results:
-            over[number] = mesh if action.target is None else action.target.mesh
+        if action.target is not None:
+            mesh = action.target.mesh
+        meshes = action.meshes or (mesh,) * len(operation.results)
+        for number, one in zip(operation.results, meshes, strict=True):
+            over[number] = one
     return over
 
 
