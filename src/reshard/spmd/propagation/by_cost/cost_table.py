@@ -22,19 +22,29 @@ class CostTable(NamedTuple):
 def joined_table(
     tables: Sequence[CostTable], scope: Sequence[int], choices: Sequence[int]
 ) -> FloatArray:
-    """The sum of tables, with an axis for each variable of a scope.
+    """The sum of tables, an array of its own with an axis for each variable of a scope.
 
     Args:
         tables: of these variables, and others that have one choice.
-        scope: variables in rising order.
+        scope: variables, the first one in any place, the others in rising order.
         choices: how many each variable has.
     """
-    total = np.zeros([choices[v] for v in scope])
-    for table in tables:
+    sizes = [choices[v] for v in scope]
+    total: FloatArray | None = None
+    # Small ones first: the sum of those that have few of the variables is small.
+    for table in sorted(tables, key=lambda one: one.seconds_s.size):
+        variables, seconds_s = table
+        if scope and scope[0] in variables:
+            seconds_s = np.moveaxis(seconds_s, variables.index(scope[0]), 0)
         # An axis of length 1 for each variable that the table has not.
-        shape = [choices[v] if v in table.variables else 1 for v in scope]
-        total += table.seconds_s.reshape(shape)
-    return total
+        own = seconds_s.reshape([choices[v] if v in variables else 1 for v in scope])
+        if total is None:
+            total = own.copy()
+            continue
+        # In rows of the scope, whatever order tables are in.
+        shape = np.broadcast_shapes(total.shape, own.shape)
+        total = np.add(total, own, out=total if total.shape == shape else np.empty(shape))
+    return np.zeros(sizes) if total is None else total
 
 
 def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]) -> FloatArray:

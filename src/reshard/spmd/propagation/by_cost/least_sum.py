@@ -46,6 +46,8 @@ from reshard.spmd.propagation.by_cost.cost_table import (
 # Entries of the largest table that elimination makes, of all variables and of a window's.
 LARGEST_TABLE = 1 << 19
 LARGEST_OF_WINDOW = 1 << 16
+# And of one of which is kept what was found.
+MOST_KEPT = 1 << 14
 # How often all windows are looked at.
 MOST_PASSES = 3
 
@@ -55,18 +57,26 @@ class Elimination(NamedTuple):
 
     Args:
         variable: that is taken out.
-        scope: all variables of the tables.
+        scope: the variables of the tables, this one first.
         joined: the tables.
-        best: the variable's choice, for choices of the rest; None where the tables are too large
-            together.
-        left: the seconds then, a table of the rest, or several that come to no more.
+        left: the least seconds then, a table of the rest, or several that come to no more.
+        best: the variable's choice, for choices of the rest that have been asked for; None where
+            the tables are too large together.
     """
 
     variable: int
     scope: tuple[int, ...]
     joined: list[CostTable]
-    best: IntArray | None
     left: list[CostTable]
+    best: dict[tuple[int, ...], int] | None
+
+
+class _Joined(NamedTuple):
+    """Tables, which are kept, and what comes of their variable taken out, as in `Elimination`."""
+
+    tables: list[CostTable]
+    left_s: FloatArray
+    best: dict[tuple[int, ...], int]
 
 
 @dataclass(slots=True)
@@ -79,6 +89,7 @@ class _Known:
     costs: dict[object, FloatArray] = field(default_factory=dict)
     least: dict[object, int] = field(default_factory=dict)
     windows: dict[object, tuple[int, ...] | None] = field(default_factory=dict)
+    joined: dict[object, _Joined] = field(default_factory=dict)
     _kept: dict[int, FloatArray] = field(default_factory=dict)
 
     def keep(self, tables: Iterable[CostTable]) -> None:
@@ -148,14 +159,14 @@ class CostSum:
         # Backwards: when a variable is read off, the rest of its tables is chosen already.
         chosen = [0] * len(self.choices)
         for one in reversed(taken):
-            if one.best is not None:
-                at = tuple([chosen[v] for v in one.left[0].variables])
-                chosen[one.variable] = int(one.best[at])
-                continue
-            costs = np.zeros(self.choices[one.variable])
-            for table in one.joined:
-                costs += self._slice_table(table, (one.variable,), chosen)
-            chosen[one.variable] = int(costs.argmin())
+            at = tuple([chosen[v] for v in one.scope[1:]])
+            known = {} if one.best is None else one.best
+            if at not in known:
+                costs = np.zeros(self.choices[one.variable])
+                for table in one.joined:
+                    costs += self._slice_table(table, (one.variable,), chosen)
+                known[at] = int(costs.argmin())
+            chosen[one.variable] = known[at]
         return tuple(chosen)
 
     def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
@@ -182,15 +193,15 @@ class CostSum:
         for one, left in zip(reversed(taken), reversed(lefts), strict=True):
             # All tables of the sum, for choices of these variables: those below, and those outside.
             total = joined_table(one.joined, one.scope, self.choices)
-            place = one.scope.index(one.variable)
             if left.variables:
-                total += np.expand_dims(outside_s.pop(id(left)), place)
+                total += outside_s.pop(id(left))
             else:
                 total += whole_s - float(left.seconds_s)
             found[one.variable] = least_over(total, one.scope, (one.variable,))
             for table in one.joined:
                 if id(table) in made:
                     least_s = least_over(total, one.scope, table.variables)
+                    least_s = np.moveaxis(least_s, 0, table.variables.index(one.variable))
                     outside_s[id(table)] = least_s - table.seconds_s
         return found
 
@@ -208,8 +219,9 @@ class CostSum:
         If `apart`, such tables are not made: see `taken_apart`.
 
         What the same tables give in the same places is found once: graphs repeat their layers.
+        Of small tables it is kept for the next time.
         """
-        known: dict[object, tuple[IntArray, FloatArray]] = {}
+        large: dict[object, _Joined] = {}
         choices = self.choices
         # 1. The tables left of each variable by their numbers, the variables beside it, and a heap
         # of variables by the size of their joined table.
@@ -237,28 +249,28 @@ class CostSum:
             # 2. The variable's tables, which become one with an axis a variable.
             numbers = of[variable]
             joined = list(numbers.values())
-            scope = tuple(sorted(beside[variable]))
-            axes = {v: axis for axis, v in enumerate(scope)}
-            place = axes[variable]
-            rest = scope[:place] + scope[place + 1 :]
-            # 3. Take the variable out: the least over its axis, and where it is, for choices of the
-            # rest. Tables are told apart by the memory they are in, which `taken` keeps.
+            rest = tuple(sorted(beside[variable] - {variable}))
+            scope = (variable, *rest)
+            # 3. Take the variable out: the least over its axis, for choices of the rest. Tables
+            # are told apart by the memory they are in.
             best = None
             if size > largest:
                 left = taken_apart(variable, joined, choices, largest)
             else:
-                key = [place, choices[variable]]
+                axes = {v: axis for axis, v in enumerate(scope)}
+                key = [choices[variable]]
                 for variables, seconds_s in joined:
                     key.append(id(seconds_s))
                     key += [axes[v] for v in variables if v in axes]
+                known = self._known.joined if size <= MOST_KEPT else large
                 found = known.get(tuple(key))
                 if found is None:
                     total = joined_table(joined, scope, choices)
-                    found = np.asarray(total.argmin(axis=place)), np.asarray(total.min(axis=place))
+                    found = _Joined(joined, np.asarray(total.min(axis=0)), {})
                     known[tuple(key)] = found
-                best = found[0]
-                left = [CostTable(rest, found[1])]
-            taken.append(Elimination(variable, scope, joined, best, left))
+                best = found.best
+                left = [CostTable(rest, found.left_s)]
+            taken.append(Elimination(variable, scope, joined, left, best))
             sizes[variable] = 0
             new = range(next_number, next_number + len(left))
             next_number = new.stop
