@@ -30,27 +30,81 @@ def joined_table(
         choices: how many each variable has.
     """
     sizes = [choices[v] for v in scope]
-    total: FloatArray | None = None
-    # Small ones first: the sum of those that have few of the variables is small.
-    for table in sorted(tables, key=lambda one: one.seconds_s.size):
-        variables, seconds_s = table
+    parts = []
+    for variables, seconds_s in tables:
         if scope and scope[0] in variables:
-            seconds_s = np.moveaxis(seconds_s, variables.index(scope[0]), 0)
+            place = variables.index(scope[0])
+            if place:
+                others = [axis for axis in range(len(variables)) if axis != place]
+                seconds_s = seconds_s.transpose(place, *others)
         # An axis of length 1 for each variable that the table has not.
-        own = seconds_s.reshape([choices[v] if v in variables else 1 for v in scope])
-        if total is None:
-            total = own.copy()
-            continue
-        # In rows of the scope, whatever order tables are in.
-        shape = np.broadcast_shapes(total.shape, own.shape)
-        total = np.add(total, own, out=total if total.shape == shape else np.empty(shape))
-    return np.zeros(sizes) if total is None else total
+        parts.append(
+            seconds_s.reshape(
+                [size if v in variables else 1 for v, size in zip(scope, sizes, strict=True)]
+            )
+        )
+    if len(parts) < 2:
+        return parts[0].copy() if parts else np.zeros(sizes)
+    # Small ones first: the sum of those that have few of the variables is small. In rows of the
+    # scope, whatever order the tables are in.
+    parts.sort(key=_size_of)
+    total = np.add(parts[0], parts[1], order="C")
+    size = math.prod(sizes)
+    for part in parts[2:]:
+        total = np.add(total, part, order="C", out=total if total.size == size else None)
+    return total
+
+
+def _size_of(table_s: FloatArray) -> int:
+    return table_s.size
+
+
+def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:
+    """A table with all but the free variables at their choices, in the order of `free`.
+
+    >>> sliced(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), (0,), (0, 0, 1)).tolist()
+    [2.0, 4.0]
+    """
+    variables, seconds_s = table
+    found: FloatArray = seconds_s[
+        tuple([slice(None) if v in free else chosen[v] for v in variables])
+    ]
+    kept = [v for v in variables if v in free]
+    # Tables have their variables in rising order, which need not be the order of `free`.
+    return found.T if len(kept) == 2 and kept != list(free) else found
 
 
 def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]) -> FloatArray:
     """The least over the axes of a scope that are not those of some variables."""
     axes = tuple(place for place, v in enumerate(scope) if v not in variables)
     return np.asarray(seconds_s.min(axis=axes))
+
+
+def grouped(
+    scopes: Sequence[tuple[int, ...]], choices: Sequence[int], largest: int
+) -> list[tuple[set[int], list[int]]]:
+    """Groups of tables that are not too large together: their variables, and their places.
+
+    Args:
+        scopes: the variables of each table.
+        choices: how many each variable has; those that have one count for nothing.
+        largest: entries of a group's table, unless one table alone is larger.
+
+    >>> grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4)
+    [({0, 1}, [0, 2]), ({0, 2}, [1])]
+    """
+    sizes = [math.prod([choices[v] for v in scope]) for scope in scopes]
+    groups: list[tuple[set[int], list[int]]] = []
+    for place in sorted(range(len(scopes)), key=lambda one: -sizes[one]):
+        own = {v for v in scopes[place] if choices[v] > 1}
+        for joined, places in groups:
+            if math.prod([choices[v] for v in joined | own]) <= largest:
+                joined |= own
+                places.append(place)
+                break
+        else:
+            groups.append((own, [place]))
+    return groups
 
 
 def taken_apart(
@@ -74,20 +128,11 @@ def taken_apart(
     >>> [(table.variables, table.seconds_s.tolist()) for table in apart]
     [((1,), [1.0, 0.0]), ((2,), [1.0, 0.0])]
     """
-    groups: list[tuple[set[int], list[CostTable]]] = []
-    for table in sorted(tables, key=lambda one: -one.seconds_s.size):
-        own = {v for v in table.variables if choices[v] > 1}
-        for joined, some in groups:
-            if math.prod([choices[v] for v in joined | own]) <= largest:
-                joined |= own
-                some.append(table)
-                break
-        else:
-            groups.append((own, [table]))
+    some = list(tables)
     totals = []
-    for own, some in groups:
+    for own, places in grouped([one.variables for one in some], choices, largest):
         scope = tuple(sorted(own))
-        totals.append((scope, joined_table(some, scope, choices)))
+        totals.append((scope, joined_table([some[place] for place in places], scope, choices)))
     own_s = [least_over(total, scope, (variable,)) for scope, total in totals]
     mean_s = sum(own_s) / len(own_s)
     left = []

@@ -2,17 +2,10 @@
 
 Each variable has a number of choices, each table gives seconds for the choices of a few of them.
 
-*Elimination* is exact: a variable is taken out by adding the tables that have it and keeping, for
-each choice of the others, the least; backwards, the choices are read off. Variables whose tables
-stay small go first (Dechter, "Bucket elimination", 1999). Where a table would become too large, it
-stops, or goes on with the tables taken apart, and then is near the least sum::
-
-    f(a, b) + g(b, c)       c out: h(b) = min over c of g(b, c), at c(b)
-    f(a, b) + h(b)          b out: k(a) = min over b of f(a, b) + h(b), at b(a)
-    k(a)                    a is where k is least; then b(a), then c(b)
-
-Forwards again, each joined table gets what lies outside of it, and then shows the least sum for
-every single choice: a choice whose least sum is above one that is known can be left out.
+*Elimination* is exact (`elimination`). Where a table would become too large, it stops, or goes on
+with the tables taken apart, and then is near the least sum. Forwards again, each joined table gets
+what lies outside of it, and then shows the least sum for every single choice: a choice whose least
+sum is above one that is known can be left out.
 
 *Descent* starts from given choices and changes one variable at a time, with the inner ones beside
 it, as long as that helps. In *windows*, all variables near one are chosen at once, by elimination
@@ -24,10 +17,9 @@ choice is taken.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,43 +32,38 @@ from reshard.spmd.propagation.by_cost.cost_table import (
     IntArray,
     joined_table,
     least_over,
-    taken_apart,
+    sliced,
+)
+from reshard.spmd.propagation.by_cost.elimination import (
+    Elimination,
+    KnownTables,
+    Step,
+    find_order,
+    read_off,
+    take_out,
 )
 
 # Entries of the largest table that elimination makes, of all variables and of a window's.
 LARGEST_TABLE = 1 << 19
 LARGEST_OF_WINDOW = 1 << 16
-# And of one of which is kept what was found.
-MOST_KEPT = 1 << 14
 # How often all windows are looked at.
 MOST_PASSES = 3
 
 
-class Elimination(NamedTuple):
-    """A variable taken out of some tables.
+class _Window(NamedTuple):
+    """Variables that are chosen at once.
 
     Args:
-        variable: that is taken out.
-        scope: the variables of the tables, this one first.
-        joined: the tables.
-        left: the least seconds then, a table of the rest, or several that come to no more.
-        best: the variable's choice, for choices of the rest that have been asked for; None where
-            the tables are too large together.
+        variables: in rising order.
+        numbers: of the tables that have any of them.
+        scopes: which of them each of these has, by their places.
+        order: in which they are taken out.
     """
 
-    variable: int
-    scope: tuple[int, ...]
-    joined: list[CostTable]
-    left: list[CostTable]
-    best: dict[tuple[int, ...], int] | None
-
-
-class _Joined(NamedTuple):
-    """Tables, which are kept, and what comes of their variable taken out, as in `Elimination`."""
-
-    tables: list[CostTable]
-    left_s: FloatArray
-    best: dict[tuple[int, ...], int]
+    variables: tuple[int, ...]
+    numbers: list[int]
+    scopes: tuple[tuple[int, ...], ...]
+    order: list[Step]
 
 
 @dataclass(slots=True)
@@ -88,8 +75,11 @@ class _Known:
 
     costs: dict[object, FloatArray] = field(default_factory=dict)
     least: dict[object, int] = field(default_factory=dict)
-    windows: dict[object, tuple[int, ...] | None] = field(default_factory=dict)
-    joined: dict[object, _Joined] = field(default_factory=dict)
+    windows: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    joined: KnownTables = field(default_factory=dict)
+    orders: dict[tuple[int, bool], list[Step] | None] = field(default_factory=dict)
+    fitting: dict[tuple[int, int], _Window] = field(default_factory=dict)
+    slices: dict[object, FloatArray] = field(default_factory=dict)
     _kept: dict[int, FloatArray] = field(default_factory=dict)
 
     def keep(self, tables: Iterable[CostTable]) -> None:
@@ -134,18 +124,12 @@ class CostSum:
 
     def value(self, chosen: Sequence[int]) -> float:
         """The sum for choices of all variables."""
-        # fsum rounds once, so that the sum does not depend on the order of the tables.
-        return math.fsum(
-            [
-                seconds_s.item(*[chosen[variable] for variable in variables])
-                for variables, seconds_s in self.tables
-            ]
-        )
+        return _add_up(self.tables, chosen)
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
         """The choices of the least sum; None where a table would be larger than `largest`."""
         taken = self._take_out(largest)
-        return None if taken is None else self._read_off(taken)
+        return None if taken is None else read_off(taken, self.choices)
 
     def nearly_eliminated(self, largest: int = LARGEST_TABLE) -> tuple[tuple[int, ...], bool]:
         """Choices of a low sum, and whether it is the least for sure.
@@ -153,21 +137,7 @@ class CostSum:
         Tables that would be larger than `largest` are taken apart: see `taken_apart`.
         """
         taken = self._take_out(largest, apart=True) or []
-        return self._read_off(taken), all(one.best is not None for one in taken)
-
-    def _read_off(self, taken: list[Elimination]) -> tuple[int, ...]:
-        # Backwards: when a variable is read off, the rest of its tables is chosen already.
-        chosen = [0] * len(self.choices)
-        for one in reversed(taken):
-            at = tuple([chosen[v] for v in one.scope[1:]])
-            known = {} if one.best is None else one.best
-            if at not in known:
-                costs = np.zeros(self.choices[one.variable])
-                for table in one.joined:
-                    costs += self._slice_table(table, (one.variable,), chosen)
-                known[at] = int(costs.argmin())
-            chosen[one.variable] = known[at]
-        return tuple(chosen)
+        return read_off(taken, self.choices), all(one.best is not None for one in taken)
 
     def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
         """The least sum with each choice of each variable, up to rounding; None as `eliminated`.
@@ -218,86 +188,15 @@ class CostSum:
 
         If `apart`, such tables are not made: see `taken_apart`.
 
-        What the same tables give in the same places is found once: graphs repeat their layers.
-        Of small tables it is kept for the next time.
         """
-        large: dict[object, _Joined] = {}
-        choices = self.choices
-        # 1. The tables left of each variable by their numbers, the variables beside it, and a heap
-        # of variables by the size of their joined table.
-        of = [{number: self.tables[number] for number in numbers} for numbers in self._of]
-        beside = [{variable} for variable in range(len(choices))]
-        # Variables with one choice stay: without them, scopes are as few axes as they can be.
-        for variables, _ in self.tables:
-            open_ = [variable for variable in variables if choices[variable] > 1]
-            if len(open_) > 1:
-                for variable in open_:
-                    beside[variable].update(open_)
-        sizes = [math.prod([choices[v] for v in some]) for some in beside]
-        waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
-        heapq.heapify(waiting)
-        taken: list[Elimination] = []
-        # Of the tables that are left.
-        next_number = len(self.tables)
-        while waiting:
-            size, variable = heapq.heappop(waiting)
-            # Sizes change as others are taken out; an entry that is out of date has a newer one.
-            if size != sizes[variable]:
-                continue
-            if size > largest and not apart:
-                return None
-            # 2. The variable's tables, which become one with an axis a variable.
-            numbers = of[variable]
-            joined = list(numbers.values())
-            rest = tuple(sorted(beside[variable] - {variable}))
-            scope = (variable, *rest)
-            # 3. Take the variable out: the least over its axis, for choices of the rest. Tables
-            # are told apart by the memory they are in.
-            best = None
-            if size > largest:
-                left = taken_apart(variable, joined, choices, largest)
-            else:
-                axes = {v: axis for axis, v in enumerate(scope)}
-                key = [choices[variable]]
-                for variables, seconds_s in joined:
-                    key.append(id(seconds_s))
-                    key += [axes[v] for v in variables if v in axes]
-                known = self._known.joined if size <= MOST_KEPT else large
-                found = known.get(tuple(key))
-                if found is None:
-                    total = joined_table(joined, scope, choices)
-                    found = _Joined(joined, np.asarray(total.min(axis=0)), {})
-                    known[tuple(key)] = found
-                best = found.best
-                left = [CostTable(rest, found.left_s)]
-            taken.append(Elimination(variable, scope, joined, left, best))
-            sizes[variable] = 0
-            new = range(next_number, next_number + len(left))
-            next_number = new.stop
-            for other in rest:
-                own_tables, own = of[other], beside[other]
-                for number in numbers:
-                    own_tables.pop(number, None)
-                for number, table in zip(new, left, strict=True):
-                    if other in table.variables:
-                        own_tables[number] = table
-                if best is None:
-                    own = beside[other] = {
-                        v for one in own_tables.values() for v in one.variables if choices[v] > 1
-                    }
-                    own.add(other)
-                    now = math.prod([choices[v] for v in own])
-                else:
-                    own.discard(variable)
-                    now = sizes[other] // choices[variable]
-                    for one in rest:
-                        if one not in own:
-                            own.add(one)
-                            now *= choices[one]
-                if now != sizes[other]:
-                    sizes[other] = now
-                    heapq.heappush(waiting, (now, other))
-        return taken
+        key = largest, apart
+        if key not in self._known.orders:
+            scopes = [one.variables for one in self.tables]
+            self._known.orders[key] = find_order(self.choices, scopes, largest, apart=apart)
+        order = self._known.orders[key]
+        if order is None:
+            return None
+        return take_out(order, self.tables, self.choices, self._known.joined)
 
     def descended(
         self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
@@ -362,48 +261,77 @@ class CostSum:
                 break
         return chosen
 
-    def _find_window(self, centre: int, most: int) -> list[int]:
+    def _find_window(self, centre: int, most: int) -> _Window:
         """A variable and those nearest to it by the tables that they share."""
-        found = {centre: None}
+        found = self._known.fitting.get((centre, most))
+        if found is not None:
+            return found
+        near = {centre: None}
         waiting = deque([centre])
-        while waiting and len(found) < most:
+        while waiting and len(near) < most:
             for number in self._of[waiting.popleft()]:
                 for other in self.tables[number].variables:
-                    if other not in found and self.choices[other] > 1:
-                        found[other] = None
+                    if other not in near and self.choices[other] > 1:
+                        near[other] = None
                         waiting.append(other)
-        return list(found)[:most]
-
-    def _solve_window(self, window: Sequence[int], chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """The best choices of a window's variables, all others being chosen."""
-        inside = {variable: place for place, variable in enumerate(sorted(window))}
-        tables, key = [], []
-        for number in dict.fromkeys(n for v in inside for n in self._of[v]):
-            variables, seconds_s = self.tables[number]
-            at = [slice(None) if v in inside else chosen[v] for v in variables]
-            own = tuple([inside[v] for v in variables if v in inside])
-            tables.append(CostTable(own, seconds_s[tuple(at)]))
-            key.append((id(seconds_s), own, *[chosen[v] for v in variables if v not in inside]))
-        before = tuple([chosen[v] for v in inside])
-        # Layers alike have windows alike.
-        whole_key = (before, *key)
-        known = self._known.windows
-        if whole_key not in known:
-            part = CostSum(tuple([self.choices[v] for v in inside]), tables)
-            solved = part.eliminated(LARGEST_OF_WINDOW)
-            if solved is not None and part.value(solved) >= part.value(before):
-                solved = before
-            known[whole_key] = solved
-        found = known[whole_key]
-        if found is None:
+        nearest = list(near)[:most]
+        while True:
+            variables = tuple(sorted(nearest))
+            inside = {variable: place for place, variable in enumerate(variables)}
+            numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
+            scopes = tuple(
+                [
+                    tuple([inside[v] for v in self.tables[number].variables if v in inside])
+                    for number in numbers
+                ]
+            )
+            choices = [self.choices[v] for v in variables]
+            order = find_order(choices, scopes, LARGEST_OF_WINDOW)
+            if order is not None:
+                break
             # Its tables are too large: a part of it.
-            return self._solve_window(window[: len(window) * 2 // 3], chosen)
+            nearest = nearest[: len(nearest) * 2 // 3]
+        found = self._known.fitting[centre, most] = _Window(variables, numbers, scopes, order)
+        return found
+
+    def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The best choices of a window's variables, all others being chosen."""
+        tables = [
+            CostTable(own, self._slice_known(self.tables[number], window.variables, chosen))
+            for number, own in zip(window.numbers, window.scopes, strict=True)
+        ]
+        before = tuple([chosen[v] for v in window.variables])
+        # Layers alike have windows alike.
+        key = (before, window.scopes, *[id(seconds_s) for _, seconds_s in tables])
+        found = self._known.windows.get(key)
+        if found is None:
+            choices = [self.choices[v] for v in window.variables]
+            taken = take_out(window.order, tables, choices, self._known.joined)
+            found = read_off(taken, choices)
+            if _add_up(tables, found) >= _add_up(tables, before):
+                found = before
+            self._known.windows[key] = found
         if found == before:
             return chosen
         changed = list(chosen)
-        for variable, place in inside.items():
-            changed[variable] = found[place]
+        for variable, choice in zip(window.variables, found, strict=True):
+            changed[variable] = choice
         return tuple(changed)
+
+    def _slice_known(
+        self, table: CostTable, free: Collection[int], chosen: Sequence[int]
+    ) -> FloatArray:
+        """A table with all but the free variables at their choices, the same object each time."""
+        variables, seconds_s = table
+        at = tuple([None if v in free else chosen[v] for v in variables])
+        if all(choice is None for choice in at):
+            return seconds_s
+        key = (id(seconds_s), at)
+        found = self._known.slices.get(key)
+        if found is None:
+            place = tuple([slice(None) if choice is None else choice for choice in at])
+            found = self._known.slices[key] = np.asarray(seconds_s[place])
+        return found
 
     def _find_near(self, some: Iterable[int]) -> set[int]:
         """The variables that some share a table with, and those themselves."""
@@ -449,7 +377,7 @@ class CostSum:
         for number in self._of[variable]:
             table = self.tables[number]
             if not any(other in inner for other in table.variables):
-                costs += self._slice_table(table, (variable,), chosen)
+                costs += sliced(table, (variable,), chosen)
         for other, own in zip(inner, keys[1:], strict=True):
             least_s = known.get(own)
             if least_s is None:
@@ -458,9 +386,9 @@ class CostSum:
                 for number in self._of[other]:
                     table = self.tables[number]
                     if variable in table.variables:
-                        both += self._slice_table(table, (variable, other), chosen)
+                        both += sliced(table, (variable, other), chosen)
                     else:
-                        both += self._slice_table(table, (other,), chosen)
+                        both += sliced(table, (other,), chosen)
                 least_s = known[own] = both.min(axis=1)
             costs += least_s
         known[key] = costs
@@ -477,12 +405,12 @@ class CostSum:
                 keys.append(-1 - free.index(other) if other in free else chosen[other])
         return keys
 
-    def _slice_table(
-        self, table: CostTable, free: tuple[int, ...], chosen: Sequence[int]
-    ) -> FloatArray:
-        """A table with all but the free variables at their choices, in the order of `free`."""
-        at = tuple(slice(None) if v in free else chosen[v] for v in table.variables)
-        found: FloatArray = table.seconds_s[at]
-        kept = [v for v in table.variables if v in free]
-        # Tables have their variables in rising order, which need not be the order of `free`.
-        return found.T if len(kept) == 2 and kept != list(free) else found
+
+def _add_up(tables: Sequence[CostTable], chosen: Sequence[int]) -> float:
+    # fsum rounds once, so that the sum does not depend on the order of the tables.
+    return math.fsum(
+        [
+            seconds_s.item(*[chosen[variable] for variable in variables])
+            for variables, seconds_s in tables
+        ]
+    )
