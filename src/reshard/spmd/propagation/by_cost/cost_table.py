@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,18 +80,27 @@ def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[
     return np.asarray(seconds_s.min(axis=axes))
 
 
+class TableGroup(NamedTuple):
+    """Tables that are joined: their variables in rising order, and their places among others."""
+
+    scope: tuple[int, ...]
+    places: list[int]
+
+
 def grouped(
     scopes: Sequence[tuple[int, ...]], choices: Sequence[int], largest: int
-) -> list[tuple[set[int], list[int]]]:
-    """Groups of tables that are not too large together: their variables, and their places.
+) -> list[TableGroup]:
+    """Groups of tables that are not too large together, the largest tables first.
 
     Args:
         scopes: the variables of each table.
-        choices: how many each variable has; those that have one count for nothing.
+        choices: how many each variable has; those that have one are left out.
         largest: entries of a group's table, unless one table alone is larger.
 
-    >>> grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4)
-    [({0, 1}, [0, 2]), ({0, 2}, [1])]
+    >>> for group in grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4):
+    ...     print(group.scope, group.places)
+    (0, 1) [0, 2]
+    (0, 2) [1]
     """
     sizes = [math.prod([choices[v] for v in scope]) for scope in scopes]
     groups: list[tuple[set[int], list[int]]] = []
@@ -104,18 +113,20 @@ def grouped(
                 break
         else:
             groups.append((own, [place]))
-    return groups
+    return [TableGroup(tuple(sorted(own)), places) for own, places in groups]
 
 
 def taken_apart(
-    variable: int, tables: Iterable[CostTable], choices: Sequence[int], largest: int
+    variable: int,
+    tables: Sequence[CostTable],
+    choices: Sequence[int],
+    largest: int,
 ) -> list[CostTable]:
     """A lower bound of the least over a variable, where its tables are too large together.
 
-    They are joined in groups, the largest first, each of which has its least for itself. What
-    groups say of the variable's choices is evened out before, which makes the bound a closer one
-    (Dechter and Rish, "Mini-buckets", 2003; Ihler et al., "Join-graph based cost-shifting schemes",
-    2012).
+    They are joined in groups, each of which has its least for itself. What groups say of the
+    variable's choices is evened out before, which makes the bound a closer one (Dechter and Rish,
+    "Mini-buckets", 2003; Ihler et al., "Join-graph based cost-shifting schemes", 2012).
 
     Args:
         variable: that is taken out.
@@ -128,17 +139,16 @@ def taken_apart(
     >>> [(table.variables, table.seconds_s.tolist()) for table in apart]
     [((1,), [1.0, 0.0]), ((2,), [1.0, 0.0])]
     """
-    some = list(tables)
+    # The variable first, whose axis is that of rows.
     totals = []
-    for own, places in grouped([one.variables for one in some], choices, largest):
-        scope = tuple(sorted(own))
-        totals.append((scope, joined_table([some[place] for place in places], scope, choices)))
-    own_s = [least_over(total, scope, (variable,)) for scope, total in totals]
+    for scope, places in grouped([one.variables for one in tables], choices, largest):
+        rest = tuple([v for v in scope if v != variable])
+        joined = [tables[place] for place in places]
+        totals.append((rest, joined_table(joined, (variable, *rest), choices)))
+    own_s = [total.reshape(choices[variable], -1).min(axis=1) for _, total in totals]
     mean_s = sum(own_s) / len(own_s)
     left = []
-    for (scope, total), least_s in zip(totals, own_s, strict=True):
-        place = scope.index(variable)
-        total += (mean_s - least_s).reshape([-1 if v == variable else 1 for v in scope])
-        rest = scope[:place] + scope[place + 1 :]
-        left.append(CostTable(rest, np.asarray(total.min(axis=place))))
+    for (rest, total), least_s in zip(totals, own_s, strict=True):
+        total += (mean_s - least_s).reshape(-1, *[1] * len(rest))
+        left.append(CostTable(rest, np.asarray(np.minimum.reduce(total))))
     return left

@@ -15,6 +15,7 @@ on what is in it: an order is found once for all sums of such tables.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,14 +41,15 @@ class Step(NamedTuple):
     Args:
         scope: the variables of its tables, itself first.
         joined: its tables by their numbers; what steps leave has numbers behind those of the sum.
-        pattern: how many choices the variable has, and which variables of the scope each table has.
+        pattern: how many choices the variable has, and for each table -1 and the places of its
+            variables in the scope.
         size: entries of all its tables together.
         largest: entries of a table, where they are too large together and are taken apart.
     """
 
     scope: tuple[int, ...]
     joined: tuple[int, ...]
-    pattern: tuple[object, ...]
+    pattern: tuple[int, ...]
     size: int
     largest: int | None
 
@@ -126,42 +128,34 @@ def find_order(
             return None
         # 2. The variable's tables, which become one with an axis a variable, or several.
         tables = of[variable]
+        is_apart = size > largest
         rest = tuple(sorted(beside[variable] - {variable}))
-        axes = {v: axis for axis, v in enumerate((variable, *rest))}
-        pattern = [tuple([axes[v] for v in own]) for own in tables.values()]
-        order.append(
-            Step(
-                (variable, *rest),
-                tuple(tables),
-                (choices[variable], *pattern),
-                size,
-                largest if size > largest else None,
-            )
-        )
+        scope = (variable, *rest)
+        pattern = [choices[variable]]
+        for table in tables.values():
+            pattern += [-1, *map(scope.index, table)]
+        numbers = tuple(tables)
+        order.append(Step(scope, numbers, tuple(pattern), size, largest if is_apart else None))
         left = [rest]
-        if size > largest:
+        if is_apart:
             groups = grouped(list(tables.values()), choices, largest)
-            left = [tuple(sorted(own - {variable})) for own, _ in groups]
+            left = [tuple([v for v in some if v != variable]) for some, _ in groups]
         # 3. What is left is beside the rest.
         sizes[variable] = 0
         for other in rest:
-            own_tables, own = of[other], beside[other]
+            own_tables = of[other]
             for number in tables:
                 own_tables.pop(number, None)
-            for number, scope in enumerate(left, next_number):
-                if other in scope:
-                    own_tables[number] = scope
-            if size > largest:
-                own = beside[other] = {v for scope in own_tables.values() for v in scope}
-                own.add(other)
-                now = math.prod([choices[v] for v in own])
+            for number, one in enumerate(left, next_number):
+                if other in one:
+                    own_tables[number] = one
+            if is_apart:
+                own = beside[other] = {other, *itertools.chain.from_iterable(own_tables.values())}
             else:
+                own = beside[other]
+                own.update(rest)
                 own.discard(variable)
-                now = sizes[other] // choices[variable]
-                for one in rest:
-                    if one not in own:
-                        own.add(one)
-                        now *= choices[one]
+            now = math.prod([choices[v] for v in own])
             if now != sizes[other]:
                 sizes[other] = now
                 heapq.heappush(waiting, (now, other))

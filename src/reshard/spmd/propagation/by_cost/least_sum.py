@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -57,12 +57,14 @@ class _Window(NamedTuple):
         variables: in rising order.
         numbers: of the tables that have any of them.
         scopes: which of them each of these has, by their places.
+        axes: of each of these, which belong to other variables.
         order: in which they are taken out.
     """
 
     variables: tuple[int, ...]
     numbers: list[int]
     scopes: tuple[tuple[int, ...], ...]
+    axes: list[tuple[int, ...]]
     order: list[Step]
 
 
@@ -279,27 +281,39 @@ class CostSum:
             variables = tuple(sorted(nearest))
             inside = {variable: place for place, variable in enumerate(variables)}
             numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
-            scopes = tuple(
-                [
-                    tuple([inside[v] for v in self.tables[number].variables if v in inside])
-                    for number in numbers
-                ]
-            )
+            tables = [self.tables[number].variables for number in numbers]
+            scopes = tuple([tuple([inside[v] for v in some if v in inside]) for some in tables])
             choices = [self.choices[v] for v in variables]
             order = find_order(choices, scopes, LARGEST_OF_WINDOW)
             if order is not None:
                 break
             # Its tables are too large: a part of it.
             nearest = nearest[: len(nearest) * 2 // 3]
-        found = self._known.fitting[centre, most] = _Window(variables, numbers, scopes, order)
+        axes = [tuple([n for n, v in enumerate(some) if v not in inside]) for some in tables]
+        found = _Window(variables, numbers, scopes, axes, order)
+        self._known.fitting[centre, most] = found
         return found
 
     def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """The best choices of a window's variables, all others being chosen."""
-        tables = [
-            CostTable(own, self._slice_known(self.tables[number], window.variables, chosen))
-            for number, own in zip(window.numbers, window.scopes, strict=True)
-        ]
+        tables = []
+        slices = self._known.slices
+        for number, own, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
+            variables, seconds_s = self.tables[number]
+            if axes:
+                # The same object each time.
+                key = (id(seconds_s), axes, *[chosen[variables[axis]] for axis in axes])
+                found_s = slices.get(key)
+                if found_s is None:
+                    place = tuple(
+                        [
+                            chosen[v] if axis in axes else slice(None)
+                            for axis, v in enumerate(variables)
+                        ]
+                    )
+                    found_s = slices[key] = seconds_s[place]
+                seconds_s = found_s
+            tables.append(CostTable(own, seconds_s))
         before = tuple([chosen[v] for v in window.variables])
         # Layers alike have windows alike.
         key = (before, window.scopes, *[id(seconds_s) for _, seconds_s in tables])
@@ -317,21 +331,6 @@ class CostSum:
         for variable, choice in zip(window.variables, found, strict=True):
             changed[variable] = choice
         return tuple(changed)
-
-    def _slice_known(
-        self, table: CostTable, free: Collection[int], chosen: Sequence[int]
-    ) -> FloatArray:
-        """A table with all but the free variables at their choices, the same object each time."""
-        variables, seconds_s = table
-        at = tuple([None if v in free else chosen[v] for v in variables])
-        if all(choice is None for choice in at):
-            return seconds_s
-        key = (id(seconds_s), at)
-        found = self._known.slices.get(key)
-        if found is None:
-            place = tuple([slice(None) if choice is None else choice for choice in at])
-            found = self._known.slices[key] = np.asarray(seconds_s[place])
-        return found
 
     def _find_near(self, some: Iterable[int]) -> set[int]:
         """The variables that some share a table with, and those themselves."""
