@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
@@ -138,8 +139,9 @@ def propagate(
                 else joined(now, user, priorities_of(spec), level)
                 for now, user, spec in zip(state, shardings, known, strict=True)
             ]
-        found = carried(rule, table, state, ways, merge, kind.is_elementwise)
-        state = [now if new is None else new for now, new in zip(state, found, strict=True)]
+        operator = Carrying(rule, ways, kind.is_elementwise)
+        for place, new in carried(operator, table, tuple(state), merge):
+            state[place] = new
     specs = [
         spec if new == old or new is None else table.decoded(new, priorities_of(spec))
         for spec, old, new in zip(known, shardings, state, strict=True)
@@ -254,15 +256,23 @@ def carriers_of(rule: OpShardingRule) -> frozenset[int]:
     return frozenset(range(len(rule.sizes))) - special
 
 
+class Carrying(NamedTuple):
+    """How an operator carries shardings between its tensors: in which ways along each factor."""
+
+    rule: OpShardingRule
+    ways: tuple[Direction, ...]
+    is_elementwise: bool
+
+
+@lru_cache(maxsize=1 << 14)
 def carried(
-    rule: OpShardingRule,
+    operator: Carrying,
     table: AxisTable,
-    shardings: Sequence[Sharding | None],
-    ways: Sequence[Direction],
+    shardings: tuple[Sharding | None, ...],
     merge: Strategy,
-    is_elementwise: bool,
-) -> list[Sharding | None]:
-    """The new shardings of an operator's tensors; None for each that does not change."""
+) -> tuple[tuple[int, Sharding], ...]:
+    """The places of an operator's tensors whose shardings change, and the new shardings."""
+    rule = operator.rule
     carriers = carriers_of(rule)
     mappings = rule.tensors
     factors = [
@@ -272,16 +282,16 @@ def carried(
     kept: list[Parts] = [
         () if sharding is None else sharding.replicated + sharding.partial for sharding in shardings
     ]
-    tensors = OperatorTensors(rule, table, factors, kept, is_elementwise)
-    merge(tensors, ways)
-    found: list[Sharding | None] = [None] * len(mappings)
-    for number in tensors.changed:
+    tensors = OperatorTensors(rule, table, factors, kept, operator.is_elementwise)
+    merge(tensors, operator.ways)
+    found: list[tuple[int, Sharding]] = []
+    for number in sorted(tensors.changed):
         old = shardings[number]
         new = updated(mappings[number], rule.sizes, factors[number], old)
         # A tensor without a sharding stays without one as long as nothing cuts it.
         if new != old and (old is not None or new.is_cut):
-            found[number] = new
-    return found
+            found.append((number, new))
+    return tuple(found)
 
 
 def _find_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
@@ -360,9 +370,9 @@ class _Propagation:
         self.state |= dict.fromkeys(range(len(graph.values)))
         self.shardings: list[Sharding] = []
         self._numbers: dict[Sharding, int] = {}
-        # By the operation's kind, the stage and the numbers of its tensors' shardings: what
-        # changes.
+        # What changes, by how the operation carries and the numbers of its tensors' shardings.
         self._answers: dict[tuple[int | None, ...], tuple[tuple[int, int], ...]] = {}
+        self._carrying: dict[Carrying, int] = {}
         self._kinds: dict[tuple[OpShardingRule, OperatorClass, bool], int] = {}
         self._maker: dict[int, int] = {}
         self._users: list[list[int]] = [[] for _ in graph.values]
@@ -429,14 +439,20 @@ class _Propagation:
         waiting = list(range(count - 1, -1, -1))
         is_waiting = [True] * count
         state, answers, tensors = self.state, self._answers, self._tensors
+        carrying = [
+            Carrying(rule, directions(rule, kind, is_shared, stage), kind.is_elementwise)
+            for rule, kind, is_shared in self._kind_list
+        ]
+        numbers = [self._carrying.setdefault(one, len(self._carrying)) for one in carrying]
         while waiting:
             current = waiting.pop()
             is_waiting[current] = False
             places = tensors[current]
-            key = (self._kind_of[current], stage, *[state[place] for place in places])
+            kind = self._kind_of[current]
+            key = (numbers[kind], *[state[place] for place in places])
             found = answers.get(key)
             if found is None:
-                found = answers[key] = self._ask(current, stage)
+                found = answers[key] = self._find_changes(carrying[kind], places)
             for tensor, new in found:
                 value = places[tensor]
                 state[value] = new
@@ -445,26 +461,15 @@ class _Propagation:
                         is_waiting[neighbour] = True
                         waiting.append(neighbour)
 
-    def _ask(self, current: int, stage: int) -> tuple[tuple[int, int], ...]:
-        rule, kind, is_shared = self._kind_list[self._kind_of[current]]
-        ways = directions(rule, kind, is_shared, stage)
-        return self._find_changes(rule, self._tensors[current], ways, kind.is_elementwise)
-
     def _find_changes(
-        self,
-        rule: OpShardingRule,
-        places: Sequence[int],
-        ways: Sequence[Direction],
-        is_elementwise: bool,
+        self, carrying: Carrying, places: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
         numbers = [self.state[place] for place in places]
-        shardings = [None if number is None else self.shardings[number] for number in numbers]
-        if not any(sharding is not None for sharding in shardings):
+        shardings = tuple([None if one is None else self.shardings[one] for one in numbers])
+        if all(one is None for one in shardings):
             return ()
-        found = carried(rule, self.table, shardings, ways, self.merge, is_elementwise)
-        return tuple(
-            (tensor, self.number(new)) for tensor, new in enumerate(found) if new is not None
-        )
+        found = carried(carrying, self.table, shardings, self.merge)
+        return tuple([(tensor, self.number(new)) for tensor, new in found])
 
     def _meet_outputs(self) -> None:
         """Carry between the outputs and the values they are of, as an identity would."""
@@ -476,7 +481,7 @@ class _Propagation:
             mapping = tuple((dim,) for dim in range(ndim))
             rule = OpShardingRule([mapping], [mapping], self.graph.values[value].shape)
             ways = (Direction.BOTH,) * ndim
-            for tensor, new in self._find_changes(rule, places, ways, False):
+            for tensor, new in self._find_changes(Carrying(rule, ways, False), places):
                 self.state[places[tensor]] = new
 
     def answer(self) -> PropagatedGraph:
