@@ -19,9 +19,8 @@ axes that cut no more                     all-gather
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -40,20 +39,18 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.axis_parts import (
     MOST_KEPT,
     AxisTable,
-    Part,
     Parts,
     Sharding,
     are_alike,
     size_of,
 )
 from reshard.spmd.propagation.by_cost.cost_table import FloatArray
+from reshard.spmd.propagation.by_cost.part_bits import BitArray, PartBits
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Topology
 
-BitArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
-"""Sets of parts of axes, see `PartBits`."""
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Contributed = tuple[Parts, str | None]
 """The axes along which a sharding is partial, and how its contributions combine."""
@@ -134,6 +131,7 @@ class CostModel:
 
     table: AxisTable
     machine: Machine
+    _computing: dict[object, FloatArray] = field(default_factory=dict)
     _collectives: dict[tuple[str, Parts, int], float] = field(default_factory=dict)
     _groups: dict[Parts, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _programs: dict[object, float] = field(default_factory=dict)
@@ -350,6 +348,29 @@ class CostModel:
             self._collectives[kind, axes, size_bytes] = found
         return found
 
+    def computing_s(
+        self,
+        name: str,
+        rule: OpShardingRule,
+        ways: Sequence[Sequence[Parts]],
+        tensors: Sequence[tuple[tuple[int, ...], DType]],
+        attributes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> FloatArray:
+        """The times as of `compute_s` for each of several ways to cut an operator."""
+        key = (name, rule, tuple(ways), tuple(tensors), str(attributes))
+        found = self._computing.get(key)
+        if found is None:
+            # Ways that differ in contributions alone compute the same.
+            seconds_s = {
+                cuts: self.compute_s(name, rule, cuts, tensors, attributes)
+                for cuts in dict.fromkeys(map(tuple, ways))
+            }
+            if len(self._computing) >= MOST_KEPT:
+                self._computing.clear()
+            found = np.array([seconds_s[tuple(cuts)] for cuts in ways])
+            self._computing[key] = found
+        return found
+
     def compute_s(
         self,
         name: str,
@@ -383,41 +404,6 @@ class CostModel:
         dtypes = given or [element for _, element in tensors]
         operations = operations_of(name, rule, sizes, attributes)
         return least_s(self._device, operations, moved, dtypes)
-
-
-class PartBits:
-    """Sets of parts of axes as the bits of integers, for arrays of such sets.
-
-    Parts are told apart by their axis and range alone, not by the level that they belong to.
-    """
-
-    def __init__(self, shardings: Iterable[Sharding]) -> None:
-        self._numbers: dict[tuple[int, int, int], int] = {}
-        self._parts: list[Part] = []
-        for sharding in shardings:
-            for part in itertools.chain(*sharding.dims, sharding.partial):
-                if self._numbers.setdefault(part[:3], len(self._parts)) == len(self._parts):
-                    self._parts.append(part)
-        # Python's integers, which are slower, where there are more parts than bits.
-        self.dtype: type = np.int64 if len(self._parts) < 63 else object
-
-    def of(self, parts: Parts) -> int:
-        """The bits of some parts."""
-        return sum(1 << self._numbers[part[:3]] for part in parts)
-
-    def of_partial(self, shardings: Iterable[Sharding]) -> BitArray:
-        """The bits of the axes along which each sharding is partial."""
-        return np.array([self.of(one.partial) for one in shardings], dtype=self.dtype)
-
-    def parts(self, mask: int) -> Parts:
-        """The parts whose bits are set, in the order of the mesh."""
-        return tuple(sorted(p for n, p in enumerate(self._parts) if mask >> n & 1))
-
-    def sizes(self, masks: BitArray) -> IntArray:
-        """Into how many pieces each set of parts cuts."""
-        different, place = np.unique(masks, return_inverse=True)
-        found = [size_of(self.parts(mask)) for mask in different.tolist()]
-        return np.array(found, dtype=np.int64)[place].reshape(masks.shape)
 
 
 def _is_plain_part(sharding: Sharding) -> Sharding:

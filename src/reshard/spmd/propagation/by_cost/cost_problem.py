@@ -16,12 +16,14 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
+from reshard.spmd.propagation.axis_parts import Parts as AxisParts
 from reshard.spmd.propagation.by_cost.common_reads import (
     NOTHING,
     CommonReads,
@@ -56,20 +58,25 @@ class _Ways:
 
     Args:
         options: the ways.
+        cuts: of each factor, in each way.
         shardings: of each operand and result, in each way.
         different: the same without repetitions.
     """
 
-    options: list[RunOption]
+    options: tuple[RunOption, ...]
+    cuts: tuple[tuple[AxisParts, ...], ...]
     shardings: tuple[tuple[Sharding, ...], ...]
     different: tuple[tuple[Sharding, ...], ...]
 
-    @classmethod
-    def of(cls, rule: OpShardingRule, options: list[RunOption]) -> _Ways:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(rule: OpShardingRule, options: tuple[RunOption, ...]) -> _Ways:
+        """Those of a rule, kept from one propagation to the next."""
         # From rows, one a way, to columns, one a tensor.
         rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
         columns = tuple(zip(*rows, strict=True))
-        return cls(options, columns, tuple(tuple(dict.fromkeys(one)) for one in columns))
+        different = tuple(tuple(dict.fromkeys(one)) for one in columns)
+        return _Ways(options, tuple([way.cuts for way in options]), columns, different)
 
     @property
     def are_placed(self) -> bool:
@@ -171,7 +178,7 @@ class CostProblem:
                 options = ways_of(
                     operation, shapes, pieces, known, table.mesh, reductions, is_small
                 )
-                ways = known_ways[key] = _Ways.of(operation.rule, options)
+                ways = known_ways[key] = _Ways.of(operation.rule, tuple(options))
             self.ways.append(ways)
             # What a way reads and makes becomes a candidate of the values around it.
             for value, shardings in zip(places, ways.different, strict=True):
@@ -299,17 +306,12 @@ class CostProblem:
             return np.zeros(len(ways.options))
         places = (*operation.operands, *operation.results)
         tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
-        key = (id(ways), operation.operator, tensors)
+        key = (id(ways), operation.operator, tensors, str(operation.attributes))
         found = self._seconds.get(key)
         if found is None:
-            name, rule = operation.operator, operation.rule
-            # Ways that differ in contributions alone compute the same.
-            seconds_s = {
-                cuts: self.model.compute_s(name, rule, cuts, tensors, operation.attributes)
-                for cuts in dict.fromkeys(way.cuts for way in ways.options)
-            }
-            found = np.array([seconds_s[way.cuts] for way in ways.options])
-            self._seconds[key] = found
+            found = self._seconds[key] = self.model.computing_s(
+                operation.operator, operation.rule, ways.cuts, tensors, operation.attributes
+            )
         return found
 
     def _find_ends(self) -> Iterator[MoveEnds]:

@@ -26,13 +26,13 @@ def joined_table(
 
     Args:
         tables: of these variables, and others that have one choice.
-        scope: variables, the first one in any place, the others in rising order.
+        scope: all that have several choices; the first is any, the others are in rising order.
         choices: how many each variable has.
     """
     sizes = [choices[v] for v in scope]
     parts = []
     for variables, seconds_s in tables:
-        if scope and scope[0] in variables:
+        if scope[0] in variables:
             place = variables.index(scope[0])
             if place:
                 others = [axis for axis in range(len(variables)) if axis != place]

@@ -35,7 +35,7 @@ from reshard.spmd.propagation.by_cost.cost_table import (
 MOST_KEPT = 1 << 16
 
 
-class Step(NamedTuple):
+class EliminationStep(NamedTuple):
     """A variable that is to be taken out.
 
     Args:
@@ -73,7 +73,7 @@ class Elimination(NamedTuple):
     best: dict[tuple[int, ...], int] | None
 
 
-class Joined(NamedTuple):
+class KnownJoin(NamedTuple):
     """Tables, which are kept, and what comes of their variable taken out, as in `Elimination`."""
 
     tables: list[CostTable]
@@ -81,7 +81,7 @@ class Joined(NamedTuple):
     best: dict[tuple[int, ...], int]
 
 
-KnownTables = dict[object, Joined]
+KnownTables = dict[object, KnownJoin]
 """What came of tables, by their pattern and the memory they are in."""
 
 
@@ -91,7 +91,7 @@ def find_order(
     largest: int,
     *,
     apart: bool = False,
-) -> list[Step] | None:
+) -> list[EliminationStep] | None:
     """In which order variables are taken out; None where a table would be larger than `largest`.
 
     If `apart`, such tables are not made: see `taken_apart`.
@@ -117,7 +117,7 @@ def find_order(
     sizes = [math.prod([choices[v] for v in some]) for some in beside]
     waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
     heapq.heapify(waiting)
-    order: list[Step] = []
+    order: list[EliminationStep] = []
     next_number = len(scopes)
     while waiting:
         size, variable = heapq.heappop(waiting)
@@ -135,7 +135,9 @@ def find_order(
         for table in tables.values():
             pattern += [-1, *map(scope.index, table)]
         numbers = tuple(tables)
-        order.append(Step(scope, numbers, tuple(pattern), size, largest if is_apart else None))
+        order.append(
+            EliminationStep(scope, numbers, tuple(pattern), size, largest if is_apart else None)
+        )
         left = [rest]
         if is_apart:
             groups = grouped(list(tables.values()), choices, largest)
@@ -164,7 +166,7 @@ def find_order(
 
 
 def take_out(
-    order: Sequence[Step],
+    order: Sequence[EliminationStep],
     tables: Sequence[CostTable],
     choices: Sequence[int],
     known: KnownTables,
@@ -196,7 +198,7 @@ def take_out(
             found = own.get(key)
             if found is None:
                 total = joined_table(joined, scope, choices)
-                found = own[key] = Joined(joined, np.asarray(np.minimum.reduce(total)), {})
+                found = own[key] = KnownJoin(joined, np.asarray(np.minimum.reduce(total)), {})
             left = [CostTable(rest, found.left_s)]
             taken.append(Elimination(variable, scope, joined, left, found.best))
         numbered += left

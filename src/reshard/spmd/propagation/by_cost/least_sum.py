@@ -36,8 +36,8 @@ from reshard.spmd.propagation.by_cost.cost_table import (
 )
 from reshard.spmd.propagation.by_cost.elimination import (
     Elimination,
+    EliminationStep,
     KnownTables,
-    Step,
     find_order,
     read_off,
     take_out,
@@ -65,7 +65,7 @@ class _Window(NamedTuple):
     numbers: list[int]
     scopes: tuple[tuple[int, ...], ...]
     axes: list[tuple[int, ...]]
-    order: list[Step]
+    order: list[EliminationStep]
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Known:
     least: dict[object, int] = field(default_factory=dict)
     windows: dict[object, tuple[int, ...]] = field(default_factory=dict)
     joined: KnownTables = field(default_factory=dict)
-    orders: dict[tuple[int, bool], list[Step] | None] = field(default_factory=dict)
+    orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(default_factory=dict)
     fitting: dict[tuple[int, int], _Window] = field(default_factory=dict)
     slices: dict[object, FloatArray] = field(default_factory=dict)
     _kept: dict[int, FloatArray] = field(default_factory=dict)
