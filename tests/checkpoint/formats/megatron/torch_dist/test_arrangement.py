@@ -7,10 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
+from reshard.checkpoint import open_checkpoint, read_tensor
 from reshard.checkpoint.formats.torch_dcp.reader import read as read_dcp
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 
@@ -102,6 +105,20 @@ def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
     assert "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc2.weight" in found.tensors
     common = read_torch_file(target / "common.pt")
     assert common["content_metadata"]["non_homogeneous_layers"] is True
+
+
+def test_scalars_of_layers_are_stacked_and_read_again(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    layers = {f"model.layers.{layer}.": np.float32(layer + 1) for layer in range(3)}
+    scales = {f"{layer}scale": np.array(value) for layer, value in layers.items()}
+    rows = {f"{layer}up.weight": np.full((4, 2), value) for layer, value in layers.items()}
+    save_file({**scales, **rows}, source / "model.safetensors")
+    target = convert(source, tmp_path / "target", to="tp=2", rules=["*.weight=tp, ...", "*=..."])
+    found = open_checkpoint(target)
+    assert {name: found[name].shape for name in scales} == dict.fromkeys(scales, ())
+    for name, value in {**scales, **rows}.items():
+        assert (read_tensor(found, name) == value).all()
 
 
 def test_plain_items_of_other_programs_are_in_the_common_state(tmp_path: Path) -> None:

@@ -19,7 +19,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
+from reshard.checkpoint.blocks.fusing import (
+    bind_boxes,
+    fuse_members,
+    list_stored_boxes,
+    split_stack,
+)
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.torch_dcp.arrangement import StackedPlace
 from reshard.layout import Layout
@@ -56,8 +61,13 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
             member = f"{key[: match.end()]}{into}{key[match.end() :]}"
         if not tensor.shape[0]:
             continue
-        for one in split_into_members(tensor, Fusion((member,), stacked=tensor.shape[0])):
-            yield from unstack(one)
+        # Not as members of a fusion, which have dimensions: a layer may have a scalar.
+        of_numbers = split_stack(
+            list_stored_boxes(tensor), tensor.dtype.itemsize_bytes, tensor.shape[0]
+        )
+        for number, boxes in enumerate(of_numbers):
+            name = member.replace("{}", str(number))
+            yield from unstack(bind_boxes(name, tensor, tensor.shape[1:], boxes))
         return
     yield tensor if key == tensor.name else _rename(tensor, key)
 
