@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -69,6 +68,8 @@ def test_weights_come_from_an_address(model: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path) -> None:
+    import torch
+
     right = [one["tokens"] for one in generate(model, "auto", tp, tmp_path)]
     by_format = generate(model, "reshard", tp, tmp_path)
     assert [one["tokens"] for one in by_format] == right
@@ -83,12 +84,9 @@ def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path
     assert compare(model, tmp_path / "back").is_same
     # What vLLM saves itself is the model, or, on a processor with AVX-512, has matrices in the form
     # of its kernels: these are named.
-    refused = ""
-    try:
-        convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
-    except RecipeError as error:
-        refused = str(error)
-    if refused:
-        assert re.search(r"no 'rank-0/model\.layers\.0.*the form of a kernel", refused)
+    if torch.cpu._is_avx512_supported():
+        with pytest.raises(RecipeError, match=r"no 'rank-0/model\.layers\.0.*the form of a kernel"):
+            convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
     else:
+        convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
         assert compare(model, tmp_path / "from vLLM").is_same

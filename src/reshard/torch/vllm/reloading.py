@@ -125,6 +125,7 @@ class ReloadedModel:
 
         try:
             initialize_layerwise_reload(self._model)
+            _hold_released_weights(self._model)
             with _finish_experts(self._model):
                 try:
                     with torch.no_grad():
@@ -177,11 +178,42 @@ def _restore_form(model: torch.nn.Module) -> Iterator[None]:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             before.append((layer, info))
             meta.restore_layer_on_meta(layer, info)
+            _restore_bias(layer)
         yield
     finally:
         for layer, info in before:
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
+
+
+def _restore_bias(layer: torch.nn.Module) -> None:
+    """The bias of a layer in the type in which it is loaded.
+
+    vLLM leaves biases as they are, also where a kernel has made them float32: what is loaded is
+    rounded before.
+    """
+    bias, dtype = layer._parameters.get("bias"), getattr(layer, "params_dtype", None)
+    if bias is None or dtype in (None, bias.dtype):
+        return
+    loaded = torch.empty(bias.shape, dtype=dtype, device="meta")
+    loaded.__class__, loaded.__dict__ = bias.__class__, bias.__dict__.copy()
+    layer.register_parameter("bias", loaded)
+
+
+def _hold_released_weights(model: torch.nn.Module) -> None:
+    """Give memory to weights that attention has packed and let go of, until it packs them anew.
+
+    vLLM copies what it has loaded to where a weight was, and nothing of such a one is left.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        kernel, loaded = get_layerwise_info(layer).kernel_tensors, layer._parameters.get("weight")
+        if kernel is None or loaded is None or not getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            continue
+        if kernel[0]["weight"].numel() < loaded.numel():
+            memory = torch.empty(loaded.shape, dtype=loaded.dtype)
+            kernel[0]["weight"] = torch.nn.Parameter(memory, requires_grad=False)
 
 
 def _name_tensors(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], list[str]]:
