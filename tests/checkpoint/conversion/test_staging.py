@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,30 @@ def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
 def test_a_mounted_target_is_refused() -> None:
     with pytest.raises(UsageError, match="mounted: /"):
         convert(Path("/"), overwrite=True)
+
+
+@pytest.mark.parametrize("what", ["home", "working", "prefix", "base_prefix"])
+@pytest.mark.parametrize("inside", ["", "inside/deeper"])
+def test_what_no_checkpoint_is_is_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, inside: str
+) -> None:
+    # Folders of this test stand for the user's own.
+    target, elsewhere = tmp_path / "precious", tmp_path / "elsewhere"
+    kept = target / inside
+    kept.mkdir(parents=True)
+    elsewhere.mkdir()
+    write_files(kept, OLD)
+    monkeypatch.setenv("HOME", str(kept if what == "home" else elsewhere))
+    monkeypatch.chdir(kept if what == "working" else elsewhere)
+    for name in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, name, str(kept if what == name else elsewhere))
+    with pytest.raises(UsageError, match=r"has the (.|\n)*would be deleted\n.*name one inside it"):
+        convert(target, overwrite=True)
+    assert files_in(kept) == OLD
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "precious"]
+    # A new folder inside is one's own.
+    convert(kept / "checkpoint", overwrite=True)
+    assert files_in(kept / "checkpoint") == NEW
 
 
 @pytest.mark.parametrize("refused", ["parent", "target"])

@@ -32,6 +32,7 @@ run may go on with another number of processes.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,6 +276,11 @@ def _check_target(target: Path, overwrite: bool) -> Path:
             f"the target is where a file system is mounted: {target}\n"
             "expected a folder that can be renamed: name one inside it"
         )
+    if overwrite and (found := _find_kept(target)):
+        raise UsageError(
+            f"the target {target} has {found} in it, which would be deleted\n"
+            "expected a folder for this checkpoint alone: name one inside it"
+        )
     if not parent.is_dir():
         raise UsageError(
             f"the target's parent is not a folder: {parent}\n"
@@ -288,6 +294,20 @@ def _check_target(target: Path, overwrite: bool) -> Path:
                 "expected leave to write there: change its permissions, or choose another target"
             )
     return target
+
+
+def _find_kept(target: Path) -> str | None:
+    """What no conversion replaces that a target is or has in it; None for others."""
+    kept = {
+        "the user's home folder": os.path.expanduser("~"),
+        "the working folder": os.curdir,
+        "the Python that runs": sys.prefix,
+        "the Python that this environment is of": sys.base_prefix,
+    }
+    for what, folder in kept.items():
+        if Path(os.path.realpath(folder)).is_relative_to(target):
+            return what
+    return None
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:
