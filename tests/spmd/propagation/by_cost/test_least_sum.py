@@ -52,6 +52,20 @@ def test_descent_ends_where_no_single_change_helps(one: CostSum, data: st.DataOb
 
 
 @given(sums(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_descent_from_where_another_sum_ended(one: CostSum, data: st.DataObject) -> None:
+    """Some tables are others then: what is known of the rest leaves the answer as it is."""
+    inner = data.draw(st.lists(st.integers(0, len(one.choices) - 1), max_size=1))
+    end = one.descended(data.draw(st.sampled_from(every_choice(one))), inner, sweeps=100)
+    tables = [
+        CostTable(table.variables, 9 - table.seconds_s) if data.draw(st.booleans()) else table
+        for table in one.tables
+    ]
+    anew = CostSum(one.choices, tables).descended(end, inner, sweeps=100)
+    assert one.replaced(tables).descended(end, inner, sweeps=100) == anew
+
+
+@given(sums(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_window_of_all_that_hangs_together_has_the_least(
     one: CostSum, data: st.DataObject

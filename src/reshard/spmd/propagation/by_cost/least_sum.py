@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,6 +82,11 @@ class _Known:
     orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(default_factory=dict)
     fitting: dict[tuple[int, int], _Window] = field(default_factory=dict)
     slices: dict[object, FloatArray] = field(default_factory=dict)
+    beside: dict[tuple[int, ...], dict[int, list[int]]] = field(default_factory=dict)
+    # Where descent ended, and inner variables of it: with which tables.
+    ends: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CostTable]] = field(
+        default_factory=dict
+    )
     _kept: dict[int, FloatArray] = field(default_factory=dict)
 
     def keep(self, tables: Iterable[CostTable]) -> None:
@@ -212,17 +217,20 @@ class CostSum:
             sweeps: the most times that all variables are looked at.
         """
         chosen = list(start)
-        is_inner = [False] * len(chosen)
+        # Where another sum with most of these tables ended, only what the others change is new.
+        ended = self._known.ends.get((tuple(start), tuple(inner))) if sweeps else None
+        near: Collection[int] = range(len(chosen))
+        if ended is not None:
+            pairs = zip(self.tables, ended, strict=True)
+            near = {v for one, other in pairs if one[1] is not other[1] for v in one[0]}
         for variable in inner:
-            is_inner[variable] = True
-        for variable in inner:
-            chosen[variable] = self._find_least(variable, chosen)
+            if variable in near:
+                chosen[variable] = self._find_least(variable, chosen)
         if not sweeps:
             return tuple(chosen)
-        outer = [v for v, count in enumerate(self.choices) if count > 1 and not is_inner[v]]
-        beside = {v: self._find_beside(v, is_inner) for v in outer}
+        beside = self._find_beside(tuple(inner))
         # All are looked at once, then those near which something has changed since.
-        waiting = set(outer)
+        waiting = set(beside) if ended is None else self._find_near(near) & beside.keys()
         for _ in range(sweeps):
             for variable in sorted(waiting):
                 waiting.discard(variable)
@@ -235,6 +243,7 @@ class CostSum:
                     waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
                     waiting.discard(variable)
             if not waiting:
+                self._known.ends[tuple(chosen), tuple(inner)] = self.tables
                 break
         return tuple(chosen)
 
@@ -337,15 +346,15 @@ class CostSum:
         numbers = {number for variable in some for number in self._of[variable]}
         return {variable for number in numbers for variable in self.tables[number].variables}
 
-    def _find_beside(self, variable: int, is_inner: Sequence[bool]) -> list[int]:
-        """The inner variables that a variable shares a table with."""
-        found = {
-            other
-            for number in self._of[variable]
-            for other in self.tables[number].variables
-            if is_inner[other]
-        }
-        return sorted(found)
+    def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
+        """The inner variables that each of the others shares a table with."""
+        found = self._known.beside.get(inner)
+        if found is None:
+            known = set(inner)
+            outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in known]
+            found = {v: sorted(self._find_near((v,)) & known) for v in outer}
+            self._known.beside[inner] = found
+        return found
 
     def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
         """The best choice of a variable, all others being chosen."""
