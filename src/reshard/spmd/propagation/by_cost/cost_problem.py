@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import eq
 
 import numpy as np
 
@@ -392,7 +393,7 @@ class CostProblem:
             zip(self.values, wanted_shardings, strict=True)
         ):
             # Compared by their cuts alone: candidates are closed and without replicated axes.
-            place = next((i for i, one in enumerate(shardings) if one.dims == wanted.dims), 0)
+            place = _find_nearest(wanted.dims, [one.dims for one in shardings])
             chosen.append(place if self.variables[number] == number else 0)
         return (*chosen, *([0] * len(self.ways)))
 
@@ -423,6 +424,13 @@ class CostProblem:
 def close(sharding: Sharding) -> Sharding:
     """A sharding as an array has it: without open dimensions and replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+
+
+def _find_nearest(wanted: Sequence[AxisParts], some: Sequence[Sequence[AxisParts]]) -> int:
+    """Which of some cuts is a wanted one; if none is, the first that cuts most dimensions so."""
+    if wanted in some:
+        return some.index(wanted)
+    return max(range(len(some)), key=lambda place: sum(map(eq, wanted, some[place])))
 
 
 def _make_whole(shape: Sequence[int]) -> Sharding:
