@@ -374,6 +374,27 @@ def check_other_meshes() -> None:
     assert float(there.shards[dist.get_rank()][0]) == float([1, 3, 0, 2][dist.get_rank()])
 
 
+def check_arrays_from_elsewhere() -> None:
+    """A program reads arrays that it is not given, of which a process has its own shards alone."""
+    there = DeviceMesh.of(z=1, devices=[2])
+    for text in ("x, y", "-, -", "-, x | sum(y)"):
+        w = sp.array(DATA / 9, spec(MESH, "x, y")).shard(spec(MESH, text))
+        alone = sp.array(DATA / 7, spec(there, "-, -"))
+
+        def function(x: Any, w: Any = w, alone: Any = alone) -> Any:
+            doubled = (alone * alone).shard(spec(MESH, "x, y"))
+            return sp.sum(sp.sin(x * w) @ sp.matrix_transpose(w) * sp.sum(doubled + x))
+
+        value, slope = sp.value_and_grad(function)(given())
+        for strategy in ("eager", "basic", "cost"):
+            for overlap in (0, 2):
+                step = sp.jit(sp.value_and_grad(function), strategy=strategy, overlap=overlap)
+                for _ in range(2):
+                    again, its = step(given())
+                    np.testing.assert_allclose(again.to_dense(), value.to_dense(), rtol=1e-12)
+                    np.testing.assert_allclose(its.to_dense(), slope.to_dense(), 1e-11, 1e-12)
+
+
 def check_meshes_of_some_ranks() -> None:
     """Stages on meshes of other ranks: who has no part of an array joins what all do."""
     first, second = DeviceMesh.of(x=2), DeviceMesh("later", (3,), ("y",), (3, 1, 2))
@@ -442,6 +463,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with sp.running(sp.over_processes()):
         check_other_meshes()
+        check_arrays_from_elsewhere()
         check_meshes_of_some_ranks()
         check_overlap()
         check_pieces()

@@ -129,7 +129,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         if spec is self.type.spec and not self.runner.is_abstract:
             return self
         kind = self.type.with_spec(spec)
-        shards = take_moved(self, spec, self.runner.movement(self.type, spec), self.runner)
+        shards = take_moved(self, spec, self.runner.movement(self.type, spec))
         made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
         if self.is_given:
             made.mark_given()

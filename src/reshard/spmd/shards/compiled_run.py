@@ -47,11 +47,13 @@ def compute(
 def take_column(
     operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int, mover: Runner
 ) -> tuple[Any, ...]:
-    if not isinstance(operand, ArrayValue):
+    # Without elements it is the same whatever is on a rank, and a constant of a traced function has
+    # this process's shards alone.
+    if mover.is_abstract or not isinstance(operand, ArrayValue):
         return (operand,) * count
     if move is None or spec is None:
         return operand._shards
-    return take_moved(operand, spec, move, mover)
+    return take_moved(operand, spec, move)
 
 
 def given_on(made: ArrayValue, result: ArrayType) -> ArrayValue:
@@ -87,7 +89,8 @@ def make_run(
     # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
     # elementwise operations on arrays that lie alike, which are most of a program.
     is_plain = is_single and is_same and arrays_only and not shares_failure and made == results
-    if is_plain and not any(movements) and len(types) <= 2 and not may_view(operator, len(types)):
+    is_plain = is_plain and not any(movements) and not runner.is_abstract
+    if is_plain and len(types) <= 2 and not may_view(operator, len(types)):
         if len(types) == 1:
 
             def run_one(x: Any) -> Any:

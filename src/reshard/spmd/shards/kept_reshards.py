@@ -148,14 +148,11 @@ class KeptReshards:
         return False
 
 
-def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement, mover: Runner) -> Shards:
-    """The shards of an array in another sharding, by a runner's movement; moved once for a while.
-
-    An abstract runner moves constants of a function, which have elements, among what has none.
-    """
+def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
+    """The shards of an array in another sharding; moved once for a while."""
     runner = array.runner
     # Without elements there is nothing to keep.
-    if mover.is_abstract:
+    if runner.is_abstract:
         return move(array._shards)
     found: KeptReshards | None = runner.kept
     if found is None:
