@@ -49,14 +49,14 @@ def sharding_of_dtensor(tensor: DTensor) -> ShardingSpec:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a DTensor over ranks; a plain tensor is whole, on rank 0 of 1."""
+    """The layout of a DTensor over ranks; a plain tensor is on rank 0 of 1 alone."""
     if isinstance(tensor, DTensor):
         return sharding_of_dtensor(tensor).layout(tuple(tensor.shape))
     return Layout.whole(tuple(tensor.shape), [0], 1)
 
 
 def rank_of(tensor: torch.Tensor) -> int:
-    """The rank that this process is in `layout_of(tensor)`."""
+    """The rank of this process in `layout_of(tensor)`."""
     if isinstance(tensor, DTensor):
         return int(dist.get_rank())
     return 0

@@ -57,7 +57,7 @@ from reshard.torch.sides import (
 
 
 class RedistributionOptions(TypedDict, total=False):
-    """Keywords of `redistribute` that do not describe the tensor; see there."""
+    """Keyword arguments of `redistribute` that do not describe the tensor; see there."""
 
     out: torch.Tensor | None
     group: dist.ProcessGroup | None
@@ -68,12 +68,12 @@ class RedistributionOptions(TypedDict, total=False):
 
 
 class Redistribution:
-    """A redistribution that has begun. `wait()` gives its result; every rank calls it.
+    """A redistribution in progress. `wait()` returns its result; every rank calls it.
 
-    `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are this
-    rank's. `program` is what runs, all of it in `wait`; None where messages are exchanged. These
-    travel in a thread of their own, within the same memory, where they are gloo's (`background`);
-    on devices `wait` sends and receives what does not fit the memory at once.
+    `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are those of
+    this rank. `program` is the program of collectives, which runs entirely in `wait`; None if
+    messages are exchanged. With gloo, messages are exchanged in a background thread (`background`).
+    On devices, `wait` sends and receives what does not fit into the memory limit at once.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Redistribution:
 
     @property
     def plan(self) -> Plan:
-        """What moves between the ranks, as `reshard.plan` gives it."""
+        """The transfers between the ranks, as from `reshard.plan`."""
         change = self._prepared.change
         return create_plan(change.source, change.target, self._prepared.dtype)
 
@@ -177,42 +177,44 @@ def redistribute(
     method: Method = "auto",
     topology: Topology | None = None,
 ) -> Any:
-    """A tensor in another layout, on every rank of `group`, all of which call this.
+    """Change the layout of a tensor between ranks. All ranks of `group` call this.
 
-    Each rank receives exactly the elements that it lacks; by a program of collectives it may
-    receive more, in less time.
+    Each rank receives exactly the elements that it does not have. With a program of collectives it
+    may receive more, in less time.
 
     Args:
-        tensor: a DTensor, or this rank's local tensor of `source`; None where it has none.
-        target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, over the global
-            ranks. In a group of several jobs, specs and layouts count ranks as the group does,
-            meshes as their own job.
-        source: the same for a local tensor; a DTensor knows its own. A rank whose tensor is None
-            may leave it out: the others tell it source, shape and dtype.
-        shape: of the whole tensor, where neither a DTensor nor a `Layout` says it.
-        dtype: of the tensor, where a rank that gives `source` has none.
-        out: the target's local tensor (or DTensor) to write into, instead of a new one. It may
-            be a view, of any strides.
-        group: of all ranks of source and target; all ranks when None.
-        async_op: whether to return a `Redistribution` at once, whose `wait()` gives the result.
-            The source must not change before that. Ranks may differ in it.
-        extra_bytes: the most memory beyond source and target, on each rank.
-        method: "exchange" for messages of what each rank lacks; "program" for the collectives
-            that `reshard.collectives.find_program` finds, or a `Program` to run; "stages" for
-            messages that cross into each host once (`docs/hosts.md`); "auto" for the quickest of
-            these on `topology`. Where none is given that is the exchange, but for contributions
-            that become replicas, of which a program moves less, and ranks on several hosts.
+        tensor: a DTensor, or this rank's local tensor of `source`; None on a rank without a part of
+            it.
+        target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, with global ranks.
+            In a group of several jobs, specs and layouts use the ranks of the group, and meshes
+            those of their own job.
+        source: the layout of a local tensor, likewise; not needed for a DTensor. A rank whose
+            tensor is None may omit it: it receives source, shape and dtype from the others.
+        shape: of the full tensor, if neither a DTensor nor a `Layout` specifies it.
+        dtype: of the tensor, on a rank that gives `source` but has no tensor.
+        out: the target's local tensor (or DTensor) to write into, instead of a new one. It may be a
+            view with any strides.
+        group: contains all ranks of source and target; all ranks when None.
+        async_op: whether to return a `Redistribution` immediately, whose `wait()` returns the
+            result. Do not change the source before that. Ranks may use different values.
+        extra_bytes: the maximum memory beyond source and target, on each rank.
+        method: "exchange" sends messages with the elements that each rank does not have; "program"
+            runs the collectives that `reshard.collectives.find_program` finds, or pass a `Program`
+            to run; "stages" sends data into each host only once (`docs/hosts.md`); "auto" uses the
+            fastest of these on `topology`. Without a topology, "auto" is the exchange, except for
+            contributions that become replicated, for which a program moves fewer bytes, and for
+            ranks on several hosts.
         topology: the hosts of the ranks and the links between them; the same on all ranks.
 
     Returns:
-        `out` where given; else a DTensor where the target is a torch mesh with torch's
-        placements, else this rank's local tensor, None where it holds nothing. Where gradients
-        flow, a rank that holds nothing gets an empty tensor to call `backward` on.
+        `out` if given; else a DTensor if the target is a torch mesh with torch's placements; else
+        this rank's local tensor, None if it has no part. If gradients are recorded, a rank without
+        a part gets an empty tensor to call `backward` on.
 
     Raises:
-        RunError: on every rank, a rank whose arguments cannot be used, or that fails or does not
-            answer within the group's timeout.
-        PlanError: on every rank, ranks that intend different things.
+        RunError: on every rank, if a rank has invalid arguments, fails, or does not answer within
+            the group's timeout.
+        PlanError: on every rank, if the ranks' calls do not match.
         UsageError: a rank outside the group.
     """
     check_member(group)

@@ -43,22 +43,22 @@ _Pairs = list[tuple[int, int]]
 def measure_links(
     group: dist.ProcessGroup | None = None, *, racks: Mapping[str, str] | None = None
 ) -> Topology:
-    """The hosts of a group's ranks, and how fast they are linked. All ranks of the group call this.
+    """Measure the hosts of a group's ranks and the speed of their links. All ranks call this.
 
-    Give what it returns as `topology=` to `redistribute` or `Refit.prepare`, whose `method="auto"`
-    then chooses by it.
+    Pass the result as `topology=` to `redistribute` or `Refit.prepare`, whose `method="auto"` then
+    uses it.
 
     Args:
         group: all ranks when None.
-        racks: the rack of each host, by the names that hosts have; the same on every rank.
+        racks: the rack of each host, by host name; the same on every rank.
 
     Returns:
-        The same on every rank: links within a host and between hosts and racks, where there are
-        two ends to measure; as `overhead`, what any movement takes, and what all ranks of a host,
-        or all hosts of a rack, share.
+        The topology, the same on every rank: links within a host and between hosts and racks, where
+        there are two ends to measure; `overhead`, the fixed time of a movement; and the bandwidth
+        that all ranks of a host, or all hosts of a rack, share.
 
     Raises:
-        UsageError: on every rank, a host that `racks` has not; a rank outside the group.
+        UsageError: on every rank, a host that is not in `racks`; a rank outside the group.
         RunError: a rank that does not answer within the group's timeout.
     """
     among = rank_group(group)

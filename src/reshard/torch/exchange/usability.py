@@ -29,10 +29,10 @@ _RUNS_INTO: dict[int, int] = {}
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether no run has failed that wrote into `tensor`, or it has been written since.
+    """Whether `tensor` has consistent values: no failed run wrote into it since it was last filled.
 
-    It is marked by the tensor that was given, or what its `DTensor` has on this rank: another view
-    of the same memory is not. An inference tensor counts no writes of the user's.
+    The tensor object that was given is marked, or the local tensor of its `DTensor`; other views of
+    the same memory are not. Writes to an inference tensor are not detected.
 
     >>> is_usable(torch.ones(2))
     True

@@ -26,29 +26,28 @@ def connect(
     timeout_s: float = _PATIENCE_S,
     silence_s: float = _SILENCE_S,
 ) -> WeightLink:
-    """Connect this process with the other side, which is a job of its own.
+    """Connect this process to the other side, which is a separate job.
 
-    All processes of a side call this. The trainer's waits for the first engines; engines that come
-    later are admitted when the trainer runs next, and their `connect` returns then.
+    All processes of a side call this. The trainer's processes wait for the first engines. Later
+    engines are admitted at the trainer's next run; their `connect` returns then.
 
     Args:
         url: the address of the store, such as `tcp://10.0.0.1:29400`. The trainer's first rank
-            serves it; all processes of both sides reach it there.
-        side: `"trainer"`, whose weights are sent, or `"engine"`, whose are filled.
-        rank, ranks: this process among the `ranks` of its side.
-        name: of the engine, on all of its processes; engines that run side by side have different
-            ones. One that comes again under its name takes the place of the one before.
+            serves it, and all processes of both sides must reach it.
+        side: `"trainer"`, which sends weights, or `"engine"`, which receives them.
+        rank, ranks: the rank of this process, and the number of ranks of its side.
+        name: of the engine, the same on all of its processes; concurrent engines have different
+            names. An engine that reconnects under its name replaces the earlier one.
         engines: how many engines the trainer waits for.
-        secret: what only processes of the link know; the environment variable
-            RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
+        secret: known only to processes of the link; the environment variable RESHARD_LINK_SECRET
+            when None. It is required unless the address is a loopback address.
         timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
-            for an engine, so that engines that wait for the trainer do not lose it by one that
-            hangs.
-        silence_s: after how long a host that cannot be reached counts as gone.
+            for an engine, so that other engines do not time out because of one that hangs.
+        silence_s: after how long an unreachable host counts as failed.
 
     Raises:
-        LinkError: the other side does not come, has another secret, or does not fit.
-        UsageError: arguments that cannot be, or an address for all without a secret.
+        LinkError: the other side does not come, has another secret, or does not match.
+        UsageError: invalid arguments, or an address other than loopback without a secret.
     """
     if side not in ("trainer", "engine"):
         raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")

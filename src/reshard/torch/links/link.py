@@ -73,13 +73,13 @@ _CONNECT_S = 60.0
 
 
 class WeightLink:
-    """One process's end of a link. Get it by `connect`; close it, or use it in a `with`.
+    """One process's end of a link. Create it with `connect`; close it, or use it in a `with` block.
 
     Attributes:
         side: `"trainer"` or `"engine"`.
         name: of the engine; of the trainer, `"trainer"`.
-        rank, ranks: this process among those of its side.
-        url: where the store is.
+        rank, ranks: the rank of this process, and the number of ranks of its side.
+        url: the address of the store.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WeightLink:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines that the trainer has, by name; an engine knows of itself only."""
+        """The trainer's engines, by name; an engine has only itself."""
         return tuple(name for name, _ in self._groups.values())
 
     def prepare(
@@ -127,26 +127,26 @@ class WeightLink:
         relays: bool = True,
         **options: Any,
     ) -> WeightSync:
-        """Compare the model with the other side's, and prepare what every run needs.
+        """Compare the model with the other side's, plan, and allocate what every run needs.
 
         All processes of all sides call this, each with its own model.
 
         Args:
-            model: as this process has it: see `reshard.torch.refit`. Layouts and DTensors count
-                the ranks of this side's own job.
-            names: what its names are in names common to both sides.
+            model: as this process has it: see `reshard.torch.refit`. Layouts and DTensors use the
+                ranks of this side's own job.
+            names: map its names to names common to both sides.
             transforms: see `reshard.torch.refit`; the same on both sides.
             topology: the hosts of the ranks, the trainer's before the engine's.
-            relays: on the trainer, whether engines on hosts of their own hand on weights to each
-                other, so that they leave the trainer's host once.
-            options: of the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
-                `extra_bytes`, `buckets`, `changed_only`, `quantize` of `reshard.torch.refit`. An
-                engine learns them.
+            relays: on the trainer, whether engines on separate hosts forward weights to each other,
+                so that weights leave the trainer's hosts only once.
+            options: on the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
+                `extra_bytes`, `buckets`, `changed_only`, `quantize` of `reshard.torch.refit`.
+                Engines receive them.
 
         Raises:
-            ShardError: on every process, all that does not fit.
+            ShardError: on every process, everything that does not match.
             LinkError: the other side is gone.
-            UsageError: an option that there is not, or one on an engine.
+            UsageError: an unknown option, or one on an engine.
         """
         self._check_open()
         unknown = sorted(set(options) - set(OPTIONS))
@@ -230,9 +230,10 @@ class WeightLink:
         return sync
 
     def close(self) -> None:
-        """Leave. Who waits for this process learns it at once; a trainer goes on without an engine.
+        """Leave the link. Processes that wait for this one are notified.
 
-        The process that serves the store stays for a second, in which others read why.
+        A trainer continues without the engine. The process that serves the store stays for a
+        second, so that others can read the reason.
         """
         if self.is_closed:
             return

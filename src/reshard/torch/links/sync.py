@@ -32,16 +32,16 @@ from reshard.torch.links.bucket_events import BucketEvent, RunOptions
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a run did, as the trainer or an engine sees it.
+    """The result of a run, on the trainer or on an engine.
 
     Attributes:
         version: of the weights.
-        engines: seconds until each engine had them, by name.
-        lost: engines that were given up in this run or since the one before, and why.
-        seconds: of the whole run.
-        sent_bytes, received_bytes: of this rank; an engine's, of what it hands on too.
-        fed_by: by engine, the trainer or the engine that it got them from.
-        trainer_bytes: that left all ranks of the trainer.
+        engines: by name, the seconds after which each engine had the weights.
+        lost: engines that were given up in this run or since the one before, and the reasons.
+        seconds: the duration of the whole run.
+        sent_bytes, received_bytes: of this rank; for an engine, including what it relays.
+        fed_by: by engine, the trainer or the engine that sent it the weights.
+        trainer_bytes: the bytes sent by all ranks of the trainer.
     """
 
     version: int
@@ -55,11 +55,11 @@ class SyncReport:
 
 
 class WeightSync:
-    """A model that is prepared to be sent, or to be filled; get it by `Link.prepare`.
+    """A model that is prepared to be sent or filled. Create one with `WeightLink.prepare`.
 
-    `version` is that of the last run that came to its end here; None before the first, while an
-    engine is written, and where a run broke in the middle. `report` is of the last run. `buckets`
-    are, on an engine, the events of the run that was begun last, in their order.
+    `version` is that of the last run that completed here; None before the first, while an engine is
+    written, and after a run that failed midway. `report` is that of the last run. `buckets` are, on
+    an engine, the events of the most recently started run, in their order.
     """
 
     def __init__(self, label: str, number: int, turn: threading.Lock) -> None:
@@ -75,12 +75,12 @@ class WeightSync:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the model has the values of one version, and none of another."""
+        """Whether the model has exactly the values of one version."""
         raise NotImplementedError
 
     @property
     def is_done(self) -> bool:
-        """Whether the run that was begun last has ended."""
+        """Whether the most recently started run has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def run(
@@ -93,7 +93,7 @@ class WeightSync:
         guard: AbstractContextManager[Any] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> SyncReport | None:
-        """Bring the engines what the trainer has now. All processes of all sides call this.
+        """Send the trainer's current weights to the engines. All processes of all sides call this.
 
         Runs of one link follow one another, whatever threads call them and whatever models they
         are of. Where a link has several models, all processes run them in one order.
@@ -147,7 +147,7 @@ class WeightSync:
                 self._turn.release()
 
     def wait(self) -> SyncReport | None:
-        """The report of the run that was begun last, once it has ended. Raises what it raised."""
+        """Wait for the most recently started run, and return its report. Raises the run's error."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -158,7 +158,7 @@ class WeightSync:
         return self.report
 
     def verify(self) -> None:
-        """Compare the engines' weights with what the trainer has now, by digests.
+        """Compare the engines' weights with the trainer's current ones, by digests.
 
         All processes of all sides call this.
 

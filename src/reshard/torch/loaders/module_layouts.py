@@ -53,17 +53,17 @@ Sources = dict[str, SourceTensor]
 def module_layouts(
     build: Callable[[int], Any], mesh: DeviceMesh, engine: str = "torch", version: str = ""
 ) -> EngineLayout:
-    """What every rank holds of a model whose parameters say how they are cut.
+    """The layouts of a model on all ranks, from the sharding information of its parameters.
 
     Args:
-        build: makes the model of a rank, whose number it is given, as a program on that rank
-            would; called once for each, with `meta` as the device that tensors are made on.
-        mesh: the ranks, and what they are to each other.
-        engine, version: whose model it is; PyTorch's version by default.
+        build: creates the model of a rank, given its number, as a program on that rank would;
+            called once for each rank, with `meta` as the default device.
+        mesh: the ranks, and their arrangement.
+        engine, version: the software of the model; PyTorch's version by default.
 
     Raises:
-        UsageError: a model that is none of those above; a process that runs a job.
-        LayoutError: ranks whose whole tensors of one name differ, or a parameter that is no box.
+        UsageError: an unsupported kind of model; a process that is part of a job.
+        LayoutError: ranks whose full tensors of one name differ, or a parameter that is not a box.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -44,32 +44,34 @@ def trace_loading(
     values: bool | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> RankLayout:
-    """Which element of which source a loader puts where: the layout of every parameter of a rank.
+    """Trace a weight loader: the layout of every parameter of a rank.
 
-    The loader runs as it is. Copies are followed through views, slices, transposes, `cat`,
-    `stack`, `clone`, casts, padding, indices that are known and in-place writes, of which the last
-    one counts. What is computed is named with its operations and sources, and never taken for a
+    The loader runs unmodified. Copies are followed through views, slices, transposes, `cat`,
+    `stack`, `clone`, casts, padding, known indices and in-place writes, of which the last one
+    counts. Computed values are reported with their operations and sources, and never taken for a
     copy.
 
     Args:
         load_weights: the loader: `model.load_weights`, `model.load_state_dict`, or a function of
             your own.
-        sources: what it loads, by name: tensors (only their types and shapes matter, `meta` ones
-            do), pairs of a dtype and a shape, or anything with a `dtype` and a `shape`.
-        targets: what it fills: a module, best on `meta`, or a dict of tensors.
-        rank: the number of this rank, for the answer.
+        sources: what it loads, by name: tensors (only their types and shapes are used, so `meta`
+            tensors suffice), pairs of a dtype and a shape, or anything with a `dtype` and a
+            `shape`.
+        targets: what it fills: a module, preferably on `meta`, or a dict of tensors.
+        rank: the number of this rank, for the result.
         form: how the loader takes the sources: `"pairs"`, an iterator of names and tensors, or
             `"dict"`; by default pairs, and a dict for `load_state_dict`.
-        values: whether to run it with values: None does where it looks at some. True takes the
+        values: whether to run it with element values: None does if it reads some. True takes the
             memory of all sources and targets in float32, and runs it four times.
-        most_bytes: that values may take.
+        most_bytes: the maximum memory for values.
 
     Returns:
         A layout for every parameter and persistent buffer by its name; the sources that it does not
         read; which parameters share memory; and whether values were needed.
 
     Raises:
-        RunError: the loader raised, or looks at values where that is refused or takes too much.
+        RunError: the loader raised, or reads values where that is not permitted or takes too much
+            memory.
         UsageError: arguments of other kinds.
 
     >>> import torch

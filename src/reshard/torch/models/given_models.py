@@ -35,22 +35,24 @@ _COMPILED = "_orig_mod."
 class MegatronModel:
     """A rank's model chunks, whose parameters carry Megatron's attributes.
 
-    Where the ranks are among each other, either `names` say by sizes, or `groups` by what runs.
+    The arrangement of the ranks is given either by sizes (`names`), or by the process groups of the
+    job (`groups`).
 
     Args:
         chunks: a module, or one for each virtual stage of this rank.
         names: the ranks, and how they name their layers and experts; the same on every rank.
-        parameters: what the attributes leave out, by local name or pattern: fields of
+        parameters: information that the attributes lack, by local name or pattern: fields of
             `LocalParameter` such as `heads`, `true_length` or `is_expert`.
-        groups: this rank's process groups, in place of names: an object or a table with those of
-            torch, or lists of their ranks, as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`,
-            `expt_dp` (or `edp`), as far as there are any. Without either, the `pg_collection` that
-            the first chunk has. They have global ranks, so no offset counts; the layers of all
-            stages are counted.
-        stack: the module whose numbered layers the pipeline shares out, where groups are given.
+        groups: this rank's process groups, instead of names: an object or a dictionary with torch's
+            groups, or lists of their ranks, as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`,
+            `expt_dp` (or `edp`), as far as they exist. Without names and groups, the
+            `pg_collection` of the first chunk is used. Groups have global ranks, so no offset is
+            added; the layers of all stages are counted.
+        stack: the module whose numbered layers are distributed over the pipeline, if groups are
+            given.
         config: of the model on the Hub: the content of its config.json, or transformers' object.
-            The modules' own config says what they have where this is None (`megatron_configs`).
-        problems: why it cannot be used on this rank, for all ranks to raise.
+            When None, the configs of the modules are used (`megatron_configs`).
+        problems: why the model cannot be used on this rank, for all ranks to raise.
     """
 
     chunks: torch.nn.Module | Sequence[torch.nn.Module]

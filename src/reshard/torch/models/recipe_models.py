@@ -47,27 +47,25 @@ def by_recipe(
     first_rank: int = 0,
     allow: Iterable[str] = (),
 ) -> LaidModel:
-    """The tensors of a model that carry no word of how they are cut, with the layouts of a recipe.
+    """Combine the tensors of a model that has no sharding information with the layouts of a recipe.
 
     Args:
-        model: on this rank; it has the parts that the mesh gives this rank. None where it has
-            nothing.
-        mesh: the ranks of the model: its axes `tp`, `fsdp`, `ep`, `etp`, `pp`, `dp`, as far as
-            it has them.
-        shapes: of the whole tensors, by the recipe's names. A module on the meta device that is
-            not cut has them.
+        model: of this rank, with the parts that the mesh assigns to it. None if it has none.
+        mesh: the ranks of the model, with the axes `tp`, `fsdp`, `ep`, `etp`, `pp`, `dp`, as far as
+            they exist.
+        shapes: of the full tensors, by the recipe's names, for example from an unsharded module on
+            the meta device.
         recipe, rules, config: see `reshard.recipes.assignment.assign`.
-        naming: what the model's own names are in the recipe's, such as `recipe.naming("vllm",
-            config)`.
-        counts_from_zero: whether each rank numbers the layers and experts that it has from 0.
-        first_rank: the rank of this process's job that the mesh calls 0. The refit knows it then,
-            and needs no offset.
+        naming: maps the model's names to the recipe's, such as `recipe.naming("vllm", config)`.
+        counts_from_zero: whether each rank numbers its layers and experts from 0.
+        first_rank: the rank of this process's job that is rank 0 of the mesh. The refit then needs
+            no offset.
         allow: see `reshard.recipes.assignment.assign`.
 
     Returns:
-        `{name: (tensor, Layout)}`. What cannot be, such as rules that do not fit, or a fused
-        parameter whose members lie in groups, is among its `problems`: it may be wrong on one
-        rank only, so the refit raises it on all.
+        `{name: (tensor, Layout)}`. Errors, such as rules that do not match, or a fused parameter
+        whose members are in groups, are in its `problems`: they may occur on one rank only, so the
+        refit raises them on all ranks.
     """
     found = LaidModel(first_rank)
     try:

@@ -65,22 +65,22 @@ def _disable_compilation(method: _Method) -> _Method:
 
 @dataclass(frozen=True, eq=False)
 class PartitionedTensor:
-    """This rank's part of a tensor, one of whose dimensions is made of partitions.
+    """This rank's part of a tensor with a dimension that consists of partitions.
 
-    Make it with `of_splits`, `of_placement` or `distribute`. All ranks of the mesh call its
+    Create one with `of_splits`, `of_placement` or `distribute`. All ranks of the mesh call its
     conversions.
 
     Attributes:
         local: this rank's tensor.
         mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger one.
-        dim: the dimension that is made of partitions.
-        num_partitions: how many there are, of all ranks together.
-        splits: the sizes of the pieces that lie one after another in `local`: unaligned, one a
-            partition; aligned, for each partition that the rank owns, one a rank.
-        aligned: whether the rank has whole partitions.
-        matrix: how much every rank has, unaligned, of every partition: shape
-            `(ranks, num_partitions)`; None where ranks do not know each other's splits.
-        received_bytes: what came from other ranks when a conversion made this tensor.
+        dim: the dimension that consists of partitions.
+        num_partitions: the number of partitions, of all ranks together.
+        splits: the sizes of the consecutive pieces of `local`: unaligned, one per partition;
+            aligned, for each partition that the rank owns, one per rank.
+        aligned: whether the rank has complete partitions.
+        matrix: unaligned, the size of every rank's piece of every partition: shape
+            `(ranks, num_partitions)`; None if ranks do not know each other's splits.
+        received_bytes: the bytes received from other ranks when a conversion created this tensor.
 
     Raises:
         ShardError: splits that do not fit the tensor or the mesh.
@@ -230,7 +230,7 @@ class PartitionedTensor:
 
     @_disable_compilation
     def to_aligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
-        """Whole partitions, dealt to the ranks by ceil of their number. Gradients flow.
+        """Convert to complete partitions, distributed over the ranks. Differentiable.
 
         Raises:
             RunError: on every rank, a rank that fails or does not answer.
@@ -240,23 +240,23 @@ class PartitionedTensor:
 
     @_disable_compilation
     def to_unaligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
-        """Every piece at its rank again, sorted by partition. As `to_aligned`."""
+        """Return every piece to its rank, sorted by partition. As `to_aligned`."""
         return self._convert(False, extra_bytes)
 
     def to_replicated(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
-        """The whole tensor on every rank, partition behind partition. As `to_aligned`."""
+        """Gather the full tensor on every rank, in the order of partitions. As `to_aligned`."""
         found: DTensor = self.redistribute((self.mesh, [Replicate()]), extra_bytes=extra_bytes)
         return found
 
     def to_shard(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
-        """The whole tensor cut along `dim` by ceil. As `to_aligned`."""
+        """Shard the full tensor along `dim` by ceil. As `to_aligned`."""
         target = (self.mesh, [Shard(self.dim)])
         found: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
         return found
 
     @_disable_compilation
     def redistribute(self, target: Description, **options: Unpack[RedistributionOptions]) -> Any:
-        """The whole tensor in another layout, by `reshard.torch.redistribute`.
+        """Convert the full tensor to another layout, by `reshard.torch.redistribute`.
 
         `options` are those of `redistribute`; its `group` is the mesh's, where none is given.
         """

@@ -21,7 +21,7 @@ from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 
 
 class RefitOptions(TypedDict, total=False):
-    """The keywords of `refit`, which are those of `Refit.prepare`; see there."""
+    """The keyword arguments of `refit`, which are those of `Refit.prepare`; see there."""
 
     source_names: Naming | None
     target_names: Naming | None

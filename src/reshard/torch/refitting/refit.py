@@ -74,11 +74,11 @@ _SHOWN = 8
 
 
 class Refit:
-    """A refit that is prepared, and runs as often as wanted. Make it with `Refit.prepare`.
+    """A prepared refit, which can run any number of times. Create one with `Refit.prepare`.
 
     `tensors`, `sent_bytes`, `received_bytes`, `extra_bytes` (memory beyond both models) and
-    `kept_bytes` (what `changed_only` remembers) are this rank's; `report` is of the preparation.
-    `is_usable` says whether the target has the values of one run, and none of another.
+    `kept_bytes` (the copies that `changed_only` compares with) are those of this rank. `report` is
+    about the preparation. `is_usable` says whether the target has exactly the values of one run.
     """
 
     def __init__(self, prepared: PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
@@ -133,57 +133,59 @@ class Refit:
         changed_only: ChangedOnly = False,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
-        """Compare both models, plan, and prepare what every run needs. Nothing is written yet.
+        """Compare both models, plan, and allocate what every run needs. Nothing is written yet.
 
         All ranks of `group` call this.
 
         Args:
             source: the model that has the values, as this rank has it; see
-                `reshard.torch.models.parameters`. None where it has nothing of it.
+                `reshard.torch.models.parameters`. None on a rank without a part of it.
             target: likewise the model to fill.
-            source_names, target_names: what each side's names are in names common to both, by
-                function or table (`reshard.torch.models.naming`), such as a recipe's
-                (`Recipe.naming`). Each rank gives its own.
-            ties: names that mean the same tensor as another name.
+            source_names, target_names: map each side's names to names common to both, by function
+                or table (`reshard.torch.models.naming`), such as a recipe's (`Recipe.naming`). Each
+                rank gives its own.
+            ties: names that refer to the same tensor as another name.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
-            num_experts: in the whole model, where Megatron's ranks number their own from 0, and
-                the names given with a `MegatronModel` do not say it.
-            cast: whether a target may have another type than its source, for all or by name;
-                or the type that it has then. The narrower travels; whole numbers may wrap.
+            num_experts: in the full model, if Megatron's ranks number their own from 0, and the
+                names given with a `MegatronModel` do not specify it.
+            cast: whether a target may have another type than its source, for all or by name; or the
+                type that it then has. The narrower type is sent; integers may wrap.
             strict: whether a source that fills nothing is an error. A target without a source
                 always is.
-            source_offset, target_offset: the rank that layouts given with tensors, or Megatron's
-                ranks, call 0, as the group numbers it; None for rank 0 of this process's job, or
-                the `first_rank` of `by_recipe`. DTensors and process groups say theirs.
-            transforms: what makes targets of other elements, by their common names or patterns;
-                the first that fits counts.
-            quantize: the format of the target's tensors in float8 that have scales beside them,
-                where the source has neither: "fp8-block128", `BlockQuantized()` of them all.
-            planning: whether every rank plans its own part, or the group's first rank plans all.
-            method: "exchange" moves all tensors in one exchange of messages; "program" every
+            source_offset, target_offset: the rank in the group that is rank 0 of the layouts given
+                with tensors, or of Megatron's ranks; None for rank 0 of this process's job, or the
+                `first_rank` of `by_recipe`. DTensors and process groups have their own.
+            transforms: create targets with other elements, by their common names or patterns; the
+                first match is used.
+            quantize: the format of float8 target tensors with scales, if the source has neither:
+                "fp8-block128" applies `BlockQuantized()` to all of them.
+            planning: "local": every rank plans its own part; "centralized": the group's first rank
+                plans all.
+            method: "exchange" moves all tensors in one exchange of messages; "program" moves every
                 tensor by the collectives that `reshard.collectives.find_program` finds; "stages"
-                into each host once, and on within it (`docs/hosts.md`); "auto" by what is quicker
-                on `topology`. Without one, programs are taken for contributions that become
-                replicas, where they move less, and stages between hosts of different names.
+                sends data into each host only once (`docs/hosts.md`); "auto" uses what is faster on
+                `topology`. Without a topology, "auto" uses programs for contributions that become
+                replicated, if they move fewer bytes, and stages between hosts of different names.
             topology: the hosts of the ranks and the links between them; the same on all ranks.
-            extra_bytes: the most memory beyond both models, on each rank.
-            check_replicas: whether plain tensors of the source, which count as whole on every rank
-                that has them, are compared by a sample of each.
-            buckets: the most bytes of tensors that travel together, those before these; "auto" for
-                16 of at least 1 MiB and at most `extra_bytes`; all together when None. There are at
-                most 256. A table says the bucket of each of the source's tensors, from 0.
+            extra_bytes: the maximum memory beyond both models, on each rank.
+            check_replicas: whether to compare a sample of each plain tensor of the source, which
+                counts as replicated, between the ranks that have it.
+            buckets: the maximum number of bytes of tensors that are sent together, bucket after
+                bucket; "auto" for 16 buckets of at least 1 MiB and at most `extra_bytes`; one
+                bucket when None. There are at most 256. A table gives the bucket of each of the
+                source's tensors, from 0.
             changed_only: whether a run sends only what changed since the one before: "elements"
-                keeps a copy of what is sent, "blocks" a digest of each 4 KiB. True is "elements",
-                but all goes to ranks that share memory, which is quicker. See
+                compares with a copy of what was sent, "blocks" with a digest of each 4 KiB. True is
+                "elements", but sends everything to ranks that share memory, which is faster. See
                 `reshard.torch.exchange.changes`.
-            group: of all ranks that have a part of either; all ranks when None. It may be a group
-                of several jobs: its ranks are then called by their places in it.
+            group: of all ranks that have a part of either model; all ranks when None. It may be a
+                group of several jobs: its ranks are then numbered by their positions in it.
 
         Raises:
-            ShardError: on every rank, all names, shapes and types that do not fit.
-            PlanError, RunError: on every rank, ranks that intend different things or cannot, or
-                tensors without a program where programs are asked for.
+            ShardError: on every rank, all names, shapes and types that do not match.
+            PlanError, RunError: on every rank, if ranks' calls do not match or a rank fails, or for
+                tensors without a program with method "program".
             LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank outside the group, or no process groups at all.
         """
@@ -301,16 +303,17 @@ class Refit:
         return cls(prepared, batches, group)
 
     def run(self, observer: BatchObserver | None = None, *, checks_source: bool = True) -> None:
-        """Fill the target with what the source has now. All ranks of the group call this.
+        """Copy the source's current values into the target. All ranks of the group call this.
 
         Args:
-            observer: is told of every batch.
-            checks_source: whether the source's tensors have to be usable when the run begins.
+            observer: is notified of every batch.
+            checks_source: whether to require that the source's tensors are usable when the run
+                begins.
 
         Raises:
-            RunError: on every rank, one that fails or does not answer in the group's timeout.
-                Where that is after the first byte, the target is not usable.
-            PlanError: on every rank, ranks that run different refits.
+            RunError: on every rank, if a rank fails or does not answer within the group's timeout.
+                If that happens after the first byte, the target is not usable.
+            PlanError: on every rank, if ranks run different refits.
         """
         with self._group.turn():
             self._run(observer, checks_source)
@@ -361,14 +364,14 @@ class Refit:
         return written_states(prepared.after.tensors.values()) if prepared.changed_only else ()
 
     def verify(self) -> Verification:
-        """Compare the target with what the source has now, by digests. All ranks call this.
+        """Compare the target with the source's current values, by digests. All ranks call this.
 
-        Between two ranks 16 bytes travel for each tensor. What a transform or a collective makes
-        cannot be compared, and is among the names that are `left_out`.
+        Between two ranks, 16 bytes are sent for each tensor. Results of transforms and collectives
+        cannot be compared; their names are in `left_out`.
 
         Raises:
-            RunError: on every rank, elements that differ, on any: which tensors, and from which
-                rank they came; or a rank that does not answer.
+            RunError: on every rank, if elements differ on any rank, with the tensors and the ranks
+                that sent them; or if a rank does not answer.
         """
         with self._group.turn():
             try:
@@ -460,9 +463,9 @@ class Refit:
         )
 
     def compare_replicas(self) -> None:
-        """Compare what several ranks have alike, of both models. All ranks of the group call this.
+        """Compare the replicas within both models. All ranks of the group call this.
 
-        Every replica is read once; digests of them travel.
+        Every replica is read once; only digests are sent.
 
         Raises:
             ShardError: on every rank, tensors whose replicas differ, and the ranks that have them.
@@ -475,11 +478,11 @@ class Refit:
             compare_replicas(prepared.part.items, *locals_of, self._group)
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare messages anew over a group of the same ranks, after a run that failed.
+        """Prepare the messages again, over a group of the same ranks, after a failed run.
 
-        It may be the same group, if all its ranks live: they connect anew.
+        It may be the same group, if all its ranks are alive: they open new connections.
 
-        All ranks of the group call this. Raises RunError on all where one cannot.
+        All ranks of the group call this. Raises RunError on all ranks if one fails.
         """
         among = rank_group(group)
         with among.turn():
@@ -491,9 +494,9 @@ class Refit:
 
 
 def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refit:
-    """Fill a model from another, once. The result can run again.
+    """Fill a model from another, once. The returned `Refit` can run again.
 
-    Takes and raises what `Refit.prepare` and `Refit.run` do.
+    Takes the arguments of `Refit.prepare`, and raises the errors of it and of `Refit.run`.
     """
     prepared = Refit.prepare(source, target, **options)
     prepared.run()

@@ -31,10 +31,10 @@ Shape = tuple[int, ...]
 
 
 class Transform:
-    """The base of transforms: what is sent is the source, what arrives is copied.
+    """The base class of transforms: it sends the source, and copies what arrives.
 
-    Ranks compare their transforms by `repr`, which by default is the class's name; one with
-    fields is best a dataclass.
+    Ranks compare their transforms by `repr`, which is the class name by default; a transform with
+    fields should be a dataclass.
     """
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Cast(Transform):
-    """Elements travel as `dtype`, and are converted to the target's type where they arrive.
+    """Send elements as `dtype`, and convert them to the target's type on arrival.
 
     `refit(cast=...)` does the same in less memory; this is an example.
     """
@@ -121,18 +121,18 @@ class Cast(Transform):
 
 @dataclass(frozen=True)
 class BlockQuantized(Transform):
-    """Targets in float8, with one scale for each block of `block` elements.
+    """Quantization to float8, with one scale for each block of `block` elements.
 
-    The scale of a block is its greatest absolute value divided by the greatest that the target's
-    type has; a target element is the source's divided by the scale, so that `element * scale`
-    gives it back. Blocks are counted from the beginning of the whole tensor. Where every rank's
-    part of the source begins at one and ends at one, or at the tensor's end, its rank quantises it
-    and float8 travels; else every rank's part of the target must. Source: the block-wise
-    quantisation of DeepSeek-V3's weights, 128 by 128 with float32 scales `weight_scale_inv`.
+    The scale of a block is its maximum absolute value divided by the maximum of the target's type.
+    A target element is the source's divided by the scale, so that `element * scale` restores it.
+    Blocks are counted from the beginning of the full tensor. If every rank's part of the source
+    consists of complete blocks, the source ranks quantize and send float8; otherwise every rank's
+    part of the target must consist of complete blocks. Source: the block-wise quantization of
+    DeepSeek-V3's weights, 128 by 128 with float32 scales `weight_scale_inv`.
 
     Args:
-        block: rows and columns of a block, of the last two dimensions.
-        suffix: what the name of the scales has behind that of the tensor.
+        block: rows and columns of a block, in the last two dimensions.
+        suffix: appended to the name of the tensor for the name of its scales.
     """
 
     block: tuple[int, int] = (128, 128)

@@ -34,7 +34,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did: tensors filled, bytes of this rank, and names the model has no use for."""
+    """The result of a load: tensors filled, bytes of this rank, and unused names."""
 
     tensors: int
     local_bytes: int
@@ -51,22 +51,23 @@ def load(
 ) -> LoadReport:
     """Fill a module, or a state dict of DTensors and tensors, from a checkpoint.
 
-    Called on every rank of a job; a DTensor gets this rank's part, a plain tensor the whole.
-    Values are written in place, and nothing is cast.
+    Every rank of a job calls it. A DTensor gets this rank's shard, a plain tensor the full tensor.
+    Values are written in place and never cast.
 
     Args:
-        checkpoint: a checkpoint of any format and cut, or where it is.
+        checkpoint: a checkpoint of any format and sharding, or its location.
         target: what to fill. Of a module, its parameters and persistent buffers.
-        strict: whether names that only the checkpoint has are an error. Names that only the
-            target has always are.
-        threads: how many read at a time on this rank; 4 when None, and 16 from an address.
-        readers_on_host: how many ranks of this host load at the same time: from an address, what
-            several of them need is asked for once, as by `reshard.checkpoint.load`.
+        strict: whether names that only the checkpoint has are an error. Names that only the target
+            has always are.
+        threads: the number of reading threads on this rank; 4 when None, and 16 from an address.
+        readers_on_host: the number of ranks of this host that load at the same time: from an
+            address, data that several of them need is requested once, as by
+            `reshard.checkpoint.load`.
 
     Raises:
-        ShardError: names, shapes or dtypes that do not fit, all of them in one message.
-        UsageError: a number of threads that is not valid, or a target that is not a model.
-        CheckpointError: a checkpoint that cannot be used.
+        ShardError: names, shapes or dtypes that do not match, all of them in one message.
+        UsageError: an invalid number of threads, or a target that is not a model.
+        CheckpointError: an unusable checkpoint.
         RunError: a file that cannot be read.
     """
     from reshard.checkpoint import load as load_arrays

@@ -95,7 +95,7 @@ class _PartRead:
 
 
 class StorageReader(storage.StorageReader):  # type: ignore[misc]
-    """Reads any checkpoint that `reshard.checkpoint.open` opens, for PyTorch's own load.
+    """Reads a checkpoint of any format, for `torch.distributed.checkpoint.load`.
 
     ::
 

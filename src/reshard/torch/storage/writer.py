@@ -86,7 +86,7 @@ class WrittenItem:
 
 
 class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
-    """Writes a checkpoint of any format, for PyTorch's own save.
+    """Writes a checkpoint of any format, for `torch.distributed.checkpoint.save`.
 
     ::
 
@@ -339,7 +339,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         """Close the files, and give the new checkpoint its name.
 
         Raises:
-            RunError: what cannot be written or renamed.
+            RunError: a file that cannot be written or renamed.
         """
         arrangement, save = self._arrangement, self._save
         if arrangement is None or save is None:

@@ -256,18 +256,18 @@ _KEPT = KeptMemory(DEFAULT_KEPT_BYTES)
 
 
 def keep_memory(most_bytes: int) -> None:
-    """Set how much memory of results on the CPU is kept for the next ones, and free what is beyond.
+    """Set how much memory of freed CPU results is cached for reuse, and free what exceeds it.
 
-    Memory that nobody has used costs more than to copy into it: the system clears each page. So
-    results of 4 MiB or more, of `redistribute` and of partitioned tensors, take the memory of
-    earlier ones of as many bytes that have been freed. It stays with this process meanwhile:
-    512 MiB at most, unless this says otherwise.
+    Writing to newly allocated memory is slow, because the operating system clears each page. So
+    results of 4 MiB or more, of `redistribute` and of partitioned tensors, reuse the memory of
+    earlier results of the same size that have been freed. Until then the memory stays with this
+    process: at most 512 MiB by default.
 
     Args:
-        most_bytes: the most bytes; none are kept when 0.
+        most_bytes: the maximum number of bytes to cache; 0 caches nothing.
 
     Raises:
-        UsageError: what is no such number.
+        UsageError: an invalid number.
 
     >>> keep_memory(0)
     >>> keep_memory(DEFAULT_KEPT_BYTES)
