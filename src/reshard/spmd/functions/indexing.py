@@ -1,8 +1,8 @@
 """Parts of arrays by index: `x[...]`, `take`, `take_along_axis`.
 
-Slices, whole numbers, `...` and `None` are read as the array API reads them; so are whole numbers
-in arrays, on the leading dimensions. What a mask chooses has a shape that only the elements tell,
-so it is chosen from the whole array and is not sharded.
+Slices, integers, `...` and `None` follow the array API; so do integer arrays on the leading
+dimensions. The shape of a mask's selection depends on the elements, so it is computed from the full
+array and is not sharded.
 """
 
 from __future__ import annotations

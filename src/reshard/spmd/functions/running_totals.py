@@ -11,9 +11,9 @@
         0          6         21           what comes before it
         1  3  6   10 15 21   28 36
 
-So the ranks exchange one element a part instead of the axis. Floating numbers are added in another
-order than from one end to the other, and are as far from the exact sums or nearer.
-Source: Blelloch, Prefix Sums and Their Applications, 1990.
+So the ranks exchange one element per part instead of the axis. Floating-point numbers are added in
+another order than from one end to the other, with equal or smaller errors. Source: Blelloch, Prefix
+Sums and Their Applications, 1990.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Expert routing: tokens are sent to the experts that they chose, and the results come back.
 
-How many rows an expert gets is known from the elements alone. Ranks exchange these counts, then
-exactly the rows that there are: none is padded, and none dropped unless there is a capacity.
+The number of rows per expert depends on the data. Ranks exchange these counts, then exactly the
+rows that exist: none is padded, and none is dropped unless there is a capacity.
 
     choose      which[t, k]: the experts of each token
     send        rows to the ranks that have their experts, sorted by expert
     multiply    each row by the matrix of its expert, as often as the experts want
     back        what was made of each row, to its token
 
-All four are linear, and each is what another one is pulled back by.
+All four are linear, and the pullback of each is another one of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Optimizers: SGD and AdamW, whose states are sharded arrays like the parameters.
 
-Which rank keeps which part of a state is its sharding, and nothing else:
+The sharding of a state determines which rank stores which part of it:
 
                 parameters            gradients             states
     replicas    -, -                  all-reduced           -, -
@@ -8,10 +8,10 @@ Which rank keeps which part of a state is its sharding, and nothing else:
     ZeRO 2      -, -                  reduce-scattered      dp, -
     ZeRO 3      dp, -                 reduce-scattered      dp, -
 
-An update runs where the states lie: gradients are brought there, and the new parameters from there
-to where parameters lie. Under ZeRO 1 and 2 that is an all-gather.
-Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; Rajbhandari et al.,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+An update runs in the sharding of the states: gradients are resharded to it, and new parameters are
+resharded to that of the parameters. Under ZeRO 1 and 2 the latter is an all-gather. Sources:
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
 
 from __future__ import annotations

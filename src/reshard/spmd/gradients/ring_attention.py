@@ -1,9 +1,10 @@
 """Ring attention: keys and values are sent from rank to rank, and are never gathered.
 
-Queries, keys and values are cut alike along their sequences. In each turn a rank gets the keys and
-values of one other part, where its queries see some of them, attends to them, and joins what it
-found to what it has, by the logarithms of the sums. On the way back they go round once
-more, and their cotangents go home.
+Queries, keys and values have the same sharding along their sequences. In each step a rank receives
+the keys and values of one other part, if its queries attend to some of them, computes attention
+with them, and combines the result with its earlier results, by the logarithms of the sums of
+exponentials. The backward pass sends the keys and values once more, and returns their cotangents to
+the ranks that own them.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023.
 """

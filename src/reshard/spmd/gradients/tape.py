@@ -1,17 +1,17 @@
 """Tapes: the recorded operations of a function, and the backward pass through them.
 
-A tape is a `Recorder` of `reshard.spmd.shards.operation_call`. It keeps the operations that depend
-on the arrays it watches, with their operands and results. On the way back each operation's
-pullback makes cotangents of its operands from those of its results, with the public operators, so
-that their shardings are found as those of all other operations:
+A tape is a `Recorder` of `reshard.spmd.shards.operation_call`. It stores the operations that depend
+on the arrays it watches, with their operands and results. In the backward pass each operation's
+pullback computes the cotangents of its operands from those of its results, with the public
+operators, so that their shardings follow from the same rules:
 
     forward     y = x @ w           x: dp, -    w: -, -     y: dp, -
     backward    dw = x.T @ dy       dp is summed over       dw: -, - | sum(dp)
 
-A cotangent is a whole array by meaning, however it lies: what a movement does to shards needs no
-derivative. Contributions to a parameter's gradient wait until all are added. Those to other values
-are combined before the next pullback, in the sharding that the value has: the cotangent of what was
-gathered is reduce-scattered, that of what was reduce-scattered is gathered.
+A cotangent represents a full array, whatever its sharding, so reshards need no derivative.
+Contributions to a parameter's gradient stay pending until all are added. Those to other values are
+reduced before the next pullback, in the sharding of the value: the cotangent of a gathered value is
+reduce-scattered, that of a reduce-scattered value is gathered.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     loss, gradients = sp.value_and_grad(f)(parameters, batch)
 
-The function is carried out once, its operations are kept (`tape.py`), and cotangents go back
-through them. Every gradient ends in its parameter's sharding, so that a parameter cut over data
-parallel ranks gets its gradient by a reduce-scatter. What the transforms carry out are operations
-as any others: they run over processes, can be traced, and differentiated again.
+The function is executed once, its operations are recorded (`tape.py`), and the backward pass runs
+through them. Every gradient has the sharding of its parameter, so a parameter that is sharded over
+data parallel ranks gets its gradient by a reduce-scatter. The transforms execute ordinary
+operations: they run over processes, and can be traced and differentiated again.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Pending values: sums that are reduced later, where fewer bytes move.
 
-A product over a cut dimension makes contributions. They may be combined at once, or behind the
-operators that work on each contribution by itself::
+A product over a sharded dimension gives contributions. They may be reduced immediately, or after
+operators that can be applied to each contribution separately::
 
     x @ u + y @ v     x, y : [-, k]  u, v : [k, -]
 
     combined at once      two all-reduces, one behind each product
     combined later        the addition works on contributions, and one all-reduce follows
 
-An operation *waits* when it works on contributions. Then all operations that read one of these
-operands wait, so that a value is combined in one place: where the operation behind which it stops
-waiting made it. Operations that wait together are a *group*. A group spares combining its operands
-and has its results combined; it needs the groups that make its operands wait. The groups that wait
-are the largest closure of these gains, in bytes.
+An operation *waits* if it runs on contributions. Then all operations that read one of these
+operands wait, too, so that a value is reduced in one place: after the last waiting operation.
+Operations that wait together are a *group*. A group saves the reduction of its operands, and
+requires that of its results; it depends on the groups that compute its operands. The set of waiting
+groups is the maximum-weight closure of these gains, in bytes.
 
-Values that are given a sharding, and outputs, do not wait.
+Values with an explicit sharding, and outputs, do not wait.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Eager operations: data-dependent functions, as one operation of a traced function.
 
-A traced function has no elements, so that what they decide (how many rows an expert gets, between
-which ranks elements of a sort move) cannot be traced. Such a function is one operation of the
-traced one, and goes operation by operation when that runs::
+A traced function has no elements, so operations that depend on them (the number of rows of an
+expert, the ranks between which elements of a sort move) cannot be traced. A data-dependent function
+is one operation of the traced function, and is executed eagerly when that runs::
 
     traced     x -> matmul -> [experts] -> add -> y
     it runs    x -> matmul -> counts, send, multiply, back -> add -> y
 
-The types of its results are found without elements, as if those were even, and what it moves is
-estimated likewise. The way back is such an operation too, which computes the function again.
+The types of its results are found without elements, as if the data were evenly distributed, and its
+data movement is estimated likewise. Its gradient is such an operation too, which recomputes the
+function.
 """
 
 from __future__ import annotations

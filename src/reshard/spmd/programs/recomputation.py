@@ -6,9 +6,9 @@
     %9 = multiply(%8, %2)           %10 = exp(%0)
                                     %9 = multiply(%8, %10)
 
-Where more is held than a limit, one value after another is chosen, as XLA's rematerialisation does:
-the one that takes most off what is above the limit for what it costs to compute it again. What it
-needs of others that are free by then is computed again, too.
+If the memory exceeds a limit, values are chosen one after another, as in XLA's rematerialization:
+the value with the best ratio of memory saved above the limit to the cost of recomputing it.
+Operands that are free by then are recomputed, too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ operands to results, backwards and sideways, until nothing changes:
     x [{a}, {}]      x @ w : [{a, ?}, {b, ?}]      exp(x @ w) : [{a, ?}, {b, ?}]
     w [{}, {b}]
 
-Where values disagree for good, each keeps what it has: `explicit_reshards` says what moves.
+If values still conflict, each keeps its sharding: `explicit_reshards` lists the reshards.
 
 Stages, and the order in which operators are asked, are Shardy's (OpenXLA), so that conflicts end
 alike. Strategy "cost" settles them by estimated seconds: see `cost_propagation`.

@@ -1,20 +1,21 @@
 """Kept reshards: a cache of the resharded copies of an array.
 
-A value that several operations need in one other sharding moves once: contributions are combined,
-or parts gathered, at the first use. What is kept goes with the array, and what all of a runner's
-arrays moved last is kept up to a bound, the oldest going first: weights that are gathered layer by
-layer are not all there at once.
+A value that several operations need in one other sharding is moved once: contributions are reduced,
+or shards gathered, at the first use. The cached copy is freed with the array. All arrays of a
+runner together cache copies up to a limit, and the oldest are evicted first: weights that are
+gathered layer by layer are not all in memory at once.
 
-Over processes every rank has to find the same kept, or some would wait for others. So what is kept
-follows from the program alone, never from one rank's shards, memory or time:
+Over processes every rank must have the same copies cached, or some would wait for others. So
+caching depends on the program alone, never on one rank's shards, memory or time:
 
     bytes                those of the fullest rank, by the layout
     oldest first         in the order of movements, counting those of arrays that are gone
     what a program gave  is not kept, since it may write to it, nor are views of it
 
-An array of NumPy that shares memory with what it was given takes a copy of its own shards when it
-is first moved by more than views, and is kept like others from there on: in one process, where
-nobody waits. PyTorch's may be leaves of a gradient, that an optimizer writes to: they move anew.
+A NumPy array that shares memory with its source data copies its own shards when it is first moved
+(other than as views), and caches like others from then on: in one process, where no rank waits for
+another. PyTorch arrays may be leaves of a gradient, which an optimizer writes to: they are moved
+each time.
 """
 
 from __future__ import annotations

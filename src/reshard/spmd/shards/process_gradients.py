@@ -1,8 +1,8 @@
 """Gradients of movements between processes: each is the transposed movement.
 
-PyTorch records what each rank computes with its own shards. A movement mixes the shards of all
-ranks, and its transpose goes the other way. For that, the gradient of a shard counts what that
-shard alone does to the result, the sum over ranks of what each calls `backward` of:
+PyTorch records the computation of each rank on its own shards. A movement mixes the shards of all
+ranks, and its gradient is the transposed movement. The gradient of a shard is the effect of this
+shard alone on the result, which is the sum over ranks of the values on which each calls `backward`:
 
     an axis that                 in the array       in its gradient
     cuts a dimension             cuts it            cuts it alike
@@ -11,13 +11,13 @@ shard alone does to the result, the sum over ranks of what each calls `backward`
 
 Windows that have elements in common are contributions to all of the dimension, each of its stretch.
 
-So an all-gather's transpose is a reduce-scatter, and that of a sum over ranks leaves copies: the
-same programs move gradients that move arrays. A mean's gradient is scaled as the mean was. The
-greatest of contributions passes the gradient to those that are it, in equal shares.
+So the transpose of an all-gather is a reduce-scatter, and that of a sum over ranks is a copy: the
+programs that move arrays also move gradients. A mean's gradient is scaled as the mean was. The
+maximum of contributions passes the gradient to those that equal it, in equal shares.
 
-Where a program gives arrays and takes them, each process has the same whole array, or its copy of
-a shard, and calls `backward` of the same number; there the gradient is that of the whole, on every
-process alike. `given` and `taken` are these borders.
+Where arrays enter and leave a program, each process has the same full array, or its copy of a
+shard, and calls `backward` on the same number; there the gradient is that of the full array, the
+same on every process. `given` and `taken` are these borders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory: the memory of each rank at every operation of a traced function.
 
-A value has memory of its own from the operation that makes it to the last one that reads it. The
-arguments are the caller's, who keeps them but for those that are given up; results are kept to the
-end. Around an operation:
+A value occupies memory from the operation that computes it to the last one that reads it. Arguments
+belong to the caller and are held throughout, except donated ones; results are held to the end.
+Around an operation:
 
     operand reshards   the value, the reshards so far, the new shards, what the program needs
     the operator       all operands as it runs with them, and its results

@@ -1,10 +1,10 @@
 """Traces: what a function of sharded arrays does, before it runs.
 
-`trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
-arrays without elements. The trace has, for every operation, on which shards it runs, what is
-resharded before and after it, and by which collectives; what that moves; how long that and the
-computing take; and how much memory each rank holds meanwhile. With a strategy other than "eager",
-shardings are propagated over the whole graph first.
+`trace(f, *arguments)` records the function's graph (`graph_recording`) and executes it on arrays
+without elements. For every operation, the trace has the shardings with which it runs, the reshards
+before and after it and their collectives, the bytes that these move, the time of both, and the
+memory of each rank. With a strategy other than "eager", shardings are propagated over the whole
+graph first.
 
     operation        runs with         inserted              then
     x @ w            x, k . k, -       all-gather(k)         x, -

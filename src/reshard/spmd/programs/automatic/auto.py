@@ -4,16 +4,17 @@
     weights, batch = found.place(weights, batch)
     loss, weights = found.program(weights, batch)
 
-1. The function is recorded with its arguments whole. What it returns where an argument lies (a
-   gradient, a new weight) stays tied to that.
-2. Shardings of little time are looked for (`input_search`), then in turn those of what is between
-   the arguments, by strategy "cost", and of all values near that; also from arguments that are cut
-   over all axes, as by fully sharded data parallelism.
-3. If the program holds more than the limit, bytes get a price: those of arguments, and of what a
-   program holds where it holds the most. The price at which the limit is kept is looked for.
-4. In a small graph all others that might take less are judged as well (`least_inputs`).
+1. The function is recorded with replicated arguments. A result that belongs to an argument (a
+   gradient, a new weight) is constrained to the argument's sharding.
+2. Fast shardings are searched for (`input_search`), then alternately those of the values between
+   the arguments, by the strategy "cost", and of all values near them; the search also starts from
+   arguments that are sharded over all axes, as in fully sharded data parallelism.
+3. If the program exceeds the limit, bytes get a price: those of arguments, and all bytes at the
+   peak. The lowest price at which the limit is satisfied is searched for.
+4. In a small graph, all other shardings that might be faster are evaluated as well
+   (`least_inputs`).
 
-Every program is judged as it runs: traced, by its seconds and its peak.
+Every program is evaluated by its trace: its time and its peak memory.
 """
 
 from __future__ import annotations

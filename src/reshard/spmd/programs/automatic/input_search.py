@@ -1,19 +1,18 @@
 """Input search: fast shardings of a graph's inputs, for a given price of memory.
 
-What is looked for is the least sum of `cost_problem` with all inputs free, what several operations
-read moved once, and the bytes of some values on a rank times a price. Where the graph lets it be,
-that is found by elimination. Else
+The search minimizes the sum of `cost_problem` with all inputs free, in which a value that several
+operations read is moved once, plus the bytes of some values on a rank times a price. If the graph
+permits it, the minimum is found by elimination. Otherwise
 
-1. *seeds* are laid: one dimension of inputs of a kind is cut over an axis, the strategy
-   "aggressive" carries that through the graph, and the operations run in the ways that suit it
-   best. The seed that helps most stays, others are laid beside it, as long as one helps;
-2. the best of what was seen, or programs that are known, *descend*, one value at a time, then in
-   *windows*: values and operations near one another, all chosen at once by elimination.
+1. *seeds* are combined: a seed shards one dimension of inputs of a kind over an axis, the strategy
+   "aggressive" propagates it through the graph, and each operation runs with its best sharding. The
+   best seed is kept, and others are added as long as one improves the result;
+2. the best combinations, or known programs, are improved by *descent*, one value at a time, then in
+   *windows*: neighbouring values and operations, optimized together by elimination.
 
-Inputs of a kind have the same shape, element type and readers, which stand between operations that
-are alike, as a weight does in each layer of a model.
-Data parallelism is one seed, tensor parallelism one for each block of a layer, and what is cut to
-save memory comes from the price.
+Inputs of a kind have the same shape, element type and readers, which are between similar
+operations, such as a weight in each layer of a model. Data parallelism is one seed, tensor
+parallelism one for each block of a layer, and sharding that saves memory results from the price.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Least inputs: optimal shardings of a small graph's inputs, with a proof of optimality.
 
-Inputs are chosen one after the other. What is chosen so far leaves a least sum, with every movement
-at a bound that no program stays below, or at its program's price where that is known, and what
-several operations read moved once for all of them. No program that begins with these choices takes
-less, and none that holds more than the limit in its inputs alone counts::
+Inputs are chosen one after another. A partial choice has a lower bound: the minimum sum, in which
+every movement has the time of a bound that no program stays below, or of its program if that is
+known, and a value that several operations read is moved once. No program with these choices takes
+less time, and choices whose inputs alone exceed the limit are discarded::
 
     x: rows                 w: whole         9 us     judged: 11 us
        17 us                   columns      12 us     left out
     x: columns  14 us                                 left out
 
-What has the least sum is looked at first: the movements of its answer are priced, which may raise
-it, then the next input is chosen. Where all are chosen, the program is traced and judged as it is.
-When what is left is no less than the best program seen, that is the best there is (best-first
-branch and bound; Land and Doig, 1960).
+The partial choice with the lowest bound is expanded first: its movements are priced with their
+programs, which may raise the bound, then the next input is chosen. If all inputs are chosen, the
+program is traced and evaluated. If no remaining bound is below the best program seen, that program
+is optimal (best-first branch and bound; Land and Doig, 1960).
 """
 
 from __future__ import annotations

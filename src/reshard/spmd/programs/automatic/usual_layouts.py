@@ -2,14 +2,15 @@
 
 Over an axis a model is
 
-- *data parallel*: the axis cuts its batch, and weights are whole;
-- *fully sharded*: weights are cut as well, and gathered where they are needed (FSDP, ZeRO);
-- *tensor parallel*: the axis cuts weights as their operators need them, which compute in parts.
+- *data parallel*: the axis shards its batch, and weights are replicated;
+- *fully sharded*: weights are sharded as well, and gathered where they are used (FSDP, ZeRO);
+- *tensor parallel*: the axis shards weights, and their operators compute in parts.
 
-What is the batch, and how weights are cut, is found. The batch is what one cut reaches that leaves
-each device the least to compute; weights are all other inputs. Those are cut one after the other,
-the largest first, along the dimension that takes the least time beside what is cut so far; the
-largest along each of its dimensions. Small ones, such as those of norms, stay whole.
+The batch, and the sharding of weights, are derived from the graph. The batch is the set of inputs
+reached by propagation from the one sharded dimension that leaves each device the least computation;
+all other inputs are weights. Weights are sharded one after another, the largest first, along the
+dimension that takes the least time given the earlier choices; the largest is tried along each of
+its dimensions. Small ones, such as those of norms, stay replicated.
 """
 
 from __future__ import annotations

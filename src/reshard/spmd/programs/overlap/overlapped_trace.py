@@ -1,6 +1,6 @@
 """Traces of programs with overlapped movements: their memory and their time.
 
-The steps and their order are those of the program (`prepared_program`, `step_order`), carried out
+The steps and their order are those of the program (`prepared_program`, `step_order`), executed
 without elements:
 
     memory   what is in registers, and of each movement under way its result and what it needs

@@ -4,11 +4,11 @@
                  |      ^
     stage 1  mesh of ranks 2, 3    .. F0 B0 F1 B1           B: their gradients come back
 
-A stage is a function of its parameters and what the stage before it made. Each task of the schedule
-is one pass of a stage for one microbatch: a forward pass keeps what its way back needs, a
-backward pass pulls a cotangent through it, in one task or in two. Passes run as programs.
-Activations and gradients move between meshes as the planner finds; gradients of parameters add up
-where the parameters lie.
+A stage is a function of its parameters and of the output of the previous stage. Each task of the
+schedule is one pass of a stage for one micro-batch: a forward pass stores what the backward pass
+needs, and a backward pass computes cotangents, in one task or in two. Passes run as programs.
+Activations and gradients move between meshes by planned movements; gradients of parameters are
+accumulated in the sharding of the parameters.
 """
 
 from __future__ import annotations

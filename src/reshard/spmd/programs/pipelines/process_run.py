@@ -1,8 +1,9 @@
 """Steps of pipelines over processes: each process runs the tasks of its stages.
 
-What a stage makes goes to the ranks of the next by messages (`stage_boundary`), which are asked for
-some tasks before they are taken. Asking follows the schedule's `run_order`, which is the same for
-all, so what one rank waits for another has begun to send, or comes to without it.
+The output of a stage is sent to the ranks of the next one by messages (`stage_boundary`). Receives
+are posted some tasks before they are needed, in the schedule's `run_order`, which is the same for
+all ranks. So the sender of each message has already started to send it, or will without waiting for
+the receiver.
 """
 
 from __future__ import annotations

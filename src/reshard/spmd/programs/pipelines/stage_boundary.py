@@ -4,13 +4,14 @@
                 \\   \\   \\    /
     stage 1      F0  F1  B0  F2           a pass waits for what it takes, which was asked for before
 
-Each array is an exchange in a thread of its own, whose tag both ends know. Ahead of the first one
-the first stage's ranks tell the next one's what they make (shape, element type, sharding) and what
-step they mean; those refuse another one. Nobody waits for a neighbour at the begin or the end of a
-step but for what crosses, so a rank may be a step ahead.
+Each array is an exchange in a thread of its own, with a tag that both ends know. Before the first
+one, the ranks of the earlier stage send the type of their output (shape, element type, sharding)
+and the number of the step; the next stage's ranks raise an error if these differ from their own.
+There is no barrier between neighbours at the beginning or the end of a step, so a rank may be a
+step ahead.
 
-On devices messages run in the thread and in the order of the program, on both sides the schedule's
-`run_order`; who sends waits there for who receives.
+On devices, messages run in the main thread, in the order of the program, on both sides the
+schedule's `run_order`; sender and receiver wait for each other.
 """
 
 from __future__ import annotations

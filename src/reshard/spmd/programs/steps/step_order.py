@@ -1,7 +1,7 @@
 """Orders of a program's steps: where movements start, and where they are waited for.
 
-In the blocking order each step ends before the next begins. Overlapped, a movement begins as early
-as its source is there, and is waited for where its result is first read::
+In the blocking order each step ends before the next begins. In the overlapped order, a movement
+starts as soon as its source is computed, and is waited for where its result is first read::
 
     blocking      kernel a | move x | kernel b | move y | kernel c(x, y)
     overlapped    kernel a | kernel b | kernel c(x, y)
