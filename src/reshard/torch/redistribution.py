@@ -71,9 +71,8 @@ class Redistribution:
     """A redistribution in progress. `wait()` returns its result; every rank calls it.
 
     `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are those of
-    this rank. `program` is the program of collectives, which runs entirely in `wait`; None if
-    messages are exchanged. With gloo, messages are exchanged in a background thread (`background`).
-    On devices, `wait` sends and receives what does not fit into the memory limit at once.
+    this rank. `program` is the program of collectives, which runs in `wait`; None if messages are
+    exchanged: in a background thread with gloo, and beyond the memory limit in `wait` on devices.
     """
 
     def __init__(
@@ -202,8 +201,7 @@ def redistribute(
             runs the collectives that `reshard.collectives.find_program` finds, or pass a `Program`
             to run; "stages" sends data into each host only once (`docs/hosts.md`); "auto" uses the
             fastest of these on `topology`. Without a topology, "auto" is the exchange, except for
-            contributions that become replicated, for which a program moves fewer bytes, and for
-            ranks on several hosts.
+            contributions that become replicated, and for ranks on several hosts.
         topology: the hosts of the ranks and the links between them; the same on all ranks.
 
     Returns:

@@ -141,9 +141,8 @@ class Refit:
             source: the model that has the values, as this rank has it; see
                 `reshard.torch.models.parameters`. None on a rank without a part of it.
             target: likewise the model to fill.
-            source_names, target_names: map each side's names to names common to both, by function
-                or table (`reshard.torch.models.naming`), such as a recipe's (`Recipe.naming`). Each
-                rank gives its own.
+            source_names, target_names: map each side's names to common names, by function or table
+                (`reshard.torch.models.naming`), such as `Recipe.naming`.
             ties: names that refer to the same tensor as another name.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
@@ -151,8 +150,7 @@ class Refit:
                 names given with a `MegatronModel` do not specify it.
             cast: whether a target may have another type than its source, for all or by name; or the
                 type that it then has. The narrower type is sent; integers may wrap.
-            strict: whether a source that fills nothing is an error. A target without a source
-                always is.
+            strict: whether an unused source is an error. A target without a source always is.
             source_offset, target_offset: the rank in the group that is rank 0 of the layouts given
                 with tensors, or of Megatron's ranks; None for rank 0 of this process's job, or the
                 `first_rank` of `by_recipe`. DTensors and process groups have their own.
@@ -160,12 +158,11 @@ class Refit:
                 first match is used.
             quantize: the format of float8 target tensors with scales, if the source has neither:
                 "fp8-block128" applies `BlockQuantized()` to all of them.
-            planning: "local": every rank plans its own part; "centralized": the group's first rank
-                plans all.
+            planning: "local": each rank plans its part; "centralized": the first rank plans all.
             method: "exchange" moves all tensors in one exchange of messages; "program" moves every
                 tensor by the collectives that `reshard.collectives.find_program` finds; "stages"
                 sends data into each host only once (`docs/hosts.md`); "auto" uses what is faster on
-                `topology`. Without a topology, "auto" uses programs for contributions that become
+                `topology`. Without a topology, programs are used for contributions that become
                 replicated, if they move fewer bytes, and stages between hosts of different names.
             topology: the hosts of the ranks and the links between them; the same on all ranks.
             extra_bytes: the maximum memory beyond both models, on each rank.
@@ -179,13 +176,13 @@ class Refit:
                 compares with a copy of what was sent, "blocks" with a digest of each 4 KiB. True is
                 "elements", but sends everything to ranks that share memory, which is faster. See
                 `reshard.torch.exchange.changes`.
-            group: of all ranks that have a part of either model; all ranks when None. It may be a
-                group of several jobs: its ranks are then numbered by their positions in it.
+            group: of all ranks that have a part of either model; all ranks when None. Ranks of a
+                group of several jobs are numbered by their positions in it.
 
         Raises:
             ShardError: on every rank, all names, shapes and types that do not match.
-            PlanError, RunError: on every rank, if ranks' calls do not match or a rank fails, or for
-                tensors without a program with method "program".
+            PlanError, RunError: on every rank, if ranks' calls do not match, a rank fails, or a
+                tensor has no program with method "program".
             LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank outside the group, or no process groups at all.
         """
@@ -312,7 +309,7 @@ class Refit:
 
         Raises:
             RunError: on every rank, if a rank fails or does not answer within the group's timeout.
-                If that happens after the first byte, the target is not usable.
+                After the first byte, the target is then not usable.
             PlanError: on every rank, if ranks run different refits.
         """
         with self._group.turn():
@@ -370,8 +367,8 @@ class Refit:
         cannot be compared; their names are in `left_out`.
 
         Raises:
-            RunError: on every rank, if elements differ on any rank, with the tensors and the ranks
-                that sent them; or if a rank does not answer.
+            RunError: on every rank, elements that differ, with their tensors and ranks; or a rank
+                that does not answer.
         """
         with self._group.turn():
             try:
