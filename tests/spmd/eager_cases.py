@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.sharding_text import spec
 
 Function = Callable[..., Any]
 
@@ -56,6 +58,39 @@ def specs(mesh: DeviceMesh, ndim: int, partial: bool = False) -> Iterator[Shardi
                 contributions.append(axis)
         for orders in itertools.product(*(list(itertools.permutations(axes)) for axes in cut)):
             yield ShardingSpec(mesh, orders, partial_axes=contributions)
+
+
+def ruled_specs(
+    mesh: DeviceMesh, shape: tuple[int, ...], choose: Random, count: int
+) -> Iterator[ShardingSpec]:
+    """Some shardings over a mesh of two axes that cut by rules of their own.
+
+    One axis cuts a dimension, in blocks that are dealt out, in zigzag, or unevenly; the other has
+    contributions, cuts another dimension or, by a rule or not, the parts of the first.
+    """
+    for _ in range(count if shape else 0):
+        first, second = choose.sample(mesh.axis_names, 2)
+        dims = ["-"] * len(shape)
+        place = choose.randrange(len(shape))
+        uneven = f"sizes[{_draw_sizes(mesh, first, shape[place], choose)}]"
+        dims[place] = f"{first}@{choose.choice((*_RULES, uneven))}"
+        other = choose.randrange(len(shape))
+        behind = choose.choice(("", " | sum({second})", "inside", "beside"))
+        if behind == "beside" and other != place:
+            dims[other] = f"{second}@{choose.choice(_RULES)}"
+        if behind == "inside":
+            dims[place] += f" / {second}@{choose.choice(_RULES)}"
+        ending = behind.format(second=second) if "|" in behind else ""
+        yield spec(mesh, ", ".join(dims) + ending)
+
+
+_RULES = ("cyclic1", "cyclic2+1", "zigzag", "balanced")
+
+
+def _draw_sizes(mesh: DeviceMesh, axis: str, length: int, choose: Random) -> str:
+    """Sizes of an axis's parts, of which some may be empty."""
+    ends = sorted(choose.randint(0, length) for _ in range(mesh.axis_size(axis) - 1))
+    return ",".join(str(b - a) for a, b in zip([0, *ends], [*ends, length], strict=True))
 
 
 def _op(name: str, *more: Any, **options: Any) -> Function:

@@ -7,6 +7,7 @@ numbers and truth values not at all.
 from __future__ import annotations
 
 import itertools
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.sharding import ShardingSpec
 from reshard.spmd import ShardedArray
-from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
+from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, ruled_specs, specs
 
 MESH = DeviceMesh.of(x=2, y=3)
 TOLERANCE = 1e-12
@@ -46,19 +47,17 @@ def sharded(data: np.ndarray, spec: ShardingSpec) -> ShardedArray:
     layout = spec.layout(data.shape)
     count = layout.contributions
     random = np.random.default_rng(0)
-    if data.dtype.kind == "f":
-        parts = [random.normal(size=data.shape) for _ in range(count - 1)]
+    if data.dtype.kind in "fc":
+        parts = [random.normal(size=data.shape).astype(data.dtype) for _ in range(count - 1)]
     else:
         parts = [random.integers(-9, 9, size=data.shape) for _ in range(count - 1)]
     parts.append(data - sum(parts))
+    cut = ShardingSpec(spec.mesh, spec.dim_specs)
+    placed = [sp.array(part, cut).shards for part in parts]
     shards = {}
     for rank in layout.holders:
         cell = layout.cells_of(rank)[0]
-        (box,) = layout.boxes(rank) or (None,)
-        shape = layout.local_shape(rank)
-        window = () if box is None else tuple(map(slice, box.start, box.stop))
-        part = parts[int(layout.cell_contribution[cell])]
-        shards[rank] = np.zeros(shape, data.dtype) if box is None else part[window]
+        shards[rank] = placed[int(layout.cell_contribution[cell])][rank]
     return sp.from_shards(shards, data.shape, spec)
 
 
@@ -66,8 +65,9 @@ def sharded(data: np.ndarray, spec: ShardingSpec) -> ShardedArray:
 def test_every_sharding_of_one_operand(case: Case) -> None:
     (data,) = case.arrays()
     expected = case.function(np, data)
-    for one in specs(MESH, data.ndim):
-        expect_equal(case.function(sp, sp.array(data, one)), expected, f"{case.name} of {one}")
+    for one in [*specs(MESH, data.ndim), *ruled_specs(MESH, data.shape, Random(case.name), 6)]:
+        found = case.function(sp, sharded(data, one))
+        expect_equal(found, expected, f"{case.name} of {one}")
 
 
 @pytest.mark.parametrize("case", TWO_OPERANDS, ids=lambda case: case.name)
@@ -76,7 +76,15 @@ def test_every_pair_of_shardings(case: Case) -> None:
     expected = case.function(np, left, right)
     lefts = [sp.array(left, one) for one in specs(MESH, left.ndim)]
     rights = [sp.array(right, one) for one in specs(MESH, right.ndim)]
-    for a, b in itertools.product([*lefts, sp.array(left)], [*rights, sp.array(right)]):
+    choose = Random(case.name)
+    ruled = [
+        [sharded(one, at) for at in ruled_specs(MESH, one.shape, choose, 6)]
+        for one in (left, right)
+    ]
+    for a, b in [
+        *itertools.product([*lefts, sp.array(left)], [*rights, sp.array(right)]),
+        *zip(*ruled, strict=True),
+    ]:
         found = case.function(sp, a, b)
         expect_equal(found, expected, f"{case.name} of {a.spec} and {b.spec}")
 

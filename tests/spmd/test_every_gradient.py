@@ -19,7 +19,7 @@ from reshard.errors import UsageError
 from reshard.spmd.gradients.table import CONSTANT, REFUSED, find_pullback, pullbacks
 from reshard.spmd.operators.table import SHIPPED
 from spmd.derivative_cases import CASES, SAME, GradientCase
-from spmd.eager_cases import specs
+from spmd.eager_cases import ruled_specs, specs
 from spmd.test_eager_exhaustively import sharded
 
 MESH = DeviceMesh.of(x=2, y=3)
@@ -95,8 +95,12 @@ def test_every_sharding(case: GradientCase) -> None:
     expected = [one.to_dense() for one in gradients_of(case, [sp.array(one) for one in arrays])]
     choose = random.Random(case.name)
     for number, data in enumerate(arrays):
-        others = [list(specs(MESH, one.ndim, partial=True)) for one in arrays]
-        for spec in specs(MESH, data.ndim, partial=True):
+        others = [
+            [*specs(MESH, one.ndim, partial=True), *ruled_specs(MESH, one.shape, choose, 9)]
+            for one in arrays
+        ]
+        ruled = ruled_specs(MESH, data.shape, choose, 4)
+        for spec in (*specs(MESH, data.ndim, partial=True), *ruled):
             given = [
                 sharded(one, choose.choice(any_)) for one, any_ in zip(arrays, others, strict=True)
             ]
