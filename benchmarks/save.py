@@ -6,11 +6,13 @@ Four ranks, each a process, save row shards of tensors of 32 MiB:
     torch-dcp     the same with `reshard.torch.StorageWriter`, and in its other formats
     sharded-safetensors
     safetensors   whole tensors, put together by the ranks
+    sp.save       the same of arrays in shards, by `reshard.spmd.save`
 
 and load into columns what PyTorch's writer saved:
 
     load dcp        `torch.distributed.checkpoint.load`, with PyTorch's `FileSystemReader`
     load torch-dcp  the same with `reshard.torch.StorageReader`
+    sp.load         the same as arrays in shards, by `reshard.spmd.load`
 
 The ranks start once, since that takes longer than many saves, and take all turns in it, one after
 the other. All writers sync their files. Medians; of processor time, all ranks' together.
@@ -40,7 +42,7 @@ import turns
 
 RANKS = 4
 SAVES = ("dcp", "torch-dcp", "sharded-safetensors", "safetensors")
-WAYS = (*SAVES, "load dcp", "load torch-dcp")
+WAYS = (*SAVES, "sp.save", "load dcp", "load torch-dcp", "sp.load")
 
 
 def take_turns(folder: Path, size_mib: int, repeat: int) -> None:
@@ -50,6 +52,8 @@ def take_turns(folder: Path, size_mib: int, repeat: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
+    import reshard.spmd as sp
+    from reshard import DeviceMesh, spec
     from reshard.torch import StorageReader, StorageWriter
 
     rank = turns.join_job()
@@ -62,6 +66,20 @@ def take_turns(folder: Path, size_mib: int, repeat: int) -> None:
         )
         for name, one in rows.items()
     }
+    own, runner = DeviceMesh.of(x=RANKS), sp.over_processes()
+    arrays = {
+        name: sp.from_shards({rank: tensors[name]}, one.shape, spec(own, "x, -"), runner=runner)
+        for name, one in rows.items()
+    }
+    like = {
+        name: sp.abstract(tuple(one.shape), str(one.dtype).split(".")[1], spec(own, "-, x"))
+        for name, one in rows.items()
+    }
+
+    def load_arrays() -> None:
+        with sp.running(runner):
+            sp.load(written, like)
+
     target, written = folder / "target", folder / "written"
     dcp.save(rows, storage_writer=dcp.FileSystemWriter(written))
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
@@ -70,6 +88,10 @@ def take_turns(folder: Path, size_mib: int, repeat: int) -> None:
             act = partial(dcp.save, rows, storage_writer=dcp.FileSystemWriter(target))
         elif way in SAVES:
             act = partial(dcp.save, rows, storage_writer=StorageWriter(target, format=way))
+        elif way == "sp.save":
+            act = partial(sp.save, target, arrays)
+        elif way == "sp.load":
+            act = load_arrays
         else:
             kind = dcp.FileSystemReader if way == "load dcp" else StorageReader
             act = partial(dcp.load, columns, storage_reader=kind(written))

@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +381,6 @@ def measure_saves(arguments: argparse.Namespace) -> None:
     clock_s: dict[str, list[float]] = {"no save": [], "waited for": [], "beside": []}
     with (
         sp.running(sp.over_processes()),
-        ThreadPoolExecutor(1) as saver,
         tempfile.TemporaryDirectory(dir=".") as own,
     ):
         folders = [own]
@@ -393,7 +391,7 @@ def measure_saves(arguments: argparse.Namespace) -> None:
             dist.barrier()
             began, saving = time.perf_counter(), None
             if way != "no save":
-                saving = saver.submit(run.prepare_save(Path(folders[0])))
+                saving = run.save(Path(folders[0]))
             if saving and way == "waited for":
                 saving.result()
             run.run(len(run.losses) + arguments.steps)

@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import reshard
 import reshard.checkpoint
 import reshard.spmd as sp
 from reshard import DeviceMesh, ShardingSpec, spec
+from reshard.checkpoint import BackgroundWork
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -207,31 +205,24 @@ class Training:
             self.losses.append(float(value))
 
     def arrays(self) -> dict[str, Any]:
-        """All that a checkpoint has, by name."""
-        found = {f"parameters.{name}": one for name, one in self.parameters.items()}
-        for slot in ("exp_avg", "exp_avg_sq"):
-            found |= {f"{slot}.{name}": one for name, one in self.state[slot].items()}
+        """All that a checkpoint has."""
+        found = {slot: self.state[slot] for slot in ("exp_avg", "exp_avg_sq")}
+        found["parameters"] = self.parameters
         if "norm" in self.parameters:
-            whole = spec(self.parameters["norm"].mesh, "-")
-            found["losses"] = sp.array(np.array(self.losses, np.float64), whole)
+            found["losses"] = sp.array(np.array(self.losses, np.float64))
         return found
 
-    def prepare_save(self, folder: Path) -> Callable[[], None]:
-        """What writes a checkpoint of this step, which appears whole or not at all.
-
-        Steps may go on meanwhile, in another thread: arrays are never changed.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        return prepare_save(self.arrays(), self.mesh, folder / f"step-{len(self.losses):06}")
+    def save(self, folder: Path) -> BackgroundWork[None]:
+        """Write a checkpoint of this step, which appears whole or not at all, as steps go on."""
+        return sp.save_async(folder / f"step-{len(self.losses):06}", self.arrays())
 
     def load(self, source: Path) -> None:
         """Go on from a checkpoint, whatever mesh and ZeRO wrote it."""
         checkpoint = reshard.checkpoint.open(source)
         self.losses = reshard.checkpoint.read_tensor(checkpoint, "losses").tolist()
-        found = load_arrays(checkpoint, self.arrays())
-        self.parameters = {name: found[f"parameters.{name}"] for name in self.parameters}
-        for slot in ("exp_avg", "exp_avg_sq"):
-            self.state[slot] = {name: found[f"{slot}.{name}"] for name in self.parameters}
+        found = sp.load(checkpoint, self.arrays())
+        self.parameters = found["parameters"]
+        self.state = {slot: found[slot] for slot in ("exp_avg", "exp_avg_sq")}
         self.state["step"] = sp.array(len(self.losses))
 
 
@@ -349,79 +340,6 @@ def told_by(rank: int, losses: list[float]) -> list[float]:
     return list(told.tolist())
 
 
-def prepare_save(arrays: dict[str, Any], mesh: DeviceMesh, target: Path) -> Callable[[], None]:
-    """What writes arrays in shards as a checkpoint: in one process, or in all, each its part."""
-    if own_rank() is not None:
-        from torch.distributed import checkpoint as dcp
-
-        from reshard.torch import StorageWriter
-
-        among, group = torch_mesh(mesh)["tp", "dp"], saving_group()
-        state = {name: as_distributed_tensor(one, among) for name, one in arrays.items()}
-        writer = StorageWriter(target, format="sharded-safetensors")
-        return lambda: dcp.save(state, storage_writer=writer, process_group=group)
-    held: dict[int, dict[str, Any]] = {rank: {} for rank in sorted(mesh.devices)}
-    for name, one in arrays.items():
-        for rank, shard in one.shards.items():
-            held[rank][name] = np.asarray(shard)
-    rules = [f"{name}={one.spec}{only_stage(one.mesh, mesh)}" for name, one in arrays.items()]
-    checkpoint = reshard.checkpoint.describe_ranks(held, mesh, rules=rules)
-    return lambda: reshard.checkpoint.convert(checkpoint, target, to=mesh.text, rules=rules)
-
-
-@cache
-def saving_group() -> Any:
-    """All processes, who talk about saves while steps go on."""
-    import torch.distributed as dist
-
-    return dist.new_group()
-
-
-def only_stage(own: DeviceMesh, mesh: DeviceMesh) -> str:
-    """What a rule adds for arrays of a stage's mesh: where along `pp` they are."""
-    return "" if own is mesh else f" | only(pp={own.devices[0] // own.size})"
-
-
-@cache
-def torch_mesh(mesh: DeviceMesh) -> Any:
-    """PyTorch's name for a mesh, made once: it has groups of processes, which have threads."""
-    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
-    # Dimensions are cut over `tp` first: DTensor reads placements from the left.
-    ranks = np.asarray(mesh.devices).reshape(mesh.shape).T.tolist()
-    return TorchMesh("cpu", ranks, mesh_dim_names=mesh.axis_names[::-1])
-
-
-def as_distributed_tensor(array: Any, among: Any) -> Any:
-    """PyTorch's name for an array in shards, which its checkpoints take."""
-    import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placements: list[Any] = [Replicate(), Replicate()]
-    for dim, cut in enumerate(array.spec.dim_specs):
-        for axis in cut.axes:
-            placements[("tp", "dp").index(axis.name)] = Shard(dim)
-    (shard,) = array.shards.values()
-    return DTensor.from_local(
-        shard,
-        among,
-        placements,
-        shape=torch.Size(array.shape),
-        stride=torch.empty(array.shape, device="meta").stride(),
-    )
-
-
-def load_arrays(checkpoint: Any, like: dict[str, Any]) -> dict[str, Any]:
-    """Arrays of a checkpoint in the shardings of others: each rank reads its own parts."""
-    layouts = {name: one.type.layout for name, one in like.items()}
-    ranks = {rank for one in like.values() for rank in one.shards}
-    parts = {rank: reshard.checkpoint.load(checkpoint, layouts, rank) for rank in ranks}
-    return {
-        name: sp.from_shards({rank: parts[rank][name] for rank in one.shards}, one.shape, one.spec)
-        for name, one in like.items()
-    }
-
-
 def train(arguments: argparse.Namespace) -> Training:
     """A run as the command line says it; goes on from the last checkpoint of its folder."""
     given = DeviceMesh.parse(arguments.mesh)
@@ -431,14 +349,12 @@ def train(arguments: argparse.Namespace) -> Training:
         saves = sorted(arguments.folder.glob("step-??????")) if arguments.folder else []
         if saves:
             run.load(saves[-1])
-        # One save at a time, beside the steps that follow it.
-        with ThreadPoolExecutor(1) as saver:
-            take_steps(run, arguments, saver)
+        take_steps(run, arguments)
     return run
 
 
-def take_steps(run: Training, arguments: argparse.Namespace, saver: ThreadPoolExecutor) -> None:
-    """All steps that are left, saved every few of them."""
+def take_steps(run: Training, arguments: argparse.Namespace) -> None:
+    """All steps that are left, saved every few of them, one save at a time."""
     saving = None
     while len(run.losses) < arguments.steps:
         begin_s, before = time.perf_counter(), len(run.losses)
@@ -449,7 +365,7 @@ def take_steps(run: Training, arguments: argparse.Namespace, saver: ThreadPoolEx
         if saving:
             saving.result()
         if arguments.folder:
-            saving = saver.submit(run.prepare_save(arguments.folder))
+            saving = run.save(arguments.folder)
     if saving:
         saving.result()
 

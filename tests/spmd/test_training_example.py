@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import reshard.checkpoint
 import reshard.spmd as sp
 from live_processes import expect_all_end_well, run_ranks
 from reshard import DeviceMesh
+from reshard.spmd.arrays import saved_arrays
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -121,23 +121,18 @@ def test_steps_go_on_while_a_save_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save is written when ten steps are taken, and has five."""
-    go_on, prepare, take = threading.Event(), train.prepare_save, train.Training.run
+    go_on, write, take = threading.Event(), saved_arrays.run_conversion, train.Training.run
 
-    def prepare_late(arrays: dict[str, Any], *where: Any) -> Callable[[], None]:
-        write = prepare(arrays, *where)
-
-        def write_late() -> None:
-            assert go_on.wait(60), "the next steps waited for the save"
-            write()
-
-        return write_late
+    def write_late(*what: Any, **how: Any) -> Any:
+        assert go_on.wait(60), "the next steps waited for the save"
+        return write(*what, **how)
 
     def take_steps(self: train.Training, steps: int) -> None:
         take(self, steps)
         if steps == 10:
             go_on.set()
 
-    monkeypatch.setattr(train, "prepare_save", prepare_late)
+    monkeypatch.setattr(saved_arrays, "run_conversion", write_late)
     monkeypatch.setattr(train.Training, "run", take_steps)
     words = ["--tiny", "--dtype", "float64", "--every", "5", "--folder", str(tmp_path)]
     train.train(train.read_arguments([*words, "--mesh", "dp=2", "--steps", "10"]))

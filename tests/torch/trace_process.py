@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
 from reshard import spec
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.shards import process_runner
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.torch.programs import movement
 from reshard.torch.programs.run import ProgramRun
 from spmd.traced_functions import FUNCTIONS, MESH, Traced

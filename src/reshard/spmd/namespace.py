@@ -42,6 +42,7 @@ _NAMES_OF = {
         "unique_inverse unique_values"
     ),
     "arrays.random": "dropout",
+    "arrays.saved_arrays": "load save save_async",
     "arrays.sharded_array": "ShardedArray array from_shards",
     "nabla": (
         "Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor "

@@ -16,8 +16,8 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.shards.runner import InProcess
-from reshard.spmd.tracing.argument_tree import leaves
 from spmd.traced_functions import FUNCTIONS, Traced
 
 MESH = DeviceMesh.of(x=2, y=3)

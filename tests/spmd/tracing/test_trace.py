@@ -24,6 +24,7 @@ from reshard.errors import MeshError, ShardError, SpecError, UsageError
 from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.local.library import library
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
@@ -32,7 +33,6 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.traced_operation import InsertedReshard
 from reshard.topology import Link, Topology
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,7 +104,34 @@ def describe_ranks(
         mesh,
         find_specs,
     )
-    return _hold(parts, found_layouts, mesh)
+    return _hold(
+        parts,
+        {name: layout for name, (_, layout) in found_layouts.items()},
+        {name: str(spec) for name, (spec, _) in found_layouts.items()},
+        mesh,
+    )
+
+
+class HeldArray(NamedTuple):
+    """The parts of a tensor that ranks hold, and how they are those of the whole."""
+
+    dtype: DType
+    layout: Layout
+    parts: Mapping[int, np.ndarray[Any, Any]]
+
+
+def hold_arrays(arrays: Mapping[str, HeldArray]) -> Checkpoint:
+    """The checkpoint that arrays of known layouts are, by name, without copying them.
+
+    >>> whole = HeldArray(as_dtype("int64"), Layout.replicated((2,)), {0: np.arange(2)})
+    >>> hold_arrays({"w": whole})["w"].shape
+    (2,)
+    """
+    parts = {
+        name: {rank: _HeldPart(one.dtype, part.shape, part) for rank, part in one.parts.items()}
+        for name, one in arrays.items()
+    }
+    return _hold(parts, {name: one.layout for name, one in arrays.items()}, {}, None)
 
 
 def _no_checkpoint() -> Checkpoint:
@@ -168,22 +195,24 @@ def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
 
 def _hold(
     parts: Mapping[str, Mapping[int, _HeldPart]],
-    layouts: Mapping[str, tuple[ShardingSpec, Layout]],
-    mesh: DeviceMesh,
+    layouts: Mapping[str, Layout],
+    specs: Mapping[str, str],
+    mesh: DeviceMesh | None,
 ) -> Checkpoint:
     """The checkpoint of these parts, each rank's in a file that is its arrays."""
-    held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(mesh.devices)}
+    ranks = {rank for own in parts.values() for rank in own} if mesh is None else mesh.devices
+    held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(ranks)}
     sizes = dict.fromkeys(held, 0)
     tensors = {}
     for name, own in parts.items():
-        (spec, layout), addresses = layouts[name], {}
+        layout, addresses = layouts[name], {}
         for rank, part in own.items():
             if rank in layout.holders:
                 addresses[rank] = FileRange(_file_name(rank), sizes[rank])
                 held[rank].append((sizes[rank], part))
                 sizes[rank] += math.prod(part.shape) * part.dtype.itemsize_bytes
         kind = next(iter(own.values())).dtype
-        tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), str(spec))
+        tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), specs.get(name))
         _ = tensors[name].assembly
     return Checkpoint(
         Path(_FORMAT),

@@ -24,12 +24,12 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.functions.elementwise import sqrt
 from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.gradients.tape import ended, is_real_floating, placed
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.tracing.argument_tree import leaves, leaves_like, replaced, shardings_like
 
 State = dict[str, Any]
 """A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`).

@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.filling import ones_like, zeros_like
 from reshard.spmd.gradients.table import find_pullback
@@ -24,7 +25,6 @@ from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
 from reshard.spmd.shards.pending_sums import without_pending
-from reshard.spmd.tracing.argument_tree import leaves, leaves_like, replaced, shardings_like
 
 Function = Callable[..., Any]
 Places = int | Sequence[int]

@@ -7,10 +7,10 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.local.library import library_of
 from reshard.spmd.programs.traced_function import arrays_of, settled
-from reshard.spmd.tracing.argument_tree import arranged_like, leaves, replaced
 
 
 def check_functions(name: str, *functions: object) -> None:

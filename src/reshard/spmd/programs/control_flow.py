@@ -15,6 +15,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.functions.manipulation import stack
 from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import (
@@ -45,7 +46,6 @@ from reshard.spmd.programs.traced_function import (
 )
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,

@@ -20,6 +20,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.programs.traced_function import (
@@ -34,7 +35,6 @@ from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.supposed_elements import supposed_elements
 from reshard.spmd.tracing.abstract_runner import AbstractShard
-from reshard.spmd.tracing.argument_tree import replaced
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,

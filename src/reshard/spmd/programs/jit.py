@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
 from reshard.spmd.programs.overlap.decomposed_products import overlapped
@@ -27,7 +28,6 @@ from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (

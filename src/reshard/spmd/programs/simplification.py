@@ -20,8 +20,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.propagation.graph import Graph, Operation
-from reshard.spmd.tracing.argument_tree import replaced
 from reshard.spmd.tracing.graph_recording import RecordedCall, Recording, ValuePlace
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
@@ -21,7 +22,6 @@ from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
 from reshard.spmd.tracing.memory import held_bytes
 from reshard.spmd.tracing.trace import Trace, keep_given, trace_placed

@@ -27,6 +27,7 @@ from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
 from reshard.spmd.local.library import library_of
 from reshard.spmd.operators.table import operator_of
@@ -40,7 +41,6 @@ from reshard.spmd.shards.operation_call import (
     recording,
 )
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.argument_tree import leaves, replaced
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
 

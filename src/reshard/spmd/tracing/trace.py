@@ -21,6 +21,7 @@ from reshard.cost.formulas import check_library
 from reshard.errors import ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
@@ -35,7 +36,6 @@ from reshard.spmd.shards.operation_call import Recorder, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.compute import with_compute
 from reshard.spmd.tracing.document import trace_document
 from reshard.spmd.tracing.graph_recording import (

@@ -144,6 +144,7 @@ def find_places(
         for file in arrangement.files
     }
     found = []
+    cells: dict[tuple[str, int], dict[Box, int]] = {}
     for rank, plan in enumerate(plans):
         places: list[WritePlace | None] = []
         for item in plan.items:
@@ -151,13 +152,20 @@ def find_places(
                 places.append(None)
                 continue
             tensor = arrangement.tensors[item.index.fqn]
-            places.append(_find_place(tensor, rank, find_box(item), files, arrangement.format))
+            places.append(
+                _find_place(tensor, rank, find_box(item), files, arrangement.format, cells)
+            )
         found.append(RankPlaces(folder, rank, tuple(places)))
     return found
 
 
 def _find_place(
-    tensor: StoredTensor, rank: int, box: Box, files: Mapping[str, tuple[int, bool]], format: str
+    tensor: StoredTensor,
+    rank: int,
+    box: Box,
+    files: Mapping[str, tuple[int, bool]],
+    format: str,
+    cells: dict[tuple[str, int], dict[Box, int]],
 ) -> WritePlace:
     layout = tensor.layout
     whole = Box((0,) * layout.ndim, layout.shape)
@@ -165,20 +173,31 @@ def _find_place(
     for slot in (rank, *tensor.stored_slots[:1]):
         if slot not in tensor.binding.addresses:
             continue
-        boxes = layout.boxes(slot)
-        for number, cell in enumerate(layout.cells_of(slot)):
-            has_box = len(boxes) == len(layout.cells_of(slot)) and boxes[number] in (box, whole)
-            if not has_box or tensor.view(slot, number) is not None:
-                continue
-            place = tensor.file_range(slot, number, int(layout.cell_offset[cell]))
-            local = tuple(a - b for a, b in zip(box.start, boxes[number].start, strict=True))
-            shape = boxes[number].shape
-            size, is_checked = files[place.path]
-            return WritePlace(place.path, size, place.start_bytes, shape, local, is_checked)
+        # A rank may have very many boxes: they are listed once.
+        if (tensor.name, slot) not in cells:
+            cells[tensor.name, slot] = _number_boxes(layout, slot)
+        numbers = cells[tensor.name, slot]
+        stored = next((one for one in (box, whole) if one in numbers), None)
+        if stored is None or tensor.view(slot, numbers[stored]) is not None:
+            continue
+        number = numbers[stored]
+        offset = int(layout.cell_offset[layout.cells_of(slot)[number]])
+        place = tensor.file_range(slot, number, offset)
+        local = tuple(a - b for a, b in zip(box.start, stored.start, strict=True))
+        size, is_checked = files[place.path]
+        return WritePlace(place.path, size, place.start_bytes, stored.shape, local, is_checked)
     raise UsageError(
         f"the format {format} has no one place for {box} of tensor {tensor.name!r} of rank {rank}; "
         "save with format='torch-dcp', and convert that"
     )
+
+
+def _number_boxes(layout: Layout, slot: int) -> dict[Box, int]:
+    """The boxes of a slot, each with the number of its cell; none where a cell has several."""
+    boxes = layout.boxes(slot)
+    if len(boxes) != len(layout.cells_of(slot)):
+        return {}
+    return {box: number for number, box in enumerate(boxes)}
 
 
 def as_paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:

@@ -13,11 +13,11 @@ import reshard
 import reshard.spmd as sp
 from pipeline_models import make_arrays, make_stages, place, whole
 from reshard.errors import SpecError, UsageError
+from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.programs.pipelines import stage_passes, stage_programs
 from reshard.spmd.shards.operation_call import recording
-from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 

@@ -29,6 +29,7 @@ from reshard.errors import MeshError, PlanError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.programs.automatic.input_search import InputSearch
 from reshard.spmd.programs.automatic.least_inputs import least_inputs
@@ -41,7 +42,6 @@ from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.tracing.argument_tree import leaves, replaced
 from reshard.spmd.tracing.graph_recording import Recording, type_of
 from reshard.spmd.tracing.mesh_parts import meshes_of
 from reshard.spmd.tracing.trace import (

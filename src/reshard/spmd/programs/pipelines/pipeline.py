@@ -20,13 +20,13 @@ from typing import Any
 
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule
 from reshard.spmd.programs.pipelines.stage_passes import Stage, StagePasses
 from reshard.spmd.programs.pipelines.stage_run import PipelineRun
 from reshard.spmd.programs.pipelines.timetable import StageCosts
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.topology import Topology
 
 

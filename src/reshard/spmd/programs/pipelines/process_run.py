@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.pipelines.stage_boundary import StageBoundary
 from reshard.spmd.programs.pipelines.stage_passes import StagePasses
 from reshard.spmd.programs.pipelines.stage_run import PipelineRun
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.torch.exchange.groups import rank_group
 
 # How many tasks of each rank before it is taken what another stage makes is asked for.

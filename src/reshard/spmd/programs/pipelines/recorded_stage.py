@@ -20,12 +20,12 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.traced_function import as_abstract, settled
 from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders, unrecorded
-from reshard.spmd.tracing.argument_tree import leaves
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RecordedCall,

@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any, Protocol
 
 from reshard.errors import ReshardError
+from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.gradients.transforms import vjp, vjp_in_two
 from reshard.spmd.programs.jit import read_kind
@@ -25,7 +26,6 @@ from reshard.spmd.programs.pipelines.recorded_stage import Back, Differentiated,
 from reshard.spmd.programs.pipelines.stage_programs import ProgramPass, StagePrograms
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.argument_tree import leaves, replaced
 
 Stage = Callable[..., Any]
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.pipelines.recorded_stage import RecordedStage
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.argument_tree import leaves, replaced
 from reshard.spmd.tracing.graph_recording import ValuePlace
 from reshard.spmd.tracing.trace import keep_given
 

@@ -1,0 +1,146 @@
+"""Saves over processes: each rank writes the boxes of its shards that no other rank writes.
+
+`torch.distributed.checkpoint` lets ranks agree on who writes what, and `StorageWriter` puts the
+boxes into the files of a format. DTensors are not needed: a box is a box of any sharding, uneven,
+strided or with halos.
+
+    x@cyclic1 over 2 ranks, 6 rows      rank 0: [0:1], [2:3], [4:5]     rank 1: [1:2], [3:4], [5:6]
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from reshard.errors import ReshardError, RunError
+from reshard.layout import Box, Layout
+from reshard.runs import OWNED
+from reshard.spmd.array_type import ArrayType
+from reshard.torch.storage.chunks import torch_type
+from reshard.torch.storage.writer import StorageWriter
+
+Slices = tuple[slice, ...]
+Saved = Mapping[str, tuple[ArrayType, Layout, dict[int, Any]]]
+"""By name: the type of an array, its layout, and its shards here by rank."""
+
+
+def prepare_box_save(
+    target: str | os.PathLike[str],
+    saved: Saved,
+    format: str,
+    overwrite: bool,
+    group: Any,
+    is_background: bool,
+) -> Callable[..., None]:
+    """What writes this rank's part, with all ranks of a group, or of the job when None."""
+    writer = StorageWriter(target, format=format, overwrite=overwrite)
+    planner = _BoxPlanner(saved)
+    # What ranks say to each other of a save must not meet what they say of the next steps.
+    talking = saving_group(group or dist.group.WORLD) if is_background else group
+
+    def write(**_: Any) -> None:
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=talking)
+        except dcp.api.CheckpointException as error:
+            rank, (cause, _) = next(iter(sorted(error.failures.items())))
+            if isinstance(cause, ReshardError):
+                raise cause from error
+            raise RunError(
+                f"the save to {target} failed on rank {rank}: {type(cause).__name__}: {cause}; "
+                "what was there is as it was"
+            ) from error
+
+    return write
+
+
+@lru_cache(maxsize=8)
+def saving_group(group: Any) -> Any:
+    """The same processes, in a group that only talks about saves."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, Slices]]:
+    """The boxes that a rank has of a tensor, and where each of them is in its shard.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> layout = spec(DeviceMesh.of(x=2), "x@cyclic1").layout((3,))
+    >>> [(str(box), where) for box, where in list_boxes(layout, 0)]
+    [('[0:1]', (slice(0, 1, None),)), ('[2:3]', (slice(1, 2, None),))]
+    """
+    for cell in layout.cells_of(rank):
+        dims = []
+        for dim, table in enumerate(layout.tables):
+            runs = table.runs_of(int(layout.cell_part[cell, dim]))
+            dims.append([(start, stop, own) for start, stop, own, role in runs if role == OWNED])
+        for product in itertools.product(*dims):
+            box = Box(tuple(a for a, _, _ in product), tuple(b for _, b, _ in product))
+            if box.elements:
+                yield box, tuple(slice(own, own + b - a) for a, b, own in product)
+
+
+class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
+    """Plans the save of arrays in shards, instead of the state that PyTorch gives it."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._saved = saved
+        self._places: dict[MetadataIndex, Slices] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """All boxes that are here; of those that several ranks have, one rank's stay."""
+        items = [self._describe(name, box, where) for name, box, where in self._list_boxes()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _list_boxes(self) -> Iterator[tuple[str, Box, Slices]]:
+        for name, (kind, layout, shards) in self._saved.items():
+            if 0 in kind.shape:
+                whole = Box((0,) * len(kind.shape), kind.shape)
+                yield name, whole, tuple(slice(0, 0) for _ in kind.shape)
+                continue
+            for rank in shards:
+                for box, where in list_boxes(layout, rank):
+                    yield name, box, where
+
+    def _describe(self, name: str, box: Box, where: Slices) -> WriteItem:
+        kind = self._saved[name][0]
+        offsets, sizes = torch.Size(box.start), torch.Size(box.shape)
+        index = MetadataIndex(name, offsets)
+        self._places[index] = where
+        return WriteItem(
+            index,
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes),
+                properties=TensorProperties(dtype=torch_type(kind.dtype, name)),
+                size=torch.Size(kind.shape),
+            ),
+        )
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The elements of a box."""
+        name = write_item.index.fqn
+        kind, _, shards = self._saved[name]
+        if 0 in kind.shape:
+            return torch.empty(kind.shape, dtype=torch_type(kind.dtype, name))
+        (shard,) = shards.values()
+        return shard[self._places[write_item.index]]

@@ -1,0 +1,345 @@
+"""Arrays in shards as a checkpoint, and a checkpoint as arrays in shards.
+
+The arrays of a tree (lists, tuples, dictionaries) have the names of their places::
+
+    {"weights": {"up": a}, "layers": [b, c]}      weights.up, layers.0, layers.1
+
+A checkpoint has whole tensors by these names, and no mesh: it is loaded in any other shardings,
+each rank reading its own part.
+
+1. In one process, the shards are a checkpoint in memory, which is converted to the target.
+2. Over processes, each rank writes the boxes that no other rank writes (`box_save`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.run import run_conversion
+from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path
+from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.loading.background import BackgroundWork
+from reshard.checkpoint.loading.rank_arrays import HeldArray, hold_arrays
+from reshard.checkpoint.loading.requested import load as load_parts
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError, UsageError
+from reshard.layout import Layout
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.arrays.argument_tree import replaced
+from reshard.spmd.arrays.sharded_array import array, from_shards
+from reshard.spmd.functions.data_types import astype
+from reshard.spmd.local.library import library_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import Runner, runner_for
+
+_SHOWN = 5
+_MOST_BOXES = 256
+"""That a rank writes of one array as they lie."""
+
+
+class SavedArray(NamedTuple):
+    """An array that is saved: its shards here, by rank, and their layout."""
+
+    type: ArrayType
+    layout: Layout
+    shards: dict[int, Any]
+
+
+def save(
+    target: str | os.PathLike[str],
+    arrays: Any,
+    *,
+    format: str = "safetensors",
+    overwrite: bool = False,
+    group: Any = None,
+) -> None:
+    """Save arrays in shards as a checkpoint, which appears when it is complete.
+
+    Over processes all processes of the group call it, each with the arrays that it has; each writes
+    its own part. Sums that are pending are reduced first.
+
+    Args:
+        target: a folder, or an address that can be written.
+        arrays: lists, tuples and dictionaries of arrays in shards, as deep as wanted; None is left
+            out. The name of an array is its place: `layers.0.up`.
+        format: `safetensors` (whole tensors), `torch-dcp`, or another that can be written;
+            `sharded-safetensors`, a file a rank, only over processes.
+        overwrite: replace a checkpoint that is there.
+        group: over processes, the process group that saves; all processes when None.
+
+    Raises:
+        UsageError: what is no array, two arrays of one name, a format that cannot be written, a
+            checkpoint that is there.
+        RunError: what cannot be written; what is there stays as it was.
+
+    >>> import tempfile, reshard, reshard.spmd as sp
+    >>> mesh, folder = reshard.DeviceMesh.of(x=2), tempfile.mkdtemp()
+    >>> weights = {"up": sp.ones((4, 6), spec=reshard.spec(mesh, "x, -"))}
+    >>> sp.save(f"{folder}/step-1", {"weights": weights})
+    >>> sorted(reshard.checkpoint.open(f"{folder}/step-1").tensors)
+    ['weights.up']
+    """
+    _prepare(target, arrays, format, overwrite, group, is_background=False)()
+
+
+def save_async(
+    target: str | os.PathLike[str],
+    arrays: Any,
+    *,
+    format: str = "safetensors",
+    overwrite: bool = False,
+    group: Any = None,
+) -> BackgroundWork[None]:
+    """Save in the background, while the program goes on: `save` with the same arguments.
+
+    What is saved are the arrays of this moment. Programs may free them (`donate=`); their memory
+    stays until they are written. Do not write into their shards meanwhile. Over processes, the
+    first call makes a process group for saves, and one save ends before the next one begins: wait
+    for `result()` on every process.
+
+    Returns:
+        The handle of the work. `result()` waits for its end, and raises what the save raised.
+    """
+    work = _prepare(target, arrays, format, overwrite, group, is_background=True)
+    return BackgroundWork(work, None)
+
+
+def _prepare(
+    target: str | os.PathLike[str],
+    arrays: Any,
+    format: str,
+    overwrite: bool,
+    group: Any,
+    is_background: bool,
+) -> Callable[..., None]:
+    """What writes the arrays; everything that ranks move for it is moved before this returns."""
+    named = dict(_list_arrays(arrays))
+    runners = {x.runner for x in named.values()}
+    if any(one.is_abstract for one in runners):
+        raise UsageError(
+            "arrays without elements cannot be saved; save outside functions that are traced, what "
+            "they return"
+        )
+    over = {one.has_every_shard for one in (runners or {runner_for()})}
+    if len(over) > 1:
+        raise UsageError(
+            "arrays of one process and arrays over processes in one save; save them one by one"
+        )
+    saved = {name: _find_shards(x) for name, x in named.items()}
+    if not over.pop():
+        # It imports torch.
+        from reshard.spmd.arrays.box_save import prepare_box_save
+
+        return prepare_box_save(target, saved, format, overwrite, group, is_background)
+    if not saved:
+        raise UsageError(f"no arrays to save in {target}; give at least one")
+    if group is not None:
+        raise UsageError(f"group={group!r} for arrays of one process; leave it out")
+    folder = as_path(target)
+    if not isinstance(folder, PlacePath):
+        with refusals_explained("make the folder of a new checkpoint", folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+    held = hold_arrays(
+        {
+            name: HeldArray(one.type.dtype, one.layout, _read_elements(one))
+            for name, one in saved.items()
+        }
+    )
+    planned = plan_conversion(held, folder, to="full", format=format)
+
+    def write(
+        progress: ProgressFunction | None = None, stop: threading.Event | None = None
+    ) -> None:
+        run_conversion(planned, overwrite=overwrite, restart=True, progress=progress, stop=stop)
+
+    return write
+
+
+def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree, by name. Raises UsageError for what is none."""
+    seen: set[str] = set()
+    for name, leaf in _walk(tree, ()):
+        if leaf is None:
+            continue
+        if not name:
+            raise UsageError(
+                f"a {type(leaf).__name__} without a name; give a dictionary: {{'w': array}}"
+            )
+        if not isinstance(leaf, kinds):
+            raise UsageError(
+                f"{name!r} is {leaf!r}, a {type(leaf).__name__}; an array in shards was expected: "
+                "sp.array makes one"
+            )
+        if name in seen:
+            raise UsageError(
+                f"two arrays are named {name!r}, since keys have dots in them; rename one"
+            )
+        seen.add(name)
+        yield name, leaf
+
+
+def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _walk(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple):
+        for place, value in enumerate(tree):
+            yield from _walk(value, (*path, str(place)))
+    else:
+        yield ".".join(path), tree
+
+
+def _find_shards(x: Any) -> SavedArray:
+    """The shards of an array that has no sums pending, without gradients."""
+    if x.type.spec is not None and x.type.spec.partial_axes:
+        x = x.shard(without_pending(x.type.spec))
+    if not x.runner.has_every_shard and _count_boxes(x.type) > _MOST_BOXES:
+        x = x.shard(_in_stretches(x.type.spec))
+    shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]
+    if x.type.spec is None:
+        # Every rank has the same: it is saved as that of the first.
+        layout, ranks = Layout.replicated(x.type.shape), (0,)
+    else:
+        layout, ranks = x.type.layout, tuple(x.runner.ranks(x.type.spec.mesh))
+    return SavedArray(x.type, layout, dict(zip(ranks, shards, strict=True)))
+
+
+def _count_boxes(kind: ArrayType) -> int:
+    """The most boxes that a rank has of an array."""
+    if kind.spec is None:
+        return 1
+    layout = kind.layout
+    return max(
+        math.prod(
+            len(table.runs_of(int(layout.cell_part[cell, dim])))
+            for dim, table in enumerate(layout.tables)
+        )
+        for cell in range(layout.cells)
+    )
+
+
+def _in_stretches(spec: ShardingSpec) -> ShardingSpec:
+    """The same axes on the same dimensions, each part in one stretch."""
+    return ShardingSpec(spec.mesh, [DimSpec(dim.axes) for dim in spec.dim_specs])
+
+
+def _read_elements(saved: SavedArray) -> dict[int, Any]:
+    """The shards as arrays of NumPy."""
+    return {
+        rank: np.asarray(one) if (own := library_of(one)) is None else own.numpy(one)
+        for rank, one in saved.shards.items()
+    }
+
+
+def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool = False) -> Any:
+    """Arrays of a checkpoint, in the shardings of others.
+
+    Each rank reads its own part, from a checkpoint of any format, cut in any way. Nothing is sent
+    between ranks.
+
+    Args:
+        source: a checkpoint, or where it is.
+        like: lists, tuples and dictionaries of arrays, whose places are the tensors' names
+            (`layers.0.up`); or `sp.abstract(shape, dtype, spec)` in their place, which takes no
+            memory. None stays None.
+        cast: cast tensors of another element type; else they are refused.
+
+    Returns:
+        The same lists, tuples and dictionaries, with the arrays that were loaded. Tensors that are
+        in the checkpoint alone are left out.
+
+    Raises:
+        CheckpointError: no checkpoint; tensors that it has not, or of another shape or type.
+        UsageError: what is no array, two arrays of one name.
+        RunError: files that cannot be read.
+
+    >>> import tempfile, reshard, reshard.spmd as sp
+    >>> mesh, folder = reshard.DeviceMesh.of(x=2), tempfile.mkdtemp()
+    >>> sp.save(f"{folder}/step-1", {"up": sp.arange(6, spec=reshard.spec(mesh, "x"))})
+    >>> columns = reshard.spec(reshard.DeviceMesh.of(y=3), "y")
+    >>> found = sp.load(f"{folder}/step-1", {"up": sp.abstract((6,), "int64", columns)})
+    >>> found["up"].shards[2].tolist()
+    [4, 5]
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    wanted = {
+        name: _Wanted(x, runner_for())
+        if isinstance(x, ArrayType)
+        else _Wanted(x.type, runner_for() if x.runner.is_abstract else x.runner)
+        for name, x in _list_arrays(like, (ArrayValue, ArrayType))
+    }
+    _check_stored(checkpoint, {name: one.type for name, one in wanted.items()}, cast)
+    # What one rank reads is read together.
+    layouts: dict[int, dict[str, Layout]] = {}
+    for name, one in wanted.items():
+        for rank in one.ranks:
+            layouts.setdefault(rank, {})[name] = one.layout
+    parts = {rank: load_parts(checkpoint, own, rank) for rank, own in layouts.items()}
+    made = (
+        one.make({rank: parts[rank].pop(name) for rank in one.ranks}, checkpoint[name].dtype)
+        for name, one in wanted.items()
+    )
+    return replaced(like, lambda leaf: None if leaf is None else next(made))
+
+
+class _Wanted(NamedTuple):
+    """An array that is loaded: its type, and whose shards there will be."""
+
+    type: ArrayType
+    runner: Runner
+
+    @property
+    def spec(self) -> ShardingSpec | None:
+        return None if self.type.spec is None else without_pending(self.type.spec)
+
+    @property
+    def layout(self) -> Layout:
+        shape = self.type.shape
+        return Layout.replicated(shape) if self.spec is None else self.spec.layout(shape)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (0,) if self.spec is None else tuple(self.runner.ranks(self.spec.mesh))
+
+    def make(self, shards: dict[int, Any], dtype: DType) -> Any:
+        """The array, of shards of an element type."""
+        if self.spec is None:
+            made = array(shards[0], runner=self.runner)
+        else:
+            shape = self.type.shape
+            made = from_shards(shards, shape, self.spec, dtype=dtype, runner=self.runner)
+        return made if dtype is self.type.dtype else astype(made, self.type.dtype)
+
+
+def _check_stored(checkpoint: Checkpoint, named: dict[str, ArrayType], cast: bool) -> None:
+    """Raise CheckpointError where tensors are missing or others, with all that is wrong."""
+    wrong = []
+    for name, kind in named.items():
+        stored = checkpoint.tensors.get(name)
+        expected = f"{kind.dtype} {list(kind.shape)}"
+        if stored is None:
+            wrong.append(f"{name!r} is not there")
+        elif tuple(stored.shape) != kind.shape:
+            wrong.append(f"{name!r} is {stored.dtype} {list(stored.shape)}, not {expected}")
+        elif stored.dtype is not kind.dtype and not cast:
+            wrong.append(
+                f"{name!r} is {stored.dtype} {list(stored.shape)}, not {expected} (cast=True casts)"
+            )
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.folder}: {'; '.join(wrong[:_SHOWN])}{more}; give arrays like those that "
+            "were saved"
+        )
