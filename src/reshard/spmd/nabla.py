@@ -73,7 +73,7 @@ class _ArrayClass(type):
 
 
 class Tensor(ShardedArray, metaclass=_ArrayClass):
-    """nabla's name of arrays in shards, with its constructors, of `float32` elements.
+    """nabla's name for sharded arrays, with its constructors, of `float32` elements.
 
     >>> x = Tensor.ones((4, 8)).trace()
     >>> x, isinstance(x, Tensor), Tensor([1, 2]).type
@@ -132,7 +132,7 @@ def _type_of(argument: Any) -> ArrayType | None:
 
 
 def has_sharded_inputs(args: Iterable[Any]) -> bool:
-    """Whether one of the arguments is an array with a sharding.
+    """Whether any argument is an array with a sharding.
 
     >>> import reshard.spmd as sp
     >>> x = sp.ones((4, 2))
@@ -143,7 +143,7 @@ def has_sharded_inputs(args: Iterable[Any]) -> bool:
 
 
 def get_mesh_from_args(args: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh of the arguments that are sharded; None where none is.
+    """The mesh of the sharded arguments; None if there is none.
 
     Raises MeshError where there are two, and names both.
     """
@@ -158,7 +158,7 @@ def infer_output_sharding(
     mesh: DeviceMesh | None = None,
     **attributes: Any,
 ) -> ShardingSpec | tuple[ShardingSpec, ...]:
-    """The sharding that the result of an operation will have, without carrying it out.
+    """Infer the sharding of an operation's result, without executing it.
 
     Args:
         op: the name of an operator in the table of rules, its row, or a function on arrays in
@@ -238,7 +238,7 @@ def _trace_sharding(
 def slice_for_shard(
     tensor: Any, shape: Sequence[int], sharding: ShardingSpec | None, index: int
 ) -> Any:
-    """The part of a whole array that one device has.
+    """The shard of a full array on one device.
 
     Args:
         tensor: an array of NumPy or PyTorch, or one in shards.
@@ -284,7 +284,7 @@ def reshard_tensor(
     to_spec: ShardingSpec | None,
     mesh: DeviceMesh,
 ) -> ShardedArray:
-    """The same array in another sharding; None means a copy on every device of the mesh.
+    """Reshard an array; None means replicated on every device of the mesh.
 
     Args:
         tensor: an array in shards, or a whole one of NumPy or PyTorch.

@@ -1,6 +1,6 @@
 """Fourier transforms: the array API's `fft` extension.
 
-Each axis that is transformed is needed whole; the others stay in shards.
+Transformed axes are replicated first; the others stay sharded.
 """
 
 from __future__ import annotations
@@ -73,17 +73,15 @@ def _check_norm(norm: str) -> None:
 
 
 fft = _make_along_one("fft", "The Fourier transform along an axis.")
-ifft = _make_along_one("ifft", "The Fourier transform back, along an axis.")
+ifft = _make_along_one("ifft", "The inverse Fourier transform along an axis.")
 rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.")
-irfft = _make_along_one("irfft", "What `rfft` transformed, back.")
-hfft = _make_along_one(
-    "hfft", "The Fourier transform of what is equal to its own mirrored conjugate."
-)
-ihfft = _make_along_one("ihfft", "What `hfft` transformed, back.")
+irfft = _make_along_one("irfft", "The inverse of `rfft`.")
+hfft = _make_along_one("hfft", "The Fourier transform of a Hermitian-symmetric signal.")
+ihfft = _make_along_one("ihfft", "The inverse of `hfft`.")
 fftn = _make_along_many("fftn", "The Fourier transform along several axes; along all when None.")
-ifftn = _make_along_many("ifftn", "The Fourier transform back, along several axes.")
+ifftn = _make_along_many("ifftn", "The inverse Fourier transform along several axes.")
 rfftn = _make_along_many("rfftn", "The Fourier transform of real numbers along several axes.")
-irfftn = _make_along_many("irfftn", "What `rfftn` transformed, back.")
+irfftn = _make_along_many("irfftn", "The inverse of `rfftn`.")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
@@ -109,13 +107,13 @@ def _make_frequencies(function: Any, n: int, d: float, dtype: object, device: ob
 
 @of_arrays
 def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
-    """The frequency 0 moved to the middle."""
+    """Move the zero frequency to the middle."""
     return _shift(x, axes, 1)
 
 
 @of_arrays
 def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
-    """What `fftshift` moved, back."""
+    """The inverse of `fftshift`."""
     return _shift(x, axes, -1)
 
 

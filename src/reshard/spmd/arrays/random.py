@@ -1,8 +1,8 @@
 """Random numbers by key: the same for every sharding, number of ranks, runner and library.
 
-A key is an array of two whole numbers. The same key gives the same numbers: a program makes one,
-`split`s it, and uses each part once. Each rank draws the numbers of its own shard, and nothing
-moves. Under `sp.grad` they are constants; under `sp.trace` a key may be an argument.
+A key is an array of two integers. The same key gives the same numbers: a program creates one, calls
+`split`, and uses each of the results once. Each rank generates the numbers of its own shard, and
+nothing moves. For `sp.grad` they are constants; under `sp.trace` a key may be an argument.
 
     key = sp.random.key(0)
     first, second = sp.random.split(key)
@@ -53,7 +53,7 @@ _ANY_PLACE = np.int8(0)
 
 
 def key(seed: int) -> ShardedArray:
-    """The key of a seed, a whole number from 0 to `2**64 - 1`.
+    """Create a key from a seed, an integer from 0 to `2**64 - 1`.
 
     Raises UsageError for another seed.
 
@@ -67,7 +67,7 @@ def key(seed: int) -> ShardedArray:
 
 
 def split(key: Any, count: int = 2) -> tuple[Any, ...]:
-    """Keys made of a key, whose numbers have nothing to do with each other's or with its own.
+    """Derive several independent keys from a key.
 
     Split a key, and use the parts: the same key gives the same parts.
 
@@ -83,7 +83,7 @@ def split(key: Any, count: int = 2) -> tuple[Any, ...]:
 
 @of_arrays
 def fold_in(key: Any, number: Any) -> Any:
-    """The key of a number, of a layer or a step say: part `number` of as many as there may be.
+    """Derive a key from a key and a number, for example of a layer or a step.
 
     Args:
         key: the key that it is made of.
@@ -122,7 +122,7 @@ def uniform(
     dtype: object = "float64",
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Numbers from `low` up to `high`, which is left out but for rounding.
+    """Uniform random numbers from `low` up to `high`, which is excluded except for rounding.
 
     >>> import reshard, reshard.spmd as sp
     >>> cut = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
@@ -145,7 +145,7 @@ def normal(
     dtype: object = "float64",
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Numbers of mean 0 and deviation 1, distributed normally."""
+    """Random numbers of the standard normal distribution."""
     return _draw(key, shape, spec, "normal", _read_float(dtype))
 
 
@@ -157,7 +157,7 @@ def integers(
     *,
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Whole numbers (`int64`) from `low` up to `high`, that one left out.
+    """Random integers (`int64`) from `low` up to, but not including, `high`.
 
     Of `n` numbers one is more likely than another by at most `n / 2**64` of its probability.
 
@@ -181,7 +181,7 @@ def bernoulli(
     *,
     spec: ShardingSpec | None = None,
 ) -> Any:
-    """Truth values that are true with probability `p`, a number or an array of them.
+    """Booleans that are true with probability `p`, a number or an array.
 
     The result has the shape and the sharding of an array `p`, unless it is given one, which `p`
     broadcasts to.
@@ -202,14 +202,15 @@ def bernoulli(
 
 @of_arrays
 def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
-    """Indices along an axis, each drawn with the probability that `softmax` gives it.
+    """Random indices along an axis, with the probabilities of `softmax`.
 
-    The axis may be cut: ranks exchange the greatest of each and where it is, not the logits.
+    The axis may be sharded: ranks exchange the maximum of each shard and its index, not the logits.
 
-    No element raises an error, since a program does not look at elements: where any logit is NaN,
-    the last class is drawn, and where all are `-inf`, the first. `sp.any(sp.isnan(logits))` tells.
+    Invalid elements do not raise an error, because programs do not read elements: if any logit is
+    NaN, the last class is drawn, and if all are `-inf`, the first. Check with
+    `sp.any(sp.isnan(logits))`.
 
-    Raises UsageError for an axis that there is not, or that has no classes.
+    Raises UsageError for an axis that does not exist, or that has no classes.
 
     >>> import reshard.spmd as sp
     >>> logits = sp.array([[0.0, 50.0, 0.0], [float("nan"), 50.0, 0.0]])
@@ -236,7 +237,7 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
 
 @of_arrays
 def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
-    """The numbers from 0 to `x - 1` in random order, or an array's slices along an axis."""
+    """A random permutation of the integers from 0 to `x - 1`, or of slices along an axis."""
     is_array = isinstance(x, ArrayValue)
     place = axis_of(x.ndim, axis) if is_array else 0
     size = x.shape[place] if is_array else whole_number("a permutation of", x)

@@ -118,11 +118,11 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
         Args:
             target: a sharding, or a mesh.
-            dims: with a mesh, how each dimension is cut over it.
+            dims: with a mesh, the sharding of each dimension.
 
         Raises:
-            SpecError: another number of dimensions, or a sharding that some device has no part in.
-            MeshError: over processes, a mesh of ranks that are none of them.
+            SpecError: another number of dimensions, or a sharding in which some device has no part.
+            MeshError: over processes, a mesh with ranks that are not processes of the job.
         """
         spec = _read_spec(target, dims)
         # Without elements, what is asked for is known to a recorder though nothing moves.
@@ -140,16 +140,16 @@ class ShardedArray(ArrayValue, ArrayOperators):
     def with_sharding(
         self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None
     ) -> ShardedArray:
-        """The same array, its sharding fixed here. See `shard`."""
+        """Return the array in another sharding, fixed for propagation. See `shard`."""
         return self.shard(target, dims)
 
     def reduced(self) -> ShardedArray:
-        """The same array with contributions combined: itself where it has none."""
+        """Reduce a pending sum; return the array itself if it is not pending."""
         spec = self.type.spec
         return self if spec is None or not spec.partial_axes else self.shard(without_pending(spec))
 
     def trace(self) -> ShardedArray:
-        """The array itself, which computes at once: there is nothing to wait for."""
+        """The array itself, because arrays compute eagerly."""
         return self
 
     def __repr__(self) -> str:
@@ -212,7 +212,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return self.to_dense().__dlpack_device__()
 
     def to_device(self, device: object, /, *, stream: object = None) -> ShardedArray:
-        """The array itself. Raises UsageError for a device where it is not."""
+        """The array itself. Raises UsageError for another device."""
         if str(device) != self.device:
             raise UsageError(f"device {device!r}; the shards are on {self.device!r}, kept by ranks")
         return self

@@ -1,6 +1,6 @@
 """Linear algebra: the array API's `linalg` extension, and its functions in the main namespace.
 
-Leading dimensions of stacks of matrices stay in shards; factorisations need each matrix whole.
+Leading dimensions of stacks of matrices stay sharded; factorizations need each matrix replicated.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[
 
 @of_arrays
 def outer(x1: Any, x2: Any, /) -> Any:
-    """Every product of an element of one with one of the other."""
+    """The outer product of two vectors."""
     x1, x2 = operands(x1, x2)
     if x1.ndim != 1 or x2.ndim != 1:
         raise SpecError(f"outer of shapes {list(x1.shape)} and {list(x2.shape)}; give vectors")
@@ -120,7 +120,7 @@ def outer(x1: Any, x2: Any, /) -> Any:
 
 @of_arrays
 def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
-    """The product of vectors in space, which is at right angles to both."""
+    """The cross product of vectors of three elements."""
     x1, x2 = operands(x1, x2)
     for one in (x1, x2):
         axis_of(one.ndim, axis)
@@ -146,7 +146,7 @@ def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
 
 @of_arrays
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
-    """The triangular root of matrices that are positive definite."""
+    """The Cholesky factor of positive definite matrices."""
     found = call("cholesky", (_check_matrices(x, "cholesky"),))
     return elementwise.conj(matrix_transpose(found)) if upper else found
 
@@ -159,13 +159,13 @@ def det(x: Any, /) -> Any:
 
 @of_arrays
 def eigh(x: Any, /) -> EighResult:
-    """Eigenvalues in rising order, and eigenvectors, of matrices equal to their adjoint."""
+    """Eigenvalues in ascending order, and eigenvectors, of Hermitian matrices."""
     return EighResult(*call("eigh", (_check_matrices(x, "eigh"),)))
 
 
 @of_arrays
 def eigvalsh(x: Any, /) -> Any:
-    """Eigenvalues in rising order of matrices equal to their adjoint."""
+    """Eigenvalues in ascending order of Hermitian matrices."""
     return call("eigvalsh", (_check_matrices(x, "eigvalsh"),))
 
 
@@ -208,7 +208,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
 
 @of_arrays
 def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
-    """Matrices as a product of one with orthogonal columns and a triangular one."""
+    """The QR decomposition."""
     if mode not in ("reduced", "complete"):
         raise UsageError(f"mode {mode!r} of qr; it is 'reduced' or 'complete'")
     return QRResult(*call("qr", (_check_matrices(x, "qr", False),), {"mode": mode}))
@@ -216,33 +216,33 @@ def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
 
 @of_arrays
 def slogdet(x: Any, /) -> SlogdetResult:
-    """The sign of the determinant, and the logarithm of its size."""
+    """The sign and the logarithm of the absolute value of the determinant."""
     return SlogdetResult(*call("slogdet", (_check_matrices(x, "slogdet"),)))
 
 
 @of_arrays
 def solve(x1: Any, x2: Any, /) -> Any:
-    """The solution of linear systems: `x1 @ result == x2`."""
+    """Solve linear systems: `x1 @ result == x2`."""
     x1, x2 = operands(x1, x2)
     return call("solve", (_check_matrices(x1, "solve"), x2))
 
 
 @of_arrays
 def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
-    """The solution of linear systems with a triangle of `x1`."""
+    """Solve linear systems with a triangular part of `x1`."""
     return solve(tril(x1) if lower else triu(x1), x2)
 
 
 @of_arrays
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
-    """Matrices as a product of orthogonal, diagonal and orthogonal ones."""
+    """The singular value decomposition."""
     found = call("svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
     return SVDResult(*found)
 
 
 @of_arrays
 def svdvals(x: Any, /) -> Any:
-    """Singular values in falling order."""
+    """Singular values in descending order."""
     return call("svdvals", (_check_matrices(x, "svdvals", False),))
 
 
@@ -255,7 +255,7 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
 
 @of_arrays
 def matrix_power(x: Any, n: int, /) -> Any:
-    """Square matrices multiplied with themselves; the inverse where `n` is negative."""
+    """Powers of square matrices; of the inverse if `n` is negative."""
     _check_matrices(x, "matrix_power")
     if not hasattr(n, "__index__"):
         raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
@@ -275,7 +275,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
 @of_arrays
 @in_wide_types
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
-    """The size of matrices: by elements ('fro'), sums (1, inf), singular values (2, 'nuc')."""
+    """The norm of matrices: Frobenius ('fro'), of sums (1, inf), of singular values (2, 'nuc')."""
     _check_matrices(x, "matrix_norm", False)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
@@ -301,7 +301,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
 def vector_norm(
     x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: Any = 2
 ) -> Any:
-    """The size of vectors: by default the root of the sum of squares."""
+    """The norm of vectors; by default the Euclidean norm."""
     size = elementwise.abs(x)
     if not isinstance(ord, int | float):
         raise UsageError(f"vector_norm of order {ord!r}; a number was expected")

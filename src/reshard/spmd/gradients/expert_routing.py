@@ -141,21 +141,21 @@ class ExpertRouting:
 
     @property
     def counts(self) -> Integers:
-        """How many rows each expert gets: `[experts]`."""
+        """The number of rows of each expert: `[experts]`."""
         found: Integers = self._rows.counts.sum(0)
         return found
 
     @property
     def moved_rows(self) -> int:
-        """How many rows go to another rank, counted once for all ranks that have copies."""
+        """The number of rows sent to another rank, counted once for all replicas."""
         return self._rows.moved
 
     def send(self, x: Any, /) -> Any:
-        """Rows of tokens where their experts are, sorted by expert: `[rows, d]`.
+        """Send the rows of tokens to their experts, sorted by expert: `[rows, d]`.
 
         Args:
-            x: `[tokens, d]`, of which each token's row goes to all of its experts; or
-                `[tokens, k, d]`, a row for each.
+            x: `[tokens, d]`, whose rows are sent to all experts of their token; or
+                `[tokens, k, d]`, with one row for each expert.
         """
         x = self._take(x)
         lead = (self.tokens,) if x.ndim == 2 else self._lead
@@ -188,13 +188,14 @@ class ExpertRouting:
         return self._carry_out("expert_rows_sent", (x,), kind, compute, pull_back, moves=True)
 
     def back(self, rows: Any, weights: Any = None, /) -> Any:
-        """What was made of each row, where its token is: `[tokens, k, d]`, `[tokens, d]` without k.
+        """Return rows to their tokens: `[tokens, k, d]`, or `[tokens, d]` without k.
 
-        Zeros come back for rows that an expert did not take.
+        Rows that exceeded the capacity of an expert are zeros.
 
         Args:
-            rows: `[rows, d]`, as `send` and `multiply` make them.
-            weights: `[tokens, k]`: what comes back is weighed and summed over `k`, `[tokens, d]`.
+            rows: `[rows, d]`, as from `send` and `multiply`.
+            weights: `[tokens, k]`: the weights of a weighted sum over `k`, which gives
+                `[tokens, d]`.
         """
         rows = self._take_rows(rows)
         width = rows.shape[-1]
@@ -230,7 +231,7 @@ class ExpertRouting:
         return found if self.chosen is None else sum_over(found, axis=1)
 
     def multiply(self, rows: Any, matrices: Any, /) -> Any:
-        """Each row by the matrix of its expert: `[rows, d]` by `[experts, d, e]` is `[rows, e]`."""
+        """Multiply each row `[rows, d]` by the matrix of its expert, `[experts, d, e]`."""
         rows, matrices = self._take_rows(rows), self._take_matrices(matrices)
         if matrices.ndim != 3 or tuple(matrices.shape[:2]) != (self.count, rows.shape[-1]):
             raise SpecError(

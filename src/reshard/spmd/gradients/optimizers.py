@@ -96,16 +96,17 @@ class _Optimizer:
     _slots: tuple[str, ...] = ()
 
     def init(self, parameters: Any, specs: Any = None) -> State:
-        """The state before the first step.
+        """Create the state before the first step.
 
         Args:
-            parameters: arrays of real floating numbers, and lists, tuples and dictionaries of them.
-            specs: shardings of the state, in the places of the parameters (None for a parameter's
-                own), or None for the parameters' own; see `specs_over`.
+            parameters: arrays of real floating-point numbers, and lists, tuples and dictionaries of
+                them.
+            specs: shardings of the state, in the structure of the parameters (None for that of a
+                parameter), or None for those of all parameters; see `specs_over`.
 
         Raises:
-            UsageError: parameters that are no such arrays.
-            SpecError: shardings that are not in the parameters' places.
+            UsageError: parameters that are not such arrays.
+            SpecError: shardings that do not have the structure of the parameters.
         """
         given = list(_read_leaves("parameters", parameters))
         wanted: list[ShardingSpec | None] = [None] * len(given)
@@ -124,11 +125,10 @@ class _Optimizer:
         return state
 
     def update(self, parameters: Any, gradients: Any, state: State) -> tuple[Any, State]:
-        """The parameters and the state after one step. Nothing that is given is changed.
+        """Compute the parameters and the state after one step. The arguments are not modified.
 
         Raises:
-            UsageError: gradients, or a state, that are not in the places of the parameters, or of
-                other shapes.
+            UsageError: gradients, or a state, whose structure or shapes differ from the parameters.
         """
         given = list(_read_leaves("parameters", parameters))
         slopes = _read_leaves_like(parameters, "gradients", gradients)

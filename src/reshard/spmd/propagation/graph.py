@@ -167,7 +167,7 @@ class Graph:
         operations: Iterable[tuple[str, Sequence[int], OpShardingRule | str]],
         outputs: Sequence[int],
     ) -> Graph:
-        """A graph of float32 values whose shapes are those of the rules.
+        """Create a graph of float32 values whose shapes are those of the rules.
 
         Args:
             inputs: the arguments' shapes; they are values 0, 1 and so on.
@@ -193,7 +193,7 @@ class Graph:
 
     @classmethod
     def parse(cls, text: str) -> Graph:
-        """The graph of a text.
+        """Parse the text of a graph.
 
         Raises:
             NotationError: a line that is not an operation.

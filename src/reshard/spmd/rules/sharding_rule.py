@@ -210,7 +210,7 @@ class OpShardingRule(Interned):
 
     @classmethod
     def parse(cls, text: str) -> OpShardingRule:
-        """The rule of a text. Factors are numbered in the order in which sizes are given.
+        """Parse the text of a rule. Factors are numbered in the order in which their sizes appear.
 
         Raises:
             NotationError: a text that is not a rule.

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A rule for any sizes.
+    """A sharding rule for operands of any size.
 
     Args:
         operands: the factors of each operand's dimensions, by index, major to minor.
@@ -59,7 +59,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """The template of a rule's text, without sizes or with some of them.
+        """Parse the text of a rule, without sizes or with some of them.
 
         Factors are numbered as the results name them, then as the operands do. `...` behind the
         one operand stands for any number of such.
@@ -232,7 +232,7 @@ def matmul_template(batch_dims: int = 0) -> Template:
 
 
 def elementwise_template(rank: int) -> Template:
-    """Any number of operands of one shape, and a result of it: every dimension passes through.
+    """Any number of operands of one shape, and a result of that shape.
 
     >>> print(elementwise_template(2).rule((4, 8), (4, 8)))
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
@@ -249,7 +249,7 @@ def reduce_template(
     keepdims: bool = False,
     reduction_operator: str = "sum",
 ) -> Template:
-    """A reduction over dimensions, which are no factors of the result.
+    """A reduction over dimensions, which the result does not have.
 
     >>> print(reduce_template(3, [1], reduction_operator="max").rule((4, 8, 2)))
     ([i, j, k]) -> ([i, k]) {i=4, j=8, k=2} reduction={j:max}
@@ -291,7 +291,7 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
 
 
 def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
-    """NumPy's broadcast: dimensions are lined up at the end, and 1 becomes any size.
+    """NumPy's broadcasting: dimensions are aligned at the end, and size 1 is expanded.
 
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
@@ -346,7 +346,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
 
 
 def einsum_template(text: str) -> Template:
-    """The template of a text of `numpy.einsum`: a letter per dimension, absent ones summed.
+    """The template of `numpy.einsum` subscripts: letters that the result lacks are summed.
 
     >>> print(einsum_template("bik,bkj->bij"))
     ([i, j, l], [i, l, k]) -> ([i, j, k]) reduction={l}

@@ -87,7 +87,7 @@ class Trace(TraceRecord):
 
         Args:
             arguments: like those that were traced, with elements.
-            runner: which keeps the shards, see `reshard.spmd.array`.
+            runner: where the shards are stored, see `reshard.spmd.array`.
 
         Raises:
             ShardError: arguments of another number, shape or element type.
@@ -130,7 +130,7 @@ class Trace(TraceRecord):
         return filled(self.recording.results, values)
 
     def reasons(self) -> str:
-        """Why values are resharded, a line for each reshard that moves something.
+        """The reasons of reshards: a line for each reshard that moves data.
 
         >>> from reshard import DeviceMesh, spec
         >>> from reshard.spmd import abstract
@@ -141,11 +141,11 @@ class Trace(TraceRecord):
         return "\n".join(reason_lines(self.operations))
 
     def html(self, title: str = "") -> str:
-        """A page that shows it, without scripts or anything from elsewhere."""
+        """The trace as an HTML page, without scripts or external resources."""
         return trace_page(self, title)
 
     def to_json(self) -> str:
-        """All of it as a JSON document, see `reshard.spmd.tracing.document`."""
+        """The trace as a JSON document, see `reshard.spmd.tracing.document`."""
         return trace_document(self)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from reshard.topology import Topology
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """What a function does on arrays in shards, as tables, pages and documents read it.
+    """A traced function, as tables, pages and documents read it.
 
     Args:
         graph: the function: values, operations, outputs.
@@ -48,12 +48,12 @@ class TraceRecord:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of all shardings, the first of several; None where nothing is sharded."""
+        """The mesh of all shardings, the first of several; None if nothing is sharded."""
         return self.meshes[0] if self.meshes else None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the meshes, in their order; 0 alone where there is none."""
+        """The ranks of the meshes, in their order; only rank 0 if there is no mesh."""
         return ranks_of(self.meshes)
 
     @property
@@ -68,19 +68,19 @@ class TraceRecord:
 
     @property
     def counts_compute(self) -> bool:
-        """Whether times have those of computing: whether the topology knows of devices."""
+        """Whether times include computation: whether the topology describes devices."""
         return self.topology is not None and self.topology.device is not None
 
     @property
     def inserted_s(self) -> float | None:
-        """How long all that is inserted takes; None without a topology."""
+        """The time of all inserted reshards; None without a topology."""
         if self.topology is None:
             return None
         return sum(one.inserted_s for one in self.operations)
 
     @cached_property
     def compute_s(self) -> Mapping[int, float] | None:
-        """How long each rank computes; None without a topology that knows of devices."""
+        """The compute time of each rank; None without a topology that describes devices."""
         if not self.counts_compute:
             return None
         # A row an operation, a column a rank; the row of zeros stands for a function without
@@ -90,11 +90,11 @@ class TraceRecord:
 
     @property
     def seconds_s(self) -> float | None:
-        """How long the function takes; None without a topology.
+        """The time of the function; None without a topology.
 
-        One operation after the other, each as long as on the rank that computes longest, since
-        collectives wait for all; or overlapped, where the program is. Where the topology knows of
-        no devices, what is inserted alone.
+        The sum over operations of the time on the slowest rank, because collectives wait for all
+        ranks; or the overlapped time of a program with overlap. If the topology does not describe
+        devices, only the time of the reshards.
         """
         if self.topology is None or self.overlapped_s is not None:
             return self.overlapped_s
@@ -102,6 +102,6 @@ class TraceRecord:
 
     @cached_property
     def peak_bytes(self) -> Mapping[int, int]:
-        """The most memory that each rank holds at any time, arguments included."""
+        """The peak memory of each rank, including arguments."""
         rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
         return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}

@@ -88,7 +88,7 @@ class AutoPlacement:
     is_exact: bool
 
     def place(self, *arguments: Any) -> tuple[Any, ...]:
-        """Arguments like those that were given, with arrays in their shardings.
+        """Return the arguments, with their arrays in these shardings.
 
         Raises UsageError for arguments in other lists, tuples and dictionaries.
         """

@@ -161,17 +161,19 @@ class Pipeline:
     ) -> tuple[StageCosts, ...]:
         """Estimate the costs of each stage for a micro-batch, in seconds, without running it.
 
-        `sp.Timetable(pipeline.schedule, pipeline.costs(...))` has the bubble, and what ranks hold.
-        What a stage keeps is what its way back reads of its array and of what it made of that.
+        `sp.Timetable(pipeline.schedule, pipeline.costs(...))` has the bubble, and the memory of
+        ranks. A stage stores the parts of its input and its intermediate values that its backward
+        pass reads.
 
         Args:
-            parameters: a tree for each stage, of arrays or of what `sp.abstract` makes.
-            microbatch: what the first stage takes and the last stage's targets, likewise.
-            topology: of all meshes' ranks, which knows of their devices.
-            library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
+            parameters: a tree for each stage, of arrays or of results of `sp.abstract`.
+            microbatch: the input of the first stage and the targets of the last one, likewise.
+            topology: of the ranks of all meshes, which describes their devices.
+            library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
 
         Raises:
-            UsageError: a topology that knows of no device, or what `sp.trace` and `sp.vjp` refuse.
+            UsageError: a topology that does not describe devices, or an error of `sp.trace` or
+                `sp.vjp`.
 
         >>> import reshard, reshard.cost, reshard.spmd as sp
         >>> meshes = [reshard.DeviceMesh.of(tp=2), reshard.DeviceMesh.of(tp=2, devices=(2, 3))]

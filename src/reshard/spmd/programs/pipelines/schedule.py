@@ -74,7 +74,7 @@ class PipelineSchedule:
 
     @property
     def n_ranks(self) -> int:
-        """How many ranks the stages are on."""
+        """The number of ranks."""
         return len(self.tasks)
 
     @cached_property
@@ -84,7 +84,7 @@ class PipelineSchedule:
 
     @cached_property
     def splits_backward(self) -> frozenset[tuple[int, int]]:
-        """The stages and microbatches whose backward pass is two tasks."""
+        """The stages and micro-batches whose backward pass is two tasks."""
         return frozenset(
             (task.stage, task.microbatch)
             for line in self.tasks
@@ -93,7 +93,7 @@ class PipelineSchedule:
         )
 
     def needs(self, task: PipelineTask) -> tuple[PipelineTask, ...]:
-        """The tasks whose results a task takes: of its own stage, and of the stage beside it."""
+        """The tasks whose results a task needs: of its own stage, and of the neighbouring stage."""
         stage, microbatch = task.stage, task.microbatch
         if task.work is Work.FORWARD:
             return (PipelineTask(Work.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -108,7 +108,7 @@ class PipelineSchedule:
 
     @cached_property
     def run_order(self) -> tuple[PipelineTask, ...]:
-        """All tasks in an order that one process can run them in: each after those it needs."""
+        """All tasks in an order in which one process can run them: each after those it needs."""
         order: list[PipelineTask] = []
         done: set[PipelineTask] = set()
         places = [0] * self.n_ranks
@@ -134,9 +134,9 @@ class PipelineSchedule:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the most activations of one stage and microbatch that it holds at a time.
+        """For each rank, the maximum number of stored activations of one stage and micro-batch.
 
-        They are held from the forward task to the backward one, or to that of the weights.
+        They are stored from the forward task to the backward one, or to that of the weights.
         """
         peaks = []
         for line in self.tasks:

@@ -48,11 +48,11 @@ class StageCosts:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """All but the bytes."""
+        """The times, without the bytes."""
         return self.forward, self.backward_input, self.backward_weights, self.send
 
     def rounded(self, unit: float) -> StageCosts:
-        """Times as whole numbers of a unit, as pictures need them: 1 where there is any.
+        """Times as integer multiples of a unit, for diagrams: at least 1 for nonzero times.
 
         >>> StageCosts(2e-3, 4.2e-3, 1e-4).rounded(1e-3).times
         (2, 4, 1, 0)
@@ -108,18 +108,18 @@ class Timetable:
 
     @cached_property
     def stage_costs(self) -> tuple[StageCosts, ...]:
-        """Of each stage."""
+        """The costs of each stage."""
         if isinstance(self.costs, StageCosts):
             return (self.costs,) * self.schedule.n_stages
         return tuple(self.costs)
 
     def time_of(self, task: PipelineTask) -> float:
-        """How long a task takes."""
+        """The time of a task."""
         return self.stage_costs[task.stage].of(task.work)
 
     @cached_property
     def starts(self) -> dict[PipelineTask, float]:
-        """When each task begins, counted from the first."""
+        """The start time of each task, relative to the first."""
         starts: dict[PipelineTask, float] = {}
         free = [0.0] * self.schedule.n_ranks
         rank_of = self.schedule.rank_of
@@ -136,28 +136,29 @@ class Timetable:
 
     @property
     def length(self) -> float:
-        """From the first task's begin to the last one's end, in the unit of the costs."""
+        """The time from the start of the first task to the end of the last one."""
         return max(self._end(task) for task in self.starts)
 
     @property
     def period(self) -> float:
-        """What each of many steps takes, where ranks begin the next one as soon as they are done.
+        """The time per step of many steps, where ranks begin the next one as soon as they finish.
 
-        It is the longest time of one rank from its first task's begin to its last one's end.
+        It is the longest time of one rank from the start of its first task to the end of its last
+        one.
         """
         return max(self._end(line[-1]) - self.starts[line[0]] for line in self.schedule.tasks)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they are idle: from 0 to less than 1."""
+        """The fraction of the time of all ranks that is idle: from 0 to less than 1."""
         busy = sum(self.time_of(task) for line in self.schedule.tasks for task in line)
         return 1 - busy / (self.schedule.n_ranks * self.length)
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """For each rank, the most bytes of activations that it holds at a time.
+        """For each rank, the peak memory of activations in bytes.
 
-        They are held from the forward task to the backward one, or to that of the weights.
+        They are stored from the forward task to the backward one, or to that of the weights.
         """
         peaks = []
         for line in self.schedule.tasks:
