@@ -275,7 +275,7 @@ def _find_combined(kind: ArrayType | None, ran: ShardingSpec | None) -> Sharding
 
 
 class _Combined:
-    """Operands whose contributions are combined on the way back: once, whoever needs them."""
+    """Operands whose contributions are reduced in the backward pass: once, for all readers."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ShardingSpec], Any] = {}

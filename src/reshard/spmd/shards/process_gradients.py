@@ -119,7 +119,7 @@ def with_gradient(
 def refuse_gradient(runner: Runner, kind: ArrayType, shards: Shards) -> None:
     """Raises UsageError where PyTorch records what only some processes have shards of.
 
-    The others would not know that they are to take part on the way back.
+    The others would not know that they must take part in the backward pass.
     """
     if any(isinstance(one, torch.Tensor) and records_gradient(one) for one in shards):
         raise UsageError(

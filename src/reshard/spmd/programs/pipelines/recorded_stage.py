@@ -6,7 +6,7 @@
                 ----------------------
     weights     %9 = tensordot(%3, %6)      gradients of the parameters
 
-Where the way back is one task it is one part. What no part returns to whoever runs the pipeline,
+If the backward pass is one task, it is one part. What no part returns to whoever runs the pipeline,
 and no later part needs, is left out.
 """
 
@@ -38,7 +38,7 @@ Back = Callable[[Any], tuple[Any, Callable[[], Any]]]
 """From a cotangent to that of the stage's array, and what gives the gradients then."""
 
 Differentiated = Callable[..., tuple[Any, Back]]
-"""From a stage's parameters, its array and maybe targets to what it makes, and the way back."""
+"""From a stage's parameters, its array and maybe targets to its output, and the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class RecordedStage:
     """A stage for arguments of a kind, recorded. Make one with `record_stage`.
 
     Args:
-        whole: its function and the way back.
+        whole: its function and the backward pass.
         kinds: types of all values; None for numbers.
         parts: of the passes, in order.
         made: the value that the stage makes.
-        cotangent: the input of the way back.
+        cotangent: the input of the backward pass.
         slope: the cotangent of the stage's array; None for the first stage's.
         gradients: of the parameters, as a tree of the places of values.
     """
@@ -140,7 +140,7 @@ def record_stage(
 ) -> RecordedStage:
     """A stage, recorded for parameters, and its array and maybe targets.
 
-    Its way back is one part, or two where it `is_split`.
+    Its backward pass is one part, or two where it `is_split`.
 
     Raises what the function does, and UsageError for one that asks for elements, or that returns
     what is no array of its own.

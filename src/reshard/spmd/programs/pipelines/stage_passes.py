@@ -1,6 +1,6 @@
 """Passes of a stage for one micro-batch: forward, and backward in one task or in two.
 
-    F     made = begin(parameters, x)           what the way back reads is kept until it is read
+    F     made = begin(parameters, x)           values for the backward pass are stored
     B     slope, gradients = go_back(...)       both tasks below in one
     I     slope = go_back_to_input(...)
     W     gradients = find_gradients(...)       added to those of other microbatches
@@ -31,7 +31,7 @@ Stage = Callable[..., Any]
 
 
 class StagePass(Protocol):
-    """What a forward pass made, and the way back, which is gone once."""
+    """The result of a forward pass, and its backward pass, which runs once."""
 
     @property
     def made(self) -> Any:
@@ -68,7 +68,7 @@ class StagePasses:
         Args:
             own: the stage's parameters.
             given: its array, and the targets where it takes them.
-            is_split: whether the way back is gone in two tasks.
+            is_split: whether the backward pass is two tasks.
 
         Raises what the function does.
         """
@@ -104,7 +104,7 @@ class StagePasses:
             return self._programs[whole]
 
     def _differentiate(self, is_split: bool) -> Differentiated:
-        """The stage with its way back, as a function of its parameters and what it is given."""
+        """The stage and its backward pass, as a function of its parameters and what it is given."""
         function, specs = self._function, self._specs
 
         def differentiated(own: Any, x: Any, *more: Any) -> tuple[Any, Back]:

@@ -1,6 +1,6 @@
 """Programs of the passes of a stage, and the stored values that each of them reads.
 
-    F   parameters, x  -> what the stage makes, and what the way back reads
+    F   parameters, x  -> the stage's output, and values for the backward pass
     I   cotangent, ..  -> the cotangent of x, and what W reads
     W   gradients, ..  -> these, with the microbatch's own added
 

@@ -2,8 +2,8 @@
 
     F of stage 0 --activation--> F of stage 1 --loss--> B of stage 1 --cotangent--> B of stage 0
 
-A forward pass (`stage_passes.py`) keeps its way back until the backward pass has gone it; gradients
-of parameters are added up over microbatches.
+A forward pass (`stage_passes.py`) stores the values that its backward pass needs until that has
+run. Gradients of parameters are accumulated over micro-batches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from reshard.spmd.shards.pending_sums import without_pending
 class PipelineRun:
     """One step: what tasks have made that later ones take, by stage and microbatch.
 
-    `held` are passes whose way back is not gone yet, and `origins` the shardings that inputs had
-    where they were made.
+    `held` are passes whose backward pass has not run yet, and `origins` the original shardings of
+    inputs.
     """
 
     stages: Sequence[StagePasses]
