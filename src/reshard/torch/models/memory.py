@@ -1,7 +1,7 @@
 """Memory of a model's tensors: where it is, and which of them lie in one place.
 
 A source that is listed again, as for another engine, is what it was where its tensors are the same
-objects, described alike, and their memory is where it was and as it was.
+objects, described alike, and their memory is where it was and as it was (`given_columns`).
 
 A target must not lie where a source is, and no two targets may share memory, but for names of one
 tensor that are declared tied. Sources may; of two that are one tensor it is enough to use one. By
@@ -13,137 +13,25 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from reshard.errors import RunError, ShardError
-from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
+from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.rosters import Roster
-from reshard.torch.sides import WITH_MEMORY, check_writable, find_addresses, list_locals
+from reshard.torch.sides import check_writable, find_addresses, list_locals
 
-# What a tensor's memory is like, beside its strides.
-_LIKE = attrgetter("shape", "dtype", "device", "requires_grad")
-_META = torch.device("meta")
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
-
-
-class HeldMemory(NamedTuple):
-    """Where tensors lie: of each the first byte, and a number; those of one number lie alike.
-
-    That is, they have one device, dtype, shape and strides.
-    """
-
-    addresses: list[int]
-    numbers: Sequence[int]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> HeldMemory:
-        """That of some tensors."""
-        looks: dict[object, int] = {}
-        said = ((one.stride(), *_LIKE(one)) for one in tensors)
-        numbers = [looks.setdefault(look, len(looks)) for look in said]
-        return cls(list(map(torch.Tensor.data_ptr, tensors)), numbers)
-
-    def firsts(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """By number, the first of these tensors."""
-        return dict(zip(reversed(self.numbers), reversed(tensors), strict=True))
-
-
-# What is said of how a tensor is cut, whether it is Megatron's, and what its memory is like.
-_Look: TypeAlias = tuple[object, ...]
-
-
-class GivenColumns(NamedTuple):
-    """Tensors, what each has on this rank, and all that it has alike with others.
-
-    With a layout there may be no tensor, and then no address. A look, of which `numbers` has the
-    number, begins with None for a tensor that is whole; it says a mesh by its id, which `meshes`
-    keeps from another.
-    """
-
-    tensors: list[torch.Tensor | None]
-    locals: list[torch.Tensor | None]
-    addresses: list[int]
-    numbers: list[int]
-    looks: dict[_Look, int]
-    meshes: dict[int, Any]
-
-    @classmethod
-    def of(cls, values: Iterable[Any]) -> GivenColumns | None:
-        """Those of a model; None where any of its tensors has to be looked at by itself."""
-        found = tensors, locals_of, addresses, numbers, looks, meshes = cls([], [], [], [], {}, {})
-        # One pass: of very many tensors each is read from memory anew.
-        for one in values:
-            local = tensor = one
-            said: object = None
-            if type(one) is DTensor:
-                local, cut = one._local_tensor, one._spec
-                mesh = cut.mesh
-                # Torch's own hashes take longer than all else of a tensor.
-                places = map(_identify_placement, cut.placements)
-                meshes[id(mesh)] = mesh
-                # To ask the tensor for its shape takes as long as all of these.
-                said = (id(mesh), *places, cut.tensor_meta.shape, getattr(cut, "shard_order", None))
-            elif type(one) is tuple and len(one) == 2 and type(one[1]) is Layout:
-                tensor, said = one
-                local = tensor
-            look: _Look
-            if local is None and said is not None:
-                look = (said, False)
-            elif type(local) in WITH_MEMORY and local.layout is torch.strided:
-                shape, dtype, device, needs_gradient = _LIKE(local)
-                is_part = tensor is one and is_marked(tensor)
-                is_odd = is_part or local.is_neg() or (dtype.is_complex and local.is_conj())
-                look = (said, is_odd, local.stride(), shape, dtype, device, needs_gradient)
-                addresses.append(local.data_ptr())
-            else:
-                return None
-            tensors.append(tensor)
-            locals_of.append(local)
-            numbers.append(looks.setdefault(look, len(looks)))
-        return found
-
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that there are."""
-        return [tensor for tensor in self.tensors if tensor is not None]
-
-    @property
-    def have_odd(self) -> bool:
-        """Whether any cannot be moved as it is, or is not whole though it seems to be."""
-        return any(is_odd or _META in memory for _, is_odd, *memory in self.looks)
-
-    @property
-    def have_plain(self) -> bool:
-        """Whether any is whole on every rank that has it."""
-        return any(said is None for said, *_ in self.looks)
-
-
-def _identify_placement(placement: Placement) -> object:
-    if type(placement) is Shard:
-        return placement.dim
-    return None if type(placement) is Replicate else placement
-
-
-def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a part of one, by Megatron's word.
-
-    >>> is_marked(torch.zeros(2))
-    False
-    """
-    return bool(getattr(tensor, "tensor_model_parallel", False))
 
 
 @dataclass(eq=False)
@@ -151,32 +39,33 @@ class LocalTensors:
     """A rank's tensors by common name, and what it tells the others of them.
 
     `tensors` are the objects that the model has, `locals` their memory on this rank. `described`
-    is all that the listing follows from, but for where memory lies; None where more does. `held`
-    says of all tensors where they lie, as far as it is known.
+    is all that the listing follows from, but for where memory lies; None where more does. `columns`
+    are what was given, where it was listed by them.
     """
 
     roster: Roster
     tensors: dict[str, torch.Tensor]
     locals: dict[str, torch.Tensor]
     described: object = None
-    held: HeldMemory | None = None
+    columns: GivenColumns | None = None
 
     def __post_init__(self) -> None:
         held = list_locals(self.tensors.values())
         # What a DTensor has is asked anew; each run asks for all.
         self._own = held if all(map(operator.is_, held, self.tensors.values())) else None
-        known = self.held.addresses if self.held is not None else None
+        known = self.columns.addresses if self.columns is not None else None
         self._addresses = known or list(map(torch.Tensor.data_ptr, held))
 
     @cached_property
     def own_memory(self) -> HeldMemory:
         """Where `locals` lie."""
-        if self.held is None:
+        if self.columns is None:
             return HeldMemory.of(list(self.locals.values()))
+        held = self.columns.held_memory
         if len(self.locals) == len(self.tensors):
-            return self.held
+            return held
         are_own = list(map(self.locals.__contains__, self.tensors))
-        return HeldMemory(*(list(compress(column, are_own)) for column in self.held))
+        return HeldMemory(*(list(compress(column, are_own)) for column in held))
 
     def moved(self) -> Iterator[tuple[str, int]]:
         """Tensors whose memory is another than when they were listed, with where it was."""
@@ -228,6 +117,7 @@ class KnownTensors:
     """Listings that somebody has, to be taken for what is listed again and is the same."""
 
     def __init__(self) -> None:
+        # By the first tensor, and by the first object that was given: a tuple may have a tensor.
         self._by_first: weakref.WeakValueDictionary[int, LocalTensors] = (
             weakref.WeakValueDictionary()
         )
@@ -237,6 +127,16 @@ class KnownTensors:
         first = next(iter(found.tensors.values()), None)
         if first is not None and found.described is not None:
             self._by_first[id(first)] = found
+            if found.columns is not None:
+                self._by_first[id(found.columns.values[0])] = found
+
+    def read_columns(self, values: Sequence[Any]) -> GivenColumns | None:
+        """The columns of what is given, which are known where that is as it was."""
+        known = self._by_first.get(id(values[0])) if values else None
+        columns = known.columns if known is not None else None
+        if columns is not None and columns.is_still(values):
+            return columns
+        return GivenColumns.of(values)
 
     def find(
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]

@@ -35,14 +35,14 @@ from reshard.torch.models.hub_names import (
     find_hub_names,
     pattern_of,
 )
-from reshard.torch.models.megatron_configs import MegatronSelf, read_config
-from reshard.torch.models.megatron_groups import (
+from reshard.torch.models.megatron.megatron_configs import MegatronSelf, read_config
+from reshard.torch.models.megatron.megatron_groups import (
     describe_groups,
     find_groups,
     find_names,
     read_groups,
 )
-from reshard.torch.models.megatron_parameters import list_parameters
+from reshard.torch.models.megatron.megatron_parameters import list_parameters
 from reshard.torch.models.memory import LocalTensors
 from reshard.torch.models.naming import Naming, fitting, renamed
 from reshard.torch.models.parameters import list_tensors

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress
 from typing import Any
 
 import torch
@@ -23,19 +22,14 @@ from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
+from reshard.torch.models.given_columns import GivenColumns, is_marked
 from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of, tensors_of
-from reshard.torch.models.megatron_parameters import (
+from reshard.torch.models.megatron.megatron_parameters import (
     add_attributes,
     cut_members,
     list_parameters,
 )
-from reshard.torch.models.memory import (
-    GivenColumns,
-    HeldMemory,
-    KnownTensors,
-    LocalTensors,
-    is_marked,
-)
+from reshard.torch.models.memory import KnownTensors, LocalTensors
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
@@ -88,7 +82,7 @@ def list_tensors(
     problems, first_rank = tuple(found.problems), found.first_rank
     roster = Roster(found.columns(), names, first_rank, problems, found.unmatched)
     described = None if problems else found.described
-    listed = LocalTensors(roster, found.tensors, found.locals, described, found.held)
+    listed = LocalTensors(roster, found.tensors, found.locals, described, found.given)
     _KNOWN.keep(listed)
     return listed
 
@@ -143,7 +137,7 @@ class _Lister:
         # What is listed already, or how it may be known when it is listed again.
         self.known: LocalTensors | None = None
         self.described: object = None
-        self.held: HeldMemory | None = None
+        self.given: GivenColumns | None = None
 
     def columns(self) -> EntryColumns:
         """What was listed."""
@@ -179,7 +173,7 @@ class _Lister:
         if self._naming is not None:
             meanings = list(map(self._find_name, given))
         values = list(given.values())
-        columns = None if self._stacks else GivenColumns.of(values)
+        columns = None if self._stacks else _KNOWN.read_columns(values)
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
             numbers = self._group.numbering, self.first_rank
@@ -218,7 +212,7 @@ class _Lister:
         # 3. What each has of its own.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
-        needs_gradient = [look[-1] for look in columns.looks]
+        looks = columns.list_looks()
         have_part = [kind.shape is not None for kind in kinds]
         self.tensors = {
             name: tensor
@@ -226,16 +220,15 @@ class _Lister:
             if tensor is not None
         }
         self.locals = {
-            name: local.detach() if needs_gradient[look] else local
+            name: local.detach() if looks[look].needs_gradient else local
             for name, number, look, local in zip(
                 names, numbers, columns.numbers, columns.locals, strict=True
             )
             if local is not None and have_part[number]
         }
-        are_held = [tensor is not None for tensor in columns.tensors]
-        self.held = HeldMemory(columns.addresses, list(compress(columns.numbers, are_held)))
+        self.given = columns
         if self._takes_samples and columns.have_plain:
-            are_plain = [look[0] is None for look in columns.looks]
+            are_plain = [look.cut is None for look in looks]
             self._samples = [
                 sample_of(local) if local is not None and are_plain[number] else ""
                 for local, number in zip(columns.locals, columns.numbers, strict=True)

@@ -47,8 +47,8 @@ from reshard.torch.refitting.members import IndexRange
 from reshard.torch.refitting.plan import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
 
-# Items of a part with their numbers in it.
-_Numbered: TypeAlias = list[tuple[int, PartItem]]
+# Of a side, the names of its tensors, and numbers that are one for tensors that lie alike.
+_Looks: TypeAlias = tuple[list[str], Sequence[int]]
 
 
 class BatchObserver(Protocol):
@@ -87,6 +87,57 @@ class _Arena:
         return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
 
 
+@dataclass(slots=True, eq=False)
+class _ItemKind:
+    """Items of a part that are alike but for their tensors: the first, their numbers and names."""
+
+    first: PartItem
+    numbers: list[int] = field(default_factory=list)
+    source_names: list[str] = field(default_factory=list)
+    target_names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupedItems:
+    """By batch, the kinds of items that are only exchanged, and all others with their numbers.
+
+    `looks` is what they follow from beside the part: which tensors lie alike, of source and target.
+    """
+
+    looks: list[_Looks]
+    kinds: list[list[_ItemKind]]
+    singles: list[list[tuple[int, PartItem]]]
+
+
+def _group(part: RefitPart, looks: list[_Looks]) -> _GroupedItems:
+    """The items of a part by kind."""
+    kinds: list[dict[object, _ItemKind]] = [{} for _ in range(part.batches)]
+    singles: list[list[tuple[int, PartItem]]] = [[] for _ in range(part.batches)]
+    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in looks)
+    for number, item in enumerate(part.items):
+        match, change, transfers, batch, chosen, handed_on, *_ = item
+        if match.made_at or handed_on or chosen.program or chosen.is_staged_whole:
+            singles[batch].append((number, item))
+            continue
+        key = (
+            # Changes and transfers that are equal are one object each.
+            id(change),
+            id(transfers),
+            match.dtype,
+            match.source_range,
+            match.target_range,
+            sources.get(match.source_name),
+            targets.get(match.target_name),
+        )
+        kind = kinds[batch].get(key)
+        if kind is None:
+            kind = kinds[batch][key] = _ItemKind(item)
+        kind.numbers.append(number)
+        kind.source_names.append(match.source_name)
+        kind.target_names.append(match.target_name)
+    return _GroupedItems(looks, [list(of_batch.values()) for of_batch in kinds], singles)
+
+
 class RefitBatches:
     """All batches of one rank. `extra_bytes` is what they take beyond source and target.
 
@@ -117,9 +168,6 @@ class RefitBatches:
         # Whether targets have what the sources had in a run that all ranks confirmed.
         self.is_complete = False
         self._source, self._target, self._transforms = source.locals, target.locals, transforms
-        self._looks = [
-            dict(zip(s.locals, s.own_memory.numbers, strict=True)) for s in (source, target)
-        ]
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
         self._buckets = part.buckets
@@ -127,7 +175,13 @@ class RefitBatches:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
-        kinds, singles = self._group_kinds(part)
+        looks = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
+        # Batches of one part have the same kinds where they have tensors that are alike.
+        grouped = None if like is None else like._grouped
+        if grouped is None or grouped.looks != looks:
+            grouped = _group(part, looks)
+        self._grouped: _GroupedItems = grouped
+        kinds, singles = grouped.kinds, grouped.singles
         # What decides the messages to send, beside the part and the source; None where any are
         # staged.
         self._cutting: Cutting | None = None
@@ -146,9 +200,9 @@ class RefitBatches:
             self._arena.clear()
             for number, item in alone:
                 self._list(number, item, found)
-            for items in of_kinds.values():
-                if known is None or group.rank in items[0][1].change.target.local_shapes:
-                    self._list_kind(items, found)
+            for kind in of_kinds:
+                if known is None or group.rank in kind.first.change.target.local_shapes:
+                    self._list_kind(kind, found)
         self._shared: torch.Tensor | None = None
         # One exchange alone takes only what its messages need.
         if sum(len(found.stages) + bool(changed_only) for found in listed) > 1:
@@ -213,44 +267,18 @@ class RefitBatches:
         """
         return all(one.seems_changed() for one in self._compared)
 
-    def _group_kinds(
-        self, part: RefitPart
-    ) -> tuple[list[dict[object, _Numbered]], list[_Numbered]]:
-        """By batch, items that are only exchanged, by kind; and all others."""
-        kinds: list[dict[object, _Numbered]] = [{} for _ in range(part.batches)]
-        singles: list[_Numbered] = [[] for _ in range(part.batches)]
-        sources, targets = self._looks
-        for number, item in enumerate(part.items):
-            match, change, transfers, batch, chosen, handed_on, *_ = item
-            if match.made_at or handed_on or chosen.program or chosen.is_staged_whole:
-                singles[batch].append((number, item))
-                continue
-            kind = (
-                # Changes and transfers that are equal are one object each.
-                id(change),
-                id(transfers),
-                match.dtype,
-                match.source_range,
-                match.target_range,
-                sources.get(match.source_name),
-                targets.get(match.target_name),
-            )
-            kinds[batch].setdefault(kind, []).append((number, item))
-        return kinds, singles
-
-    def _list_kind(self, items: _Numbered, found: _BatchContents) -> None:
+    def _list_kind(self, kind: _ItemKind, found: _BatchContents) -> None:
         """What is done for tensors or pieces of one kind, and where."""
-        first, rank = items[0][1], self._group.rank
+        first, rank = kind.first, self._group.rank
         match, dtype = first.match, getattr(torch, first.match.dtype)
-        sources = [self._source.get(item.match.source_name) for _, item in items]
-        targets = [self._target.get(item.match.target_name) for _, item in items]
+        sources = list(map(self._source.get, kind.source_names))
+        targets = list(map(self._target.get, kind.target_names))
         if match.source_range is not None:
             sources = [match.source_range.of(local, rank) for local in sources]
         if match.target_range is not None:
             targets = [match.target_range.of(local, rank) for local in targets]
         moved = RankTransfers.of(first.change, first.transfers, rank, None, None, dtype)
-        numbers = [number for number, _ in items]
-        moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
+        moved = moved._replace(sources=sources, targets=targets, numbers=kind.numbers)
         near, compared = self._split(moved, match)
         found.compared += filter(None, [compared])
         found.stages[0] += filter(None, [near])

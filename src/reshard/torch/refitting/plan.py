@@ -35,6 +35,7 @@ from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.methods import BY_EXCHANGE, TensorMethod, job_of
+from reshard.torch.refitting.report import ReportedMethods, report_methods
 
 # The most buckets, since each has messages of its own.
 _MOST_BUCKETS = 256
@@ -64,7 +65,7 @@ class PartItem(NamedTuple):
         return ((self.change, self.transfers), *((within, rows) for rows in self.handed_on))
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class RefitPart:
     """What one rank does: its tensors in the order of all, and how many batches there are.
 
@@ -77,6 +78,21 @@ class RefitPart:
     staging_bytes: int
     digest: str
     buckets: int = 1
+
+    @cached_property
+    def target_names(self) -> frozenset[str]:
+        """The target's tensors that this rank has a part in."""
+        return frozenset([item.match.target_name for item in self.items])
+
+    @cached_property
+    def made(self) -> tuple[Match, ...]:
+        """What transforms have a part in."""
+        return tuple([item.match for item in self.items if item.match.made_at])
+
+    @cached_property
+    def methods(self) -> ReportedMethods:
+        """How its tensors move."""
+        return report_methods((item.match.name, item.chosen) for item in self.items)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import RefitMethods
 from reshard.torch.refitting.plan import RefitPart, RefitPlan, count_bytes, staging_limit_bytes
 from reshard.torch.refitting.preparation import KnownPlans, make_key
-from reshard.torch.refitting.report import PlanningReport, peak_memory_bytes, report_methods
+from reshard.torch.refitting.report import PlanningReport, peak_memory_bytes
 from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 Planning = Literal["local", "centralized"]
@@ -172,9 +172,7 @@ def plan_part(
     if isinstance(part, ReshardError):
         raise part
     made = {
-        where: {
-            one.match.made_of: one.match.why for one in part.items if one.match.made_at == where
-        }
+        where: {match.made_of: match.why for match in part.made if match.made_at == where}
         for where in ("source", "target")
     }
     report = PlanningReport(
@@ -186,7 +184,7 @@ def plan_part(
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
-        *report_methods((one.match.name, one.chosen) for one in part.items),
+        *part.methods,
     )
     return part, report, whole
 

@@ -50,9 +50,9 @@ class PreparedRefit:
                 raise ShardError(
                     f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
                 )
-            for item in self.part.items:
-                if item.match.made_at == "target" and item.match.made_of in self.after.locals:
-                    self._check_transform(item.match, group.rank)
+            for match in self.part.made:
+                if match.made_at == "target" and match.made_of in self.after.locals:
+                    self._check_transform(match, group.rank)
             batches = RefitBatches(
                 self.part,
                 self.before,

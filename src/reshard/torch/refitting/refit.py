@@ -87,7 +87,7 @@ class Refit:
         self._batches = batches
         self.report = prepared.report
         self.is_usable = True
-        self.tensors = len({item.match.target_name for item in prepared.part.items})
+        self.tensors = len(prepared.part.target_names)
         self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
         self._left: tuple[object, ...] = ()
         self._uncounted = list_uncounted(prepared.after.tensors.values())
@@ -286,9 +286,7 @@ class Refit:
             QUANTIZATIONS.get(quantize or ""),
         )
         part, report, whole = plan_part(matching, own, wanted, planning, group)
-        made_by = matching.transforms_made(
-            dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
-        )
+        made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
         kept = report, digest, whole, names, wanted

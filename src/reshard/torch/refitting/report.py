@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reshard.torch.refitting.methods import TensorMethod
 
@@ -41,11 +42,17 @@ class PlanningReport:
     staged: Mapping[str, str] = field(default_factory=dict)
 
 
-def report_methods(
-    chosen: Iterable[tuple[str, TensorMethod]],
-) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+class ReportedMethods(NamedTuple):
     """What moves by programs, why others do not, and what is staged and why, by name."""
-    programs, exchanged, staged = dict[str, str](), dict[str, str](), dict[str, str]()
+
+    programs: dict[str, str]
+    exchanged: dict[str, str]
+    staged: dict[str, str]
+
+
+def report_methods(chosen: Iterable[tuple[str, TensorMethod]]) -> ReportedMethods:
+    """The methods of tensors by their names."""
+    found = programs, exchanged, staged = ReportedMethods({}, {}, {})
     for name, method in chosen:
         if method.program is not None:
             steps = ", ".join(map(str, method.program.steps))
@@ -54,7 +61,7 @@ def report_methods(
             staged[name] = method.why
         elif method.why:
             exchanged[name] = method.why
-    return programs, exchanged, staged
+    return found
 
 
 def peak_memory_bytes() -> int:

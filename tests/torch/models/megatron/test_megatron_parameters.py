@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.megatron.rosters import LocalParameter
-from reshard.torch.models.megatron_parameters import find_gated, mark_gated, split_grouped
+from reshard.torch.models.megatron.megatron_parameters import find_gated, mark_gated, split_grouped
 
 EXPERTS, HIDDEN, WIDE = 3, 4, 10
 

@@ -10,7 +10,7 @@ import torch
 
 from reshard.errors import UsageError
 from reshard.torch import MegatronModel
-from reshard.torch.models.megatron_configs import read_config
+from reshard.torch.models.megatron.megatron_configs import read_config
 
 
 def chunk(**config: Any) -> torch.nn.Module:

@@ -26,7 +26,7 @@ from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import places_along
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.given_models import MegatronModel, chunks_of, tensors_of
-from reshard.torch.models.megatron_configs import unwrap
+from reshard.torch.models.megatron.megatron_configs import unwrap
 
 # What Megatron calls the groups, by axis.
 _CALLED = {"etp": "expt_tp", "edp": "expt_dp"}

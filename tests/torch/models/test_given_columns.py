@@ -1,0 +1,95 @@
+"""Columns of a model that is given again are taken for what they were only where it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from reshard.layout import Layout
+from reshard.torch.models.given_columns import GivenColumns, TensorLook
+
+WHOLE = Layout.whole((4, 2), [0], 1)
+
+
+def read(values: list[object]) -> GivenColumns:
+    found = GivenColumns.of(values)
+    assert found is not None
+    return found
+
+
+def test_tensors_that_are_alike_have_one_look() -> None:
+    found = read([torch.zeros(4, 2), torch.ones(4, 2), (torch.zeros(4, 2), WHOLE), (None, WHOLE)])
+    assert found.numbers == [0, 0, 1, 2]
+    assert [look.cut for look in found.list_looks()] == [None, WHOLE, WHOLE]
+    assert found.list_looks()[2] == TensorLook(WHOLE, False)
+    assert len(found.addresses) == 3
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "another place": lambda one: setattr(one, "data", torch.zeros(4, 2)),
+    "strides": lambda one: one.as_strided_((4, 2), (1, 4)),
+    "shape": lambda one: one.resize_(2, 4),
+    "a view of other rows": lambda one: setattr(one, "data", one.data[:2]),
+    "dtype": lambda one: setattr(one, "data", one.data.view(torch.int32)),
+    "a gradient": lambda one: one.requires_grad_(),
+    "a mark of Megatron's": lambda one: setattr(one, "tensor_model_parallel", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("has_layout", [False, True])
+def test_a_tensor_that_changed_is_read_anew(
+    change: Callable[[torch.Tensor], object], has_layout: bool
+) -> None:
+    tensor = torch.zeros(4, 2)
+    values = [(tensor, WHOLE) if has_layout else tensor, torch.ones(3)]
+    columns = read(values)
+    assert columns.is_still(list(values))
+    change(tensor)
+    # Of a tensor with its layout nobody asks what Megatron says of it.
+    is_marked = has_layout and hasattr(tensor, "tensor_model_parallel")
+    assert columns.is_still(values) == is_marked
+
+
+def test_other_objects_are_read_anew() -> None:
+    tensor, layout = torch.zeros(4, 2), WHOLE
+    columns = read([(tensor, layout)])
+    assert not columns.is_still([(tensor, layout)])
+    assert not columns.is_still([*columns.values, tensor])
+    assert not columns.is_still([])
+
+
+def test_what_is_conjugate_or_negative_since_is_read_anew() -> None:
+    tensor = torch.zeros(2, dtype=torch.complex64)
+    columns = read([tensor])
+    assert columns.is_still([tensor])
+    tensor.data = tensor.data.conj()
+    assert not columns.is_still([tensor])
+    part = torch.zeros(2)
+    columns = read([part])
+    part.data = torch._neg_view(part.data)
+    assert not columns.is_still([part])
+
+
+def test_a_dtensor_whose_part_or_cut_is_another_is_read_anew() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    how = {"run_check": False, "shape": torch.Size([4, 2]), "stride": (2, 1)}
+    tensor, other = (
+        DTensor.from_local(torch.zeros(4, 2), mesh, [cut], **how) for cut in (Shard(0), Replicate())
+    )
+    columns = read([tensor])
+    assert columns.is_still([tensor])
+    tensor._spec = other._spec
+    assert not columns.is_still([tensor])
+    columns = read([tensor])
+    assert columns.is_still([tensor])
+    tensor._local_tensor = torch.zeros(4, 2)
+    assert not columns.is_still([tensor])
