@@ -51,6 +51,18 @@ def test_a_tensor_that_ranks_describe_differently_is_told_once() -> None:
         matching().plan(rosters([A, B], [B]), rosters([A], [other, B]))
 
 
+def test_a_cast_of_what_there_is_not_is_refused() -> None:
+    wide = Entry("a", "int16", (2,))
+    assert matching(cast={"a": "int8"}).plan(rosters([wide], []), rosters([], [A])).matches
+    for cast in ({"a": "int8", "aa": "int8"}, {"a": True, "b": False}):
+        unknown = [*cast][1]
+        with pytest.raises(ShardError, match=f"{unknown}: cast names it, but it is in neither"):
+            matching(cast=cast).plan(rosters([wide], []), rosters([], [A]))
+    # Of a source that may serve nothing.
+    loose = matching(cast={"b": "int8"}, strict=False)
+    assert loose.plan(rosters([A, B], []), rosters([], [A])).matches
+
+
 def test_many_problems_are_counted() -> None:
     many = [Entry(str(number), "int8", (2,)) for number in range(23)]
     with pytest.raises(ShardError, match="23 things do not fit") as caught:

@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 
 import torch.distributed as dist
 
-from reshard.errors import UsageError
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError, UsageError
 from reshard.topology import Topology
 from reshard.torch.exchange.changes import UNITS, ChangedOnly
 from reshard.torch.models.naming import Naming, tied_root
@@ -98,6 +99,26 @@ def find_problem_of_quantize(quantize: object) -> str | None:
     return f"quantize={quantize!r}; it is one of {', '.join(map(repr, QUANTIZATIONS))}, or None"
 
 
+def find_problem_of_cast(cast: object) -> str | None:
+    """Why elements cannot be cast like this; None where they can.
+
+    >>> find_problem_of_cast({"up": "bfloat16", "down": False}), find_problem_of_cast(True)
+    (None, None)
+    >>> find_problem_of_cast("bfloat")
+    "cast='bfloat'; give True, False, or a type such as 'bfloat16', for all or in a table by name"
+    """
+    for one in cast.values() if isinstance(cast, Mapping) else [cast]:
+        try:
+            if not isinstance(one, bool):
+                as_dtype(one)
+        except ReshardError:
+            return (
+                f"cast={cast!r}; give True, False, or a type such as 'bfloat16', for all or in a "
+                "table by name"
+            )
+    return None
+
+
 def find_problem_of_names(stacks: object, *offsets: object) -> str | None:
     """Why names, or ranks' offsets, cannot be used; None where they can."""
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
@@ -112,4 +133,4 @@ def find_problem_of_names(stacks: object, *offsets: object) -> str | None:
 
 def sort_table(given: Any) -> Any:
     """A table in one order on all ranks; others as they are."""
-    return sorted(given.items()) if isinstance(given, Mapping) else given
+    return sorted(given.items(), key=str) if isinstance(given, Mapping) else given

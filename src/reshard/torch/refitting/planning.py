@@ -94,6 +94,12 @@ class RefitPlanner:
             for name in self.transforms
             if "*" not in name and name not in _names(after)
         ]
+        if isinstance(self.cast, Mapping):
+            unknown = self.cast.keys() - (_names(before) | _names(after))
+            problems += [
+                f"{name}: cast names it, but it is in neither model; give names common to both"
+                for name in sorted(map(str, unknown))
+            ]
         made_by = self.transforms_of(target)
         one = one_tensor_names(before)
         matches, more = match_tensors(

@@ -52,6 +52,7 @@ from reshard.torch.refitting.options import (
     RefitOptions,
     find_problem,
     find_problem_of_buckets,
+    find_problem_of_cast,
     find_problem_of_changes,
     find_problem_of_names,
     find_problem_of_quantize,
@@ -263,7 +264,7 @@ class Refit:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
         problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
         problem = problem or find_problem_of_changes(changed_only)
-        problem = problem or find_problem_of_quantize(quantize)
+        problem = problem or find_problem_of_quantize(quantize) or find_problem_of_cast(cast)
         given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
