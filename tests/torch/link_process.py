@@ -6,6 +6,7 @@ Arguments: a case, and three free ports.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -395,6 +396,26 @@ def trainer_dies() -> None:
     expect(sync.is_usable and sync.version == 0, "old weights")
     expect_values(model, 0)
     expect(time.monotonic() - begun_s < 10, "in time")
+
+
+def trainer_raises() -> None:
+    """One of its ranks raises while the other computes: engines that wait hear it, and why."""
+    board, heard = open_board(), [f"heard by {number}" for number in (2, 3, 4)]
+    with contextlib.suppress(ValueError), link() as end:
+        model = own_model()
+        sync = end.prepare(model)
+        sync.run()
+        if SIDE == "trainer":
+            if RANK == 1:
+                raise ValueError("the loss is nan\nand more lines")
+            board.wait(heard)
+            refused(sync.run, LinkError, "rank 1 of the trainer has ended, or closed the link")
+            return
+        told = refused(sync.run, LinkError, "closed the link after ValueError: the loss is nan")
+        expect("rank 1 (host " in told and "more lines" not in told, told)
+        expect("still has version 0" in told and sync.version == 0, told)
+        expect_values(model, 0)
+        board.set(f"heard by {NUMBER}", "")
 
 
 def secrets() -> None:

@@ -25,6 +25,7 @@ CASES = (
     "later",
     "engine_dies",
     "trainer_dies",
+    "trainer_raises",
     "secrets",
     "changes",
     "quantised",

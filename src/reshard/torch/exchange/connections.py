@@ -17,8 +17,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,17 @@ class Connections:
     def __init__(self, group: Any, find_silent: Callable[[], str] = str) -> None:
         self._group = group
         self.find_silent = find_silent
+        # The same, within `heeding`.
+        self.find_loss: Callable[[], str] = str
+
+    @contextmanager
+    def heeding(self, find_loss: Callable[[], str]) -> Iterator[None]:
+        """What else says why nothing more is to be waited for inside."""
+        self.find_loss = find_loss
+        try:
+            yield
+        finally:
+            self.find_loss = str
 
     def send(self, tensors: Sequence[torch.Tensor], receiver: int, tag: int) -> Message:
         """Begin to send to a rank of the group."""
@@ -147,7 +158,7 @@ class Message:
                 ends_s = time.monotonic() + patience_s
             if time.monotonic() >= ends_s:
                 return "another connection closed, and no message came after it"
-            return self._connections.find_silent()
+            return self._connections.find_silent() or self._connections.find_loss()
 
         waiter = _IDLE.pop() if _IDLE else _Waiter()
         waiter.wait(self._work, find_loss, until_s)

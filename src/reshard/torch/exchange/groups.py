@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,8 +36,8 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.torch.exchange.connections import Connections, Message
-from reshard.torch.exchange.maxima import PATIENCE_S, find_near_maxima, list_distances
+from reshard.torch.exchange.connections import Connections
+from reshard.torch.exchange.maxima import find_far_maxima, find_near_maxima
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
@@ -45,8 +45,6 @@ from reshard.torch.exchange.one_host.shared_memory import MOST_TOLD_BYTES, Share
 from reshard.torch.exchange.packing.copies import empty_bytes
 
 CPU = torch.device("cpu")
-# Of messages that no exchange has, whose tags count from 0.
-_MAXIMA_TAG = 1 << 30
 # Threads that nobody gave a name; their numbers differ between ranks that mean the same.
 _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
@@ -251,25 +249,9 @@ class RankGroup:
         near = self._near if most.nbytes <= MOST_TOLD_BYTES and not self.has_failed else None
         if near is not None:
             most = find_near_maxima(near, most, self.ranks, self.position)
-            return list(map(int, most))
-        arriving = np.empty_like(most)
-        own, others = torch.from_numpy(most), torch.from_numpy(arriving)
-        until_s = self._find_end_s()
-        # In a list: an error keeps what its frames have, and with a work connections stay open.
-        works: list[Any] = []
-        try:
-            count = len(self.ranks)
-            distances = list_distances(count)
-            senders = [(self.position - ahead) % count for ahead in distances]
-            for ahead, sender in zip(distances, senders, strict=True):
-                receiver = (self.position + ahead) % count
-                works.append(self._connections().send([own], receiver, _MAXIMA_TAG))
-                works.append(self._connections().recv([others], sender, _MAXIMA_TAG))
-                while works:
-                    _wait(works.pop(), until_s, senders)
-                np.maximum(most, arriving, out=most)
-        finally:
-            works.clear()
+        else:
+            ends = self.position, len(self.ranks), self._find_end_s()
+            most = find_far_maxima(self._connections(), most, *ends)
         return list(map(int, most))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
@@ -387,6 +369,14 @@ class RankGroup:
             kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
             self._close(f"{kind}{error}" or type(error).__name__)
 
+    def expecting_all(self) -> AbstractContextManager[None]:
+        """Nothing is waited for inside once any rank is known to be gone.
+
+        So it is where nothing can be on its way from the others before all ranks go on.
+        """
+        connections, watch = self._connections(), self._meeting.watch
+        return nullcontext() if watch is None else connections.heeding(watch.find_lost)
+
     @contextmanager
     def told_of_errors(self) -> Iterator[None]:
         """What is raised inside, such as for memory that is not there, is raised on all ranks."""
@@ -415,14 +405,6 @@ class RankGroup:
                 self.shared_memory.close()
             for exchange in list(self.running):
                 exchange.fail()
-
-
-def _wait(message: Any, until_s: float, watched: Sequence[int]) -> None:
-    """Wait for a message; those of a group that has no connections of its own know no time."""
-    if isinstance(message, Message):
-        message.wait(until_s, watched, PATIENCE_S)
-    else:
-        message.wait()
 
 
 def tensor_of(data: bytes) -> torch.Tensor:

@@ -14,16 +14,21 @@ that share memory the first hears all others, and tells them::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from reshard.runs import IntArray
+from reshard.torch.exchange.connections import Message
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
 # How long a rank waits yet for another once a third has ended: that one may have known all, so
 # that the note which is waited for is on its way.
 PATIENCE_S = 4.0
+# Of messages that no exchange has, whose tags count from 0.
+_MAXIMA_TAG = 1 << 30
 # The most ranks of which the first hears and tells all others, one after another.
 MOST_BY_FIRST = 8
 
@@ -54,10 +59,59 @@ def find_near_maxima(
     count = len(ranks)
     if count <= MOST_BY_FIRST:
         return _find_by_first(near, numbers, ranks, position)
-    for ahead in list_distances(count):
-        receiver, sender = (ranks[(position + n) % count] for n in (ahead, -ahead))
-        told = near.swap(numbers.tobytes(), [receiver], [sender], PATIENCE_S)
-        numbers = _find_greatest(numbers, told)
+
+    def swap(own: IntArray, receiver: int, sender: int) -> IntArray:
+        (told,) = near.swap(own.tobytes(), [ranks[receiver]], [ranks[sender]], PATIENCE_S)
+        return np.frombuffer(told, np.int64)
+
+    return _disseminate(numbers, position, count, swap)
+
+
+def find_far_maxima(
+    connections: Any, numbers: IntArray, position: int, ranks: int, until_s: float
+) -> IntArray:
+    """The greatest of each number, among ranks that are connected.
+
+    Args:
+        connections: `Connections`, or a process group of torch, whose messages know no time.
+        numbers: as many on every rank.
+        position: of this rank among so many `ranks`.
+        until_s: of `time.monotonic`, when the time to wait is up.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    senders = [(position - ahead) % ranks for ahead in list_distances(ranks)]
+    # In a list: an error keeps what its frames have, and with a work connections stay open.
+    works: list[Any] = []
+
+    def swap(own: IntArray, receiver: int, sender: int) -> IntArray:
+        arriving = np.empty_like(own)
+        works.append(connections.send([torch.from_numpy(own)], receiver, _MAXIMA_TAG))
+        works.append(connections.recv([torch.from_numpy(arriving)], sender, _MAXIMA_TAG))
+        while works:
+            if isinstance(works[-1], Message):
+                works.pop().wait(until_s, senders, PATIENCE_S)
+            else:
+                works.pop().wait()
+        return arriving
+
+    try:
+        return _disseminate(numbers, position, ranks, swap)
+    finally:
+        works.clear()
+
+
+def _disseminate(
+    numbers: IntArray,
+    position: int,
+    ranks: int,
+    swap: Callable[[IntArray, int, int], IntArray],
+) -> IntArray:
+    """Maxima by rounds, in each of which `swap` tells one rank the numbers and hears another's."""
+    for ahead in list_distances(ranks):
+        told = swap(numbers, (position + ahead) % ranks, (position - ahead) % ranks)
+        numbers = np.maximum(numbers, told)
     return numbers
 
 

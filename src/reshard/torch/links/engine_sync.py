@@ -145,7 +145,7 @@ class EngineSync(WeightSync):
 
     def _hear_order(self) -> Order:
         first = self._group.ranks[0]
-        with span("wait for the trainer"):
+        with span("wait for the trainer"), self._group.expecting_all():
             told = gather(b"", self._group, otherwise="the trainer does not answer")
         try:
             return Order.read(told.values[first], self._number)

@@ -70,6 +70,8 @@ _LINGER_S = 1.0
 _TRAINER_SHARE, _HAND_ON_SHARE = 1 / 2, 1 / 4
 # The most seconds until processes that are all here are connected.
 _CONNECT_S = 60.0
+# How much of an error's text others are told.
+_REASON_LENGTH = 400
 
 
 class WeightLink:
@@ -235,6 +237,10 @@ class WeightLink:
         A trainer continues without the engine. The process that serves the store stays for a
         second, so that others can read the reason.
         """
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close, and tell the others of the error that ends this side, if any."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -243,7 +249,7 @@ class WeightLink:
                 self._store.set(f"left/{self._own.number}/{self.rank}", "")
         groups = [group for _, group in self._groups.values()]
         self._groups.clear()
-        closed = LinkError(f"{self.name} closed the link")
+        closed = LinkError(f"{self.name} closed the link{_tell_reason(error)}")
         for group in groups:
             group.break_off(closed)
         for sync in self._engine_syncs:
@@ -258,8 +264,8 @@ class WeightLink:
     def __enter__(self) -> WeightLink:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave(error)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -435,3 +441,12 @@ class WeightLink:
         except (RuntimeError, ValueError) as error:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
+
+
+def _tell_reason(error: BaseException | None) -> str:
+    """Why somebody leaves, as others read it: an error's type, and how its text begins."""
+    if error is None:
+        return ""
+    line = (str(error).splitlines() or [""])[0]
+    shown = line if len(line) <= _REASON_LENGTH else f"{line[:_REASON_LENGTH]} ..."
+    return f" after {type(error).__name__}" + (f": {shown}" if shown else "")
