@@ -114,6 +114,23 @@ def test_arrays_from_elsewhere_that_no_operator_reads(function: Any, text: str) 
             np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-11, 1e-13)
 
 
+@pytest.mark.parametrize(("function", "text"), READERS.items())
+def test_steps_of_a_program_on_arrays_from_elsewhere_alone(function: Any, text: str) -> None:
+    """They are computed where the program is traced, and have their gradients there."""
+    w, x = sp.array(W), sp.array(X, spec(MESH, "dp, -"))
+
+    def value(w: Any, x: Any, is_program: bool) -> Any:
+        if text:
+            w = sp.sin(sp.reshape(w, (1, 4, 4))).shard(spec(MESH, text))
+        again = lambda y: sp.sum(sp.cos(function(x, w))) * y  # noqa: E731
+        return (sp.jit(again) if is_program else again)(sp.array(2.0))
+
+    expected = sp.grad(lambda w, x: value(w, x, False), (0, 1))(w, x)
+    found = sp.grad(lambda w, x: value(w, x, True), (0, 1))(w, x)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-11, 1e-13)
+
+
 def test_gradients_of_gradients_and_traces() -> None:
     w, x = sp.array(W, spec(MESH, "-, tp")), sp.array(X, spec(MESH, "dp, -"))
 

@@ -29,7 +29,7 @@ from reshard.spmd.functions.elementwise import operands
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step, placed
+from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, find_tapes, placed
 from reshard.spmd.local.expert_rows import (
     ExpertRows,
     Integers,
@@ -38,7 +38,6 @@ from reshard.spmd.local.expert_rows import (
 )
 from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.operators.result_types import kind_of
-from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.supposed_elements import supposes_elements
 from reshard.spmd.tracing.graph_recording import RunFunction, listening_recorder
@@ -428,8 +427,7 @@ class ExpertRouting:
         moves: bool = False,
     ) -> Any:
         """What is computed, or supposed, as one step of the tapes that listen."""
-        tapes = [one for one in recorders if isinstance(one, Tape)]
-        with without(tapes):
+        with without(find_tapes(given)):
             if self.runner.is_abstract:
                 row_bytes = kind.shape[-1] * kind.dtype.itemsize_bytes
                 moved_bytes = self.moved_rows * self._copies * row_bytes if moves else 0

@@ -95,8 +95,8 @@ class _Outsiders:
 
 
 @contextmanager
-def without(tapes: Sequence[Tape]) -> Iterator[None]:
-    """Tapes see nothing inside."""
+def without(tapes: Sequence[Any]) -> Iterator[None]:
+    """Tapes, or what listens for them, see nothing inside."""
     before = list(recorders)
     recorders.replace(one for one in before if not any(one is tape for tape in tapes))
     try:

@@ -19,11 +19,11 @@ from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, Tape, TapeStep, add_step
+from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, find_tapes
 from reshard.spmd.gradients.windows import pull_by_scores, pull_turn
 from reshard.spmd.local.local_work import stretches_of
 from reshard.spmd.local.ring_attention import is_reached
-from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.operation_call import call
 
 Attributes = dict[str, Any]
 
@@ -33,8 +33,7 @@ def ring_attention(
 ) -> Any:
     """Attention of sequences that are cut alike; see `sp.attention`, which calls it."""
     shared: Attributes = {"is_causal": is_causal, "window": window}
-    tapes = [one for one in recorders if isinstance(one, Tape)]
-    with without(tapes):
+    with without(find_tapes((q, k, v))):
         found, sums = _attend(q, k, v, shared, scale)
 
     def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:

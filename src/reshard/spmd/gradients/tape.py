@@ -224,7 +224,7 @@ class OfElements:
 
     def __init__(self, recorder: Any) -> None:
         self.record_read = recorder.record_read
-        self._recorder = recorder
+        self.recorder = recorder
 
     @property
     def of_elements(self) -> OfElements:
@@ -236,26 +236,46 @@ class OfElements:
     ) -> None:
         """Tells of an operation."""
         if not results[0].runner.is_abstract:
-            self._recorder.record(call, operands, results)
+            self.recorder.record(call, operands, results)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Tells of a reshard."""
         if not result.runner.is_abstract:
-            self._recorder.record_reshard(operand, result)
+            self.recorder.record_reshard(operand, result)
+
+
+def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Who hears of what is made of some arrays: those that listen, and for whom each does.
+
+    Where a function is traced, tapes hear of arrays with elements alone.
+    """
+    is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
+    found = []
+    for one in recorders:
+        if not isinstance(one, OfElements):
+            found.append((one, one))
+        elif not is_abstract:
+            found.append((one, one.recorder))
+    return found
 
 
 def add_step(step: TapeStep) -> None:
     """Puts what is no operator on the tapes that listen, where it depends on what they watch."""
-    for one in recorders:
+    for _, one in _list_hearing((*step.operands, *step.results)):
         if isinstance(one, Tape) and any(map(one.is_active, step.operands)):
             one.add(step)
         elif hasattr(one, "record_operands"):
             one.record_operands(step.operands)
 
 
+def find_tapes(arrays: Sequence[Any]) -> list[Any]:
+    """What listens for the tapes that a step of some arrays is put on, and not what it does."""
+    return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
+
+
 def is_watched(arrays: Sequence[Any]) -> bool:
     """Whether a tape that listens has to know what is computed of some of the arrays."""
-    tapes = [one for one in recorders if isinstance(one, Tape)]
+    tapes = [one for _, one in _list_hearing(arrays) if isinstance(one, Tape)]
     return any(tape.is_active(one) for tape in tapes for one in arrays)
 
 
