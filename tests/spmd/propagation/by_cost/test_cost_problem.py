@@ -1,11 +1,15 @@
-"""Choices nearest to shardings that are wanted."""
+"""Choices nearest to shardings that are wanted, and seconds that are charged for choices."""
 
 from __future__ import annotations
+
+import numpy as np
+import pytest
 
 from reshard import DeviceMesh, spec
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
+from reshard.spmd.propagation.by_cost.cost_table import CostTable
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import propagate_by_rules
 
@@ -29,3 +33,22 @@ def test_the_nearest_of_a_sharding_that_is_no_candidate_cuts_most_dimensions_so(
         assert problem.nearest([wanted[0], one])[1] == [other.dims for other in made].index(
             one.dims
         ), place
+
+
+def test_charges_are_added_in_place_of_those_before() -> None:
+    mesh = DeviceMesh.of(a=2)
+    graph = Graph.of([(8,)], [("exp", [0], "([i]) -> ([i]) {i=8}")], [1])
+    annotations = {0: spec(mesh, "a")}
+    table = AxisTable.of(mesh)
+    problem = CostProblem(graph, table, CostModel.of(table, Machine()))
+    problem.candidates(annotations, {}, [propagate_by_rules(graph, annotations)])
+    problem.fill(bounds=False)
+    chosen = problem.start(0)
+    alone_s = problem.seconds_s(chosen)
+    count = len(problem.values[1])
+    # The same variables, then others, then none.
+    for variables, seconds_s in (((1,), 2.0), ((1,), 3.0), ((1, 1), 5.0), ((), 0.0)):
+        problem.charge([CostTable((v,), np.full(count, seconds_s)) for v in variables])
+        expected_s = alone_s + len(variables) * seconds_s
+        assert problem.seconds_s(chosen) == pytest.approx(expected_s, rel=1e-12)
+        assert problem.sum().value(chosen) == pytest.approx(expected_s, rel=1e-12)

@@ -217,8 +217,10 @@ class CostProblem:
 
     def charge(self, charges: Sequence[CostTable]) -> None:
         """Add seconds to choices, for what they take beside time; others than before."""
-        self._charges = list(charges)
-        self._sum = None
+        before, self._charges = self._charges, list(charges)
+        self._is_changed = True
+        if [one.variables for one in before] != [one.variables for one in charges]:
+            self._sum = None
 
     def sum(self, decided: Decisions = NOTHING, parts: Parts | None = None) -> CostSum:
         """The seconds of all choices; movements as they are priced by then.
