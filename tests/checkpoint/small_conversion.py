@@ -15,8 +15,10 @@ import pytest
 
 from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.staging import Staging
+from reshard.checkpoint.manifest import MANIFEST_NAME
 
-OLD = {"weights": b"old weights", "config.json": b"{}", "inner/tokenizer": b"old words"}
+# Only a checkpoint is replaced, and its manifest shows one.
+OLD = {"weights": b"old weights", MANIFEST_NAME: b"{}", "inner/tokenizer": b"old words"}
 NEW = {"weights-0": b"new 0", "weights-1": b"new 1", "inner/tokenizer": b"new words"}
 OTHER = {"other": b"another conversion's"}
 LEAVINGS = ["content", "previous", "journal"]

@@ -111,7 +111,7 @@ _RUN_OPTIONS = (
     click.option(
         "--overwrite",
         is_flag=True,
-        help="Replace TARGET if it exists, once the new one is complete.",
+        help="Replace the checkpoint at TARGET, once the new one is complete.",
     ),
     click.option(
         "--restart", is_flag=True, help="Discard what an interrupted run left, and start over."

@@ -158,6 +158,24 @@ def test_what_no_checkpoint_is_is_never_replaced(
     assert files_in(kept / "checkpoint") == NEW
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "project/main.py", ".hidden"])
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "precious"
+    write_files(target, {name: b"mine"})
+    first = name.split("/")[0]
+    with pytest.raises(UsageError, match=rf"has '{first}' and no checkpoint(.|\n)*name one inside"):
+        convert(target, overwrite=True)
+    assert files_in(target) == {name: b"mine"}
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    convert(target, overwrite=True)
+    assert_done(target)
+
+
 @pytest.mark.parametrize("refused", ["parent", "target"])
 def test_a_folder_without_leave_to_write_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str

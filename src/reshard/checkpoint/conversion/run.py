@@ -380,7 +380,7 @@ def run_conversion(
         extra_bytes: what the run may allocate for its work.
         threads: at most so many at a time; when None as many as fit, up to 4, which processes of
             one machine share among them.
-        overwrite: replace a target that exists; until the end it stays as it is.
+        overwrite: replace a checkpoint that is there; until the end it stays as it is.
         restart: throw away what an earlier, unfinished run left.
         progress: called with a `Progress` after every block.
         sync_bytes: how much is written between two entries in the journal.

@@ -56,6 +56,7 @@ from reshard.checkpoint.files.folders import (
     sync_folder,
     sync_folders_under,
 )
+from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import ReshardError, RunError, UsageError
 
 
@@ -307,7 +308,8 @@ def _find_kept(target: Path) -> str | None:
     for what, folder in kept.items():
         if Path(os.path.realpath(folder)).is_relative_to(target):
             return what
-    return None
+    names = sorted(os.listdir(target)) if target.is_dir() else []
+    return f"{names[0]!r} and no checkpoint" if names and not has_checkpoint(target) else None
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:

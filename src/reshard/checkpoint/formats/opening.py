@@ -145,6 +145,17 @@ def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
     return _add_companions(checkpoint) if path.is_dir() else checkpoint
 
 
+def has_checkpoint(path: Path) -> bool:
+    """Whether a file or folder is a checkpoint of any format, or has the manifest of one.
+
+    >>> has_checkpoint(Path("/nowhere"))
+    False
+    """
+    if not path.exists():
+        return False
+    return (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
+
+
 def _detect(path: Path) -> CheckpointFormat:
     for format in all_formats():
         if format.detect(path):

@@ -23,6 +23,7 @@ from reshard.checkpoint.files.folders import (
 from reshard.checkpoint.files.places.spool import saving_folder
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
+from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.checkpoint.formats.registry import all_formats
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import UsageError
@@ -75,11 +76,7 @@ class FolderSave:
 
 def expect_free(path: Path) -> None:
     """Raise UsageError where a checkpoint is in a folder."""
-    if not path.is_dir():
-        is_there = path.exists()
-    else:
-        is_there = (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
-    if is_there:
+    if has_checkpoint(path) if path.is_dir() else path.exists():
         raise UsageError(f"there is a checkpoint at {path}; give overwrite=True")
 
 
