@@ -119,6 +119,28 @@ def moved_tensors() -> None:
                     expect(bool((local_of(both[1][name]) == 1).all()), f"{name} prepared anew")
 
 
+def replaced_parameters() -> None:
+    """A module that has got another parameter, on one rank alone, is refused on all."""
+    last = dist.get_world_size() - 1
+    for side in range(2):
+        both = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+        done = Refit.prepare(*both, check_replicas=False)
+        done.run()
+        kept = both[side][0].weight
+        if dist.get_rank() == last:
+            both[side][0].weight = torch.nn.Parameter(torch.zeros(4, 4))
+        refused(done.run, RunError, f"rank {last}: the module has another tensor as 0.weight")
+        both[side][0].weight = kept
+        done.run()
+
+
+def odd_names() -> None:
+    """A name that is no text, on one rank alone, is told to all."""
+    last = dist.get_world_size() - 1
+    model = {1 if dist.get_rank() == last else "1": torch.zeros(2)}
+    refused(lambda: Refit.prepare(model, {}, strict=False), ShardError, f"rank {last}: a tensor na")
+
+
 def alike_but_for_one_thing() -> None:
     """Tensors that are cut alike are described once; those that differ in one thing are not."""
     ranks = dist.get_world_size()
@@ -319,7 +341,14 @@ def sources_prepared_again() -> None:
     filled(model, "all again")
 
 
-CASES = [maxima, moved_tensors, alike_but_for_one_thing, sources_prepared_again]
+CASES = [
+    maxima,
+    moved_tensors,
+    replaced_parameters,
+    odd_names,
+    alike_but_for_one_thing,
+    sources_prepared_again,
+]
 
 
 if __name__ == "__main__":

@@ -166,6 +166,9 @@ class _Lister:
         """List the tensors of a model that is not Megatron's."""
         given = dict(tensors_of(model))
         own_names = list(given)
+        for name in own_names:
+            if not isinstance(name, str):
+                raise UsageError(f"a tensor named {name!r}; give names that are texts")
         if isinstance(model, LaidModel) and model.own_names:
             called = ((name, model.own_names.get(name, name)) for name in given)
             own_names = [name if name == own else f"{name}, as {own}" for name, own in called]

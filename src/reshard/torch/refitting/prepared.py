@@ -14,13 +14,26 @@ from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.memory import LocalTensors
-from reshard.torch.models.model_pairs import GivenNames
+from reshard.torch.models.model_pairs import GivenNames, ModelPair
+from reshard.torch.models.module_slots import ModuleSlots
 from reshard.torch.models.rosters import Roster
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.plan import RefitPart, RefitPlan
 from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.transforms import Transform
+
+
+def list_slots(
+    models: ModelPair, part: RefitPart, before: LocalTensors, after: LocalTensors
+) -> tuple[ModuleSlots, ModuleSlots]:
+    """Where modules of the source and of the target have the tensors of a rank's part."""
+    sources = {item.match.source_name for item in part.items}
+    return (
+        ModuleSlots.of(models.source, [t for n, t in before.tensors.items() if n in sources]),
+        ModuleSlots.of(models.target, after.tensors.values()),
+    )
+
 
 # The latest batches that somebody has of each part: mostly the next ones send the same.
 _LATEST: weakref.WeakValueDictionary[RefitPart, RefitBatches] = weakref.WeakValueDictionary()
@@ -41,6 +54,21 @@ class PreparedRefit:
     whole: RefitPlan | None
     names: GivenNames
     target_roster: Roster
+    slots: tuple[ModuleSlots, ModuleSlots]
+
+    def find_change(self) -> str | None:
+        """Which tensor is not what it was when this was prepared; None where all are."""
+        # Messages are views of the tensors' memory, so a tensor must still be where it was.
+        for side in (self.before, self.after):
+            for name, address in side.moved():
+                return f"{name} is at another address than when it was prepared ({address:#x})"
+        for slots in self.slots:
+            if name := slots.find_replaced():
+                return (
+                    f"the module has another tensor as {name} than when it was prepared; copy "
+                    "into the one that was there, or prepare again"
+                )
+        return None
 
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""

@@ -66,7 +66,7 @@ from reshard.torch.refitting.planning import (
     plan_part,
 )
 from reshard.torch.refitting.preparation import paused_collection
-from reshard.torch.refitting.prepared import PreparedRefit
+from reshard.torch.refitting.prepared import PreparedRefit, list_slots
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
@@ -290,7 +290,7 @@ class Refit:
         made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
         # Of refits that are alike, ranks must run the same one too.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        kept = report, digest, whole, names, wanted
+        kept = report, digest, whole, names, wanted, list_slots(given, part, before, after)
         prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": digest}, problem), group)
@@ -394,10 +394,8 @@ class Refit:
                 "an earlier run failed, and messages of it may still be on their way; call "
                 "renew(group) with a new process group"
             )
-        # Messages are views of the tensors' memory, so a tensor must still be where it was.
-        for side in (self._prepared.before, self._prepared.after):
-            for name, address in side.moved():
-                return f"{name} is at another address than when it was prepared ({address:#x})"
+        if change := self._prepared.find_change():
+            return change
         if checks_source:
             for name in find_unusable(self._prepared.before.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
