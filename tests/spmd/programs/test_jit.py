@@ -391,3 +391,10 @@ def test_gradients_of_what_a_program_computes_of_arrays_from_elsewhere() -> None
 
     with pytest.raises(UsageError, match="were asked for within a function"):
         sp.grad(reads)(w)
+
+
+def test_a_program_in_a_program_reads_the_arrays_around_it() -> None:
+    x, y = sp.array([1.0, 2.0]), sp.array([3.0, 5.0])
+    outer = sp.jit(lambda x: sp.jit(lambda: x * 2)() + sp.jit(lambda y: x * y)(y))
+    for _ in range(2):
+        assert outer(x).to_dense().tolist() == [5.0, 14.0]

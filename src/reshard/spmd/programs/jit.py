@@ -28,7 +28,7 @@ from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.graph_recording import Recording, type_of
+from reshard.spmd.tracing.graph_recording import Recording, listening_recorder, type_of
 from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
     Shardings,
@@ -178,10 +178,12 @@ class JittedFunction:
         if options:
             read_kind(options, key, arrays)
         first = next((one for one in arrays if isinstance(one, ShardedArray)), None)
-        if first is not None and any(
+        is_abstract = first is not None and any(
             isinstance(one, ShardedArray) and one.runner.is_abstract for one in arrays
-        ):
-            # It is part of another function that is traced.
+        )
+        if is_abstract or listening_recorder() is not None:
+            # It is part of another function that is traced, whose arrays it may read without being
+            # given any.
             return self._function(*arguments, **options)
         runner = first.runner if first is not None else runner_for(*arrays[:1])
         whole = (*key, runner)
