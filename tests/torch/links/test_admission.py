@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 import reshard  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.exchange.groups import RankGroup  # noqa: E402
-from reshard.torch.exchange.meeting import meet_at  # noqa: E402
+from reshard.torch.exchange.meeting import card_key, meet_at  # noqa: E402
 from reshard.torch.links.admission import (  # noqa: E402
     PROTOCOL,
     TRAINER,
@@ -26,8 +26,11 @@ from reshard.torch.links.admission import (  # noqa: E402
     announce,
     find_engines,
     find_trainer,
+    place_of,
     prove_secret,
+    wait_for_engines,
 )
+from reshard.torch.links.presence import Presence  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
 
 
@@ -61,6 +64,21 @@ def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
     assert len(set(found[0].tokens)) == 3
     assert find_engines(store, set()) == found[:1]
     assert find_engines(store, {0}) == []
+
+
+def test_engines_of_one_name_are_told_so(store: SealedStore) -> None:
+    trainer = announce(store, TRAINER, 0, 1, 20)
+    engines = [announce(store, name, 0, 1, 20) for name in "ab"]
+    for one in (engines[0], replace(engines[0], number=7), engines[1]):
+        store.set(f"announcement/{one.number}", json.dumps(asdict(one)))
+        store.set(f"{place_of(one.number)}/{card_key(0, 1)}", "")
+    store.add("sides", 8)
+    came = wait_for_engines(store, set(), 2, 5, trainer, Presence())
+    assert {one.name for one in came} == {"a", "b"}
+    with pytest.raises(
+        LinkError, match=r"3 engines came.* under 2 of the 3 names: a, b; give each"
+    ):
+        wait_for_engines(store, set(), 3, 0.1, trainer, Presence())
 
 
 def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:

@@ -215,6 +215,12 @@ def wait_for_engines(
         return store.check([f"{place_of(one.number)}/{card}" for card in cards])
 
     if not _comes(are_here, time.monotonic() + timeout_s):
+        names = sorted({one.name for one in found})
+        if len(found) > len(names):
+            raise LinkError(
+                f"{len(found)} engines came within {timeout_s:g} s, but under {len(names)} of the "
+                f"{fewest} names: {', '.join(names)}; give each a name= of its own"
+            )
         raise LinkError(
             f"{len(found)} of {fewest} engines came within {timeout_s:g} s; start all processes of "
             "each with side='engine', this address and the same secret, or give a longer timeout_s="
