@@ -132,6 +132,13 @@ def test_weights_stored_input_by_output(known: dict[str, Any]) -> None:
     check_products(weights, base, found, swapped=True)
 
 
+def test_a_kind_of_model_that_is_no_text_is_none() -> None:
+    adapters, mesh, recipe = adapters_of(WEIGHTS), DeviceMesh.of(tp=2), load_recipe("llama")
+    odd: dict[str, Any] = {**LLAMA, "model_type": {"name": "llama"}}
+    found, expected = (assign(adapters, mesh, (), recipe, config) for config in (odd, LLAMA))
+    assert found.layouts == expected.layouts
+
+
 def test_layers_live_on_their_stages() -> None:
     found = assign(adapters_of(WEIGHTS), DeviceMesh.of(pp=2), (), load_recipe("llama"), LLAMA)
     for name, layout in found.layouts.items():

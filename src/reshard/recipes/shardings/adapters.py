@@ -218,4 +218,5 @@ def _is_input_by_output(config: Mapping[str, object] | None) -> bool:
     known = (config or {}).get("adapter_config")
     if isinstance(known, Mapping) and isinstance(known.get("fan_in_fan_out"), bool):
         return bool(known["fan_in_fan_out"])
-    return (config or {}).get("model_type") in _INPUT_BY_OUTPUT
+    kind = (config or {}).get("model_type")
+    return isinstance(kind, str) and kind in _INPUT_BY_OUTPUT
