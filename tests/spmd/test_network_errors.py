@@ -31,7 +31,8 @@ def heads(*shape: int) -> Any:
 
 
 CASES: list[tuple[Callable[[], Any], type[ReshardError], str]] = [
-    (lambda: sp.einsum("ii", sp.ones((3, 3))), SpecError, "'ii' of 'ii' has a letter twice"),
+    (lambda: sp.einsum("ii", sp.ones((3, 4))), SpecError, "'i' twice in 'ii', for dimensions of 3"),
+    (lambda: sp.einsum("iij", sp.ones((3, 3))), SpecError, "einsum"),
     (lambda: sp.convolution(image(), np.ones((6, 4, 3))), SpecError, "as many dimensions"),
     (lambda: sp.convolution(sp.ones(3), sp.ones(3)), SpecError, "as many dimensions"),
     (lambda: sp.convolution(image(), KERNEL, groups=0), UsageError, "groups 0; a whole"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reshard.spmd as sp
-from reshard import DeviceMesh, spec
+from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
 from reshard.errors import ArrayIndexError, UsageError
 
 MESH = DeviceMesh.of(dp=2, tp=3)
@@ -183,3 +183,37 @@ def test_a_window_of_nothing_is_refused() -> None:
     q = sp.ones((2, 3, 4))
     with pytest.raises(UsageError, match="attention in a window of 0"):
         sp.attention(q, q, q, window=0)
+
+
+@pytest.mark.parametrize(
+    "subscripts",
+    ["ii", "ii->i", "iij->j", "iji", "i...i->...i", "...ii", "iii->i", "ii j->ji", "iij,jk->ik"],
+)
+def test_einsum_of_a_letter_twice_is_of_the_diagonal(subscripts: str) -> None:
+    draw = np.random.default_rng(0)
+    shapes = {"ii": (6, 6), "ii->i": (6, 6), "iii->i": (4, 4, 4), "...ii": (2, 3, 4, 4)}
+    first = {"iji": (4, 6, 4), "i...i->...i": (4, 2, 3, 4)}.get(subscripts, (4, 4, 6))
+    data = [draw.normal(size=shapes.get(subscripts, first))]
+    if "," in subscripts:
+        data.append(draw.normal(size=(6, 2)))
+    expected = np.einsum(subscripts, *data)
+    cuts = [None, *(spec(DeviceMesh.of(x=2, y=2), text) for text in ("x", "y x", "x@cyclic1"))]
+    for cut in cuts:
+        given = [sp.array(one) for one in data]
+        if cut is not None:
+            dims = [cut.dim_specs[0], *[DimSpec([])] * (data[0].ndim - 1)]
+            given[0] = given[0].shard(ShardingSpec(cut.mesh, dims))
+        found = sp.einsum(subscripts, *given)
+        np.testing.assert_allclose(found.to_dense(), expected, 1e-12, 1e-12)
+
+        def value(x: Any, *others: Any) -> Any:
+            return sp.sum(sp.sin(sp.einsum(subscripts, x, *others)))
+
+        slope = sp.grad(value)(*given)
+        # Of an element off the diagonal nothing depends.
+        step = 1e-6 * draw.normal(size=data[0].shape)
+        ends = (
+            np.sin(np.einsum(subscripts, data[0] + way * step, *data[1:])).sum() for way in (1, -1)
+        )
+        change = next(ends) - next(ends)
+        np.testing.assert_allclose((slope.to_dense() * step).sum() * 2, change, 1e-5, 1e-12)

@@ -29,7 +29,13 @@ from reshard.spmd.functions.elementwise import (
     whole,
 )
 from reshard.spmd.functions.indexing import take, take_along_axis
-from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
+from reshard.spmd.functions.manipulation import (
+    expand_dims,
+    matrix_transpose,
+    moveaxis,
+    reshape,
+    squeeze,
+)
 from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.networks.ring_attention import may_turn
 from reshard.spmd.operators.result_types import kind_of
@@ -411,14 +417,51 @@ def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
 
 
 def einsum(subscripts: str, /, *arrays: Any) -> Any:
-    """Sums of products over subscripts, as `numpy.einsum`."""
+    """Sums of products over subscripts, as `numpy.einsum`.
+
+    Of a letter that an operand has twice, the diagonal is taken first.
+
+    >>> import reshard.spmd as sp
+    >>> x = sp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> float(einsum("ii", x)), einsum("ij,jk->k", x, x).to_dense().tolist()
+    (5.0, [22.0, 32.0])
+    """
     if not isinstance(subscripts, str):
         raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
-    for own in "".join(subscripts.split()).partition("->")[0].replace("...", "").split(","):
-        if len(set(own)) < len(own):
-            # Whole arrays have no rule that would say so.
+    given = list(operands(*arrays))
+    inputs, arrow, result = "".join(subscripts.split()).partition("->")
+    every = inputs.split(",")
+    if len(every) == len(given) and any(map(_find_repeated, every)):
+        if not arrow:
+            letters = inputs.replace(".", "").replace(",", "")
+            once = sorted(one for one in set(letters) if letters.count(one) == 1)
+            result = "..." * ("..." in inputs) + "".join(once)
+        pairs = map(_take_diagonals, every, given)
+        every, given = (list(one) for one in zip(*pairs, strict=True))
+        subscripts = f"{','.join(every)}->{result}"
+    return call("einsum", given, {"subscripts": subscripts})
+
+
+def _find_repeated(letters: str) -> str:
+    """The first letter of an operand's subscripts that is there twice; else nothing."""
+    return next((x for x in letters if x != "." and letters.count(x) > 1), "")
+
+
+def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
+    """An operand in whose subscripts no letter is there twice."""
+    while letter := _find_repeated(letters):
+        before, dots, after = letters.partition("...")
+        if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
+            # The rule says what is wrong with it.
+            return letters, x
+        axes = [n for n, one in enumerate(before) if one == letter]
+        axes += [x.ndim - len(after) + n for n, one in enumerate(after) if one == letter]
+        first, second = axes[:2]
+        if x.shape[first] != x.shape[second]:
             raise SpecError(
-                f"{own!r} of {subscripts!r} has a letter twice; take the diagonal first, by "
-                "sp.linalg.diagonal"
+                f"einsum with {letter!r} twice in {letters!r}, for dimensions of {x.shape[first]} "
+                f"and {x.shape[second]} elements; a letter has one length"
             )
-    return call("einsum", operands(*arrays), {"subscripts": subscripts})
+        x = namespace.find("linalg").diagonal(moveaxis(x, (first, second), (-2, -1)))
+        letters = letters.replace(letter, "", 2) + letter
+    return letters, x

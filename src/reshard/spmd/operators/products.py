@@ -213,7 +213,8 @@ OPERATORS: tuple[Operator, ...] = (
         einsum,
         ([(2, 4, 8), (2, 5, 8)], {"subscripts": "bik,bjk->bij"}),
         local=by_name.einsum,
-        note="letters not in the result are summed; a letter twice in an operand is not read",
+        note="letters not in the result are summed; `sp.einsum` takes diagonals where a letter is "
+        "twice in an operand",
     ),
     _row("outer", outer, ([(4,), (8,)], {})),
 )
