@@ -334,3 +334,17 @@ def test_a_remainder_has_the_slope_of_the_quotient_that_it_was_taken_by() -> Non
     """1.0 is a little less than ten times 0.1 in float64, and their quotient rounds to 10."""
     slope = sp.grad(lambda y: sp.remainder(1.0, y))(sp.array(0.1))
     assert float(slope) == -(1.0 // 0.1) == -9.0
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(("dtype", "count"), [("float16", 70_000), ("bfloat16", 257)])
+def test_equal_extremes_are_counted_beyond_narrow_numbers(
+    dtype: str, count: int, library: str
+) -> None:
+    with sp.running(sp.in_process(library)):
+        x = sp.ones((count,), dtype=dtype)
+        slope = sp.grad(lambda x: sp.astype(sp.max(x), "float32") * 1000.0)(x)
+        assert slope.dtype.name == dtype
+        # Each share is rounded once.
+        found = sp.astype(slope, "float32").to_dense()
+        np.testing.assert_allclose(np.asarray(found) * count, 1000.0, 4e-3)

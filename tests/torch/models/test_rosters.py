@@ -277,6 +277,16 @@ def test_the_narrower_type_travels() -> None:
         assert [one.dtype for one in found] == [travels], target
 
 
+def test_imaginary_parts_are_not_dropped() -> None:
+    _, problems = matched({"w": held("complex64")}, {"w": held()}, cast=True)
+    assert problems == [
+        "w: the source is complex64, the target float32; imaginary parts would be lost: give a "
+        "complex target, or the tensor's .real"
+    ]
+    for source, target in (("complex128", "complex64"), ("float32", "complex64")):
+        assert matched({"w": held(source)}, {"w": held(target)}, cast=True)[1] == []
+
+
 def test_partial_sums_are_not_cast() -> None:
     partial = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, - | sum(tp)").layout((5, 4))
     _, problems = matched({"w": held(layout=partial)}, {"w": held("bfloat16")}, cast=True)

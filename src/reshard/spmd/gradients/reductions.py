@@ -42,10 +42,12 @@ def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
 def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     equal = e.equal(x, _keep_dims(step, step.result))
-    count = sum_over(astype(equal, g.dtype), axis=step.attributes["axis"], keepdims=True)
+    # Narrow floats have no number above 65,504 (float16), and not each above 256 (bfloat16).
+    wide = g.dtype if g.dtype.itemsize_bytes > 2 else "float32"
+    count = sum_over(astype(equal, wide), axis=step.attributes["axis"], keepdims=True)
     # Where nothing is equal to the extreme, that is no number.
-    share = _keep_dims(step, g) / where(e.equal(count, 0), 1.0, count)
-    return where(equal, share, 0.0)
+    share = astype(_keep_dims(step, g), wide) / where(e.equal(count, 0), 1.0, count)
+    return where(equal, astype(share, g.dtype), 0.0)
 
 
 def _pull_product(step: TapeStep, g: Any, number: int) -> Any:

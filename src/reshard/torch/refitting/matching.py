@@ -389,6 +389,11 @@ class _Matcher:
             )
         if allowed is not True and as_dtype(allowed).name != wanted.dtype:
             raise _Misfit(f"{name}: cast to {allowed}, but the target is {wanted.dtype}")
+        if tensor.dtype.startswith("complex") and not wanted.dtype.startswith("complex"):
+            raise _Misfit(
+                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; imaginary parts "
+                "would be lost: give a complex target, or the tensor's .real"
+            )
         if tensor.layout.contributions > 1 or wanted.layout.contributions > 1:
             raise _Misfit(
                 f"{name}: partial, and {tensor.dtype} to {wanted.dtype}; combine it "
