@@ -139,3 +139,72 @@ def test_loops_and_branches_may_read_and_make_arrays_of_several_meshes(strategy:
     for one, other in zip(sp.grad(program, (0, 1))(x, w), slopes, strict=True):
         assert one.mesh is other.mesh
         np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-12, 1e-13)
+
+
+@sp.eagerly
+def go_there_and_back(x: Any, w: Any) -> Any:
+    return (x.shard(spec(TWO, "y, -")) * w).shard(spec(ONE, "x, -"))
+
+
+def in_a_loop(x: Any, w: Any) -> Any:
+    def step(carried: Any, _: Any) -> Any:
+        return (carried.shard(spec(TWO, "y, -")) * w).shard(spec(ONE, "x, -")), None
+
+    return sp.scan(step, x, length=2)[0] + w * 3.0
+
+
+def in_a_branch(x: Any, w: Any) -> Any:
+    def there(x: Any) -> Any:
+        return (x.shard(spec(TWO, "y, -")) * (w * 2.0)).shard(spec(ONE, "x, -"))
+
+    return sp.cond(sp.sum(x) > 0, there, lambda x: x * w, x) + x
+
+
+def in_a_loop_of_loops(x: Any, w: Any) -> Any:
+    return sp.scan(lambda x, _: (in_a_loop(x, w), None), x, length=2)[0]
+
+
+def while_small(x: Any, w: Any) -> Any:
+    def grow(x: Any) -> Any:
+        return (x.shard(spec(TWO, "y, -")) * w).shard(spec(ONE, "x, -"))
+
+    return sp.while_loop(lambda x: sp.sum(x) < 900, grow, x) * w
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "function",
+    [in_a_loop, in_a_branch, in_a_loop_of_loops, while_small, go_there_and_back],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_what_is_over_no_mesh_meets_meshes_that_only_a_body_names(
+    function: Any, strategy: str
+) -> None:
+    x = sp.array(np.arange(12.0).reshape(6, 2), spec(ONE, "x, -"))
+    w = sp.array(np.linspace(1.5, 2, 12).reshape(6, 2))
+    expected, program = function(x, w).to_dense(), sp.jit(function, strategy=strategy)
+    for _ in range(2):
+        np.testing.assert_allclose(program(x, w).to_dense(), expected, 1e-12)
+    assert set(program.trace(x, w).peak_bytes) == {*ONE.devices, *TWO.devices}
+    if function is while_small:
+        return
+
+    def value(x: Any, w: Any) -> Any:
+        return sp.sum(sp.sin(function(x, w)))
+
+    slopes = sp.jit(sp.grad(value, (0, 1)), strategy=strategy)(x, w)
+    for one, other in zip(slopes, sp.grad(value, (0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-11)
+
+
+def test_cotangents_over_several_meshes_of_what_is_over_none_are_added() -> None:
+    x = sp.array(np.arange(6.0), spec(ONE, "x"))
+    w = sp.array(np.full(6, 2.0))
+
+    def value(x: Any, w: Any) -> Any:
+        there = (x.shard(spec(TWO, "y z")) * w).shard(spec(ONE, "x"))
+        return sp.sum(sp.sin(there + x * w))
+
+    for differentiated in (sp.grad(value, 1), sp.jit(sp.grad(value, 1), strategy="cost")):
+        found = differentiated(x, w).to_dense()
+        np.testing.assert_allclose(found, np.cos(np.arange(6.0) * 4) * 2 * np.arange(6.0), 1e-12)

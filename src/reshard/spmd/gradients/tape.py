@@ -354,6 +354,14 @@ def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
     return [step.pullback(step, cotangents, number) for number in wanted]
 
 
+def _over_mesh_of(known: Any, cotangent: Any) -> Any:
+    """A cotangent over the mesh of another one of the same array, which is over no mesh."""
+    own, other = cotangent.type.spec, known.type.spec
+    if own is None or other is None or own.mesh is other.mesh:
+        return cotangent
+    return cotangent.shard(replicated(other.mesh, cotangent.ndim))
+
+
 class Cotangents:
     """Cotangents by array, added up."""
 
@@ -364,7 +372,9 @@ class Cotangents:
 
     def add(self, array: Any, cotangent: Any) -> None:
         known = self._by_id.get(id(array))
-        self._by_id[id(array)] = cotangent if known is None else known + cotangent
+        if known is not None:
+            cotangent = known + _over_mesh_of(known, cotangent)
+        self._by_id[id(array)] = cotangent
 
     def take(self, array: Any) -> Any:
         """The cotangent of an array, which is forgotten; None where it has none."""

@@ -221,7 +221,10 @@ def _record_scan(
     operands = [*starts, *sequences, *traced.captured]
     kinds = find_kinds([one.type for one in operands])
     made = recorder.add_run(
-        "scan", RunFunction(run, count_within), operands, [*kinds[0], *kinds[1]]
+        "scan",
+        RunFunction(run, count_within, traced.meshes),
+        operands,
+        [*kinds[0], *kinds[1]],
     )
     carried, ys = _fill_results(traced.results, made)
     return carried, ys
@@ -339,7 +342,8 @@ def _record_cond(
         return one.most(other)
 
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run("cond", RunFunction(run, count_within), [predicate, *operands], kinds)
+    made_by = RunFunction(run, count_within, (*branches[0].meshes, *branches[1].meshes))
+    made = recorder.add_run("cond", made_by, [predicate, *operands], kinds)
     pullback = JointPullback(_make_cond_pullback(inline))
     add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
     return _fill_results(branches[0].results, made)
@@ -459,7 +463,8 @@ def _record_while(
     operands = [*starts, *decide.captured, *advance.captured]
     _refuse_gradients(operands)
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run("while_loop", RunFunction(run, count_within), operands, kinds)
+    made_by = RunFunction(run, count_within, (*decide.meshes, *advance.meshes))
+    made = recorder.add_run("while_loop", made_by, operands, kinds)
     return _fill_results(advance.results, made)
 
 

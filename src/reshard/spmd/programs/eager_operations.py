@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, is_real_floating
@@ -137,6 +138,7 @@ class _EagerOperation:
         self._operands: list[Any] = []
         self._arguments = replaced(arguments, self._enter)
         self._results: Any = None
+        self._meshes: tuple[DeviceMesh, ...] = ()
         self._kinds: dict[tuple[ArrayType, ...], Kinds] = {}
 
     def _enter(self, leaf: Any) -> Any:
@@ -152,7 +154,7 @@ class _EagerOperation:
     def record(self, recorder: GraphRecorder) -> Any:
         """The results, without elements, of the operation that a recorder and tapes write down."""
         kinds, _ = self._find_kinds([one.type for one in self._operands])
-        run = RunFunction(self._run, lambda types: self._find_kinds(types)[1])
+        run = RunFunction(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
         said = {"function": self._name}
         made = recorder.add_run("eagerly", run, self._operands, kinds, said)
         pullback = JointPullback(self._pull_back)
@@ -181,6 +183,7 @@ class _EagerOperation:
                             "around it beside its arguments; give it as an argument"
                         )
                 traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
+            self._meshes = traced.meshes
             self._results = recorded.results
             self._kinds[key] = tuple(map(settled, traced.outputs)), costs_within(traced, key)
         return self._kinds[key]

@@ -24,6 +24,7 @@ from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
 from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.mesh_parts import meshes_of
 from reshard.spmd.tracing.trace import Trace, keep_given, trace_placed
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
@@ -38,8 +39,8 @@ class TracedFunction:
         arguments: types of its arguments, in trees.
         recorder: of the function around it.
 
-    `captured` are the arrays that it reads beside its arguments, and `results` what it returned,
-    with the places of arrays.
+    `captured` are the arrays that it reads beside its arguments, `results` what it returned, with
+    the places of arrays, and `meshes` those of its arrays.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TracedFunction:
         numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
         self._recorded = replace(found, constants=MappingProxyType(numbers))
         self.results = found.results
+        self.meshes = meshes_of(found)
         self._programs: dict[Any, RecordedProgram] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
         self._within: dict[Any, WithinCosts] = {}

@@ -52,10 +52,12 @@ class RunFunction:
         function: from arrays and their runner to arrays.
         count_within: from the operands' types to what it moves and holds within; what elements
             decide is counted for even elements.
+        meshes: of the arrays within.
     """
 
     function: Callable[[Sequence[Any], Any], Sequence[Any]]
     count_within: Callable[[Sequence[ArrayType]], WithinCosts] = lambda types: WithinCosts()
+    meshes: tuple[DeviceMesh, ...] = ()
 
     def __call__(self, arrays: Sequence[Any], runner: Any) -> Sequence[Any]:
         return self.function(arrays, runner)

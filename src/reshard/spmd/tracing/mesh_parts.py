@@ -51,8 +51,13 @@ class MeshPart:
 def meshes_of(recorded: Recording) -> tuple[DeviceMesh, ...]:
     """The meshes of a recorded function, in the order in which it names them."""
     given = [kind.spec for kind in recorded.types if kind is not None]
-    given += [action.target for action in recorded.recorded_calls]
-    return tuple(dict.fromkeys(spec.mesh for spec in given if spec is not None))
+    named = [spec.mesh for spec in given if spec is not None]
+    for action in recorded.recorded_calls:
+        if action.target is not None:
+            named.append(action.target.mesh)
+        if action.run is not None:
+            named += action.run.meshes
+    return tuple(dict.fromkeys(named))
 
 
 def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
@@ -78,7 +83,9 @@ def mesh_parts(recorded: Recording) -> list[MeshPart]:
             recorded.graph.operations, recorded.recorded_calls, strict=True
         )
     ]
-    return [_make_part(recorded, mesh, over, crosses) for mesh in meshes_of(recorded)]
+    parts = (_make_part(recorded, mesh, over, crosses) for mesh in meshes_of(recorded))
+    # Over a mesh that only a loop or a branch names, there is nothing to place.
+    return [part for part in parts if part.numbers]
 
 
 def place_parts(recorded: Recording, place: Place) -> tuple[list[Spec], list[tuple[Spec, ...]]]:
