@@ -10,6 +10,7 @@ from typing import Any
 from checkpoint.faulty_process import FaultyProcesses, Outcome, lose_what_was_not_synced
 from checkpoint.model_files import contents
 from reshard.checkpoint.conversion.staging import staging_folder
+from reshard.checkpoint.manifest import MANIFEST_NAME
 
 
 class Case:
@@ -48,6 +49,8 @@ class Case:
 def write_old(target: Path) -> None:
     (target / "inner").mkdir(parents=True)
     (target / "old weights").write_bytes(bytes(10_000))
+    # Only a checkpoint is replaced, and its manifest shows one.
+    (target / MANIFEST_NAME).write_text("{}")
     (target / "inner" / "old words").write_text("old")
 
 

@@ -19,8 +19,8 @@ from reshard.checkpoint.manifest import MANIFEST_NAME
 
 # Only a checkpoint is replaced, and its manifest shows one.
 OLD = {"weights": b"old weights", MANIFEST_NAME: b"{}", "inner/tokenizer": b"old words"}
-NEW = {"weights-0": b"new 0", "weights-1": b"new 1", "inner/tokenizer": b"new words"}
-OTHER = {"other": b"another conversion's"}
+NEW = {"weights-0": b"new 0", MANIFEST_NAME: b"{ }", "inner/tokenizer": b"new words"}
+OTHER = {MANIFEST_NAME: b"another conversion's"}
 LEAVINGS = ["content", "previous", "journal"]
 CHANGING_CALLS = ["mkdir", "rename", "unlink", "rmdir", "fsync", "fdatasync", "ftruncate"]
 

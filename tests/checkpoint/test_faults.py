@@ -26,6 +26,7 @@ from reshard.checkpoint import (
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion.staging import staging_folder
 from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import InterruptedRunError, RunError, SourceChangedError, UsageError
 
 BLOCK_BYTES = 64 * 1024
@@ -74,6 +75,7 @@ def target(tmp_path: Path) -> Path:
     folder = tmp_path / "place" / "target"
     folder.mkdir(parents=True)
     (folder / "old weights").write_bytes(bytes(1000))
+    (folder / MANIFEST_NAME).write_text("{}")
     return folder
 
 
@@ -159,6 +161,7 @@ def test_any_call_that_is_refused_once(
         shutil.rmtree(target)
         target.mkdir()
         (target / "old weights").write_bytes(bytes(1000))
+        (target / MANIFEST_NAME).write_text("{}")
         with monkeypatch.context() as patch:
             Calls(patch, CHANGING_CALLS).fail(number, errno.EIO, times=1)
             # Some refusals have another way out, and the last calls only tidy up.
@@ -518,6 +521,7 @@ def test_a_disk_without_room(
     target = small_disk / "target"
     target.mkdir()
     (target / "old weights").write_bytes(bytes(1000))
+    (target / MANIFEST_NAME).write_text("{}")
     old = contents(target)
     filler = fill(small_disk, left_bytes)
 

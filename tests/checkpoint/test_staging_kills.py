@@ -270,7 +270,7 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
             setattr(owner, name, call_and_die)
             (work.content / "weights-0").write_bytes(b"new 0")
             work.journal.append_blocks([(0, 0, b"new 0".ljust(16, b"."))])
-            (work.content / "weights-1").write_bytes(b"new 1")
+            (work.content / "reshard.manifest.json").write_bytes(b"{ }")
             (work.content / "inner").mkdir()
             (work.content / "inner" / "tokenizer").write_bytes(b"new words")
             work.commit()

@@ -208,10 +208,11 @@ def _hold_released_weights(model: torch.nn.Module) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
-        kernel, loaded = get_layerwise_info(layer).kernel_tensors, layer._parameters.get("weight")
-        if kernel is None or loaded is None or not getattr(layer, "_cpu_skip_gemm_dispatch", False):
+        loaded = layer._parameters.get("weight")
+        if loaded is None or not getattr(layer, "_cpu_skip_gemm_dispatch", False):
             continue
-        if kernel[0]["weight"].numel() < loaded.numel():
+        kernel = get_layerwise_info(layer).kernel_tensors
+        if kernel is not None and kernel[0]["weight"].numel() < loaded.numel():
             memory = torch.empty(loaded.shape, dtype=loaded.dtype)
             kernel[0]["weight"] = torch.nn.Parameter(memory, requires_grad=False)
 
