@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("accelerate")
+if os.environ.get("RESHARD_ENGINE") != "transformers":
+    pytest.skip("needs the environment of transformers", allow_module_level=True)
 
 import torch
 
