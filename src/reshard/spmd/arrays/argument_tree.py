@@ -28,6 +28,24 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
+def keyed_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The same leaves, each with the keys and places under which it is.
+
+    >>> list(keyed_leaves({"w": [1, 2]}))
+    [(('w', 0), 1), (('w', 1), 2)]
+    """
+    # `leaves` goes by itself: it is asked for at each call, and paths of keys take nearly twice as
+    # long.
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from keyed_leaves(value, (*keys, key))
+    elif isinstance(tree, list | tuple):
+        for place, value in enumerate(tree):
+            yield from keyed_leaves(value, (*keys, place))
+    else:
+        yield keys, tree
+
+
 def leaves_like(
     tree: Any, like: Any, what: str, error: type[ReshardError] = UsageError
 ) -> list[Any]:

@@ -38,8 +38,8 @@ from reshard.torch.storage.chunks import torch_type
 from reshard.torch.storage.writer import StorageWriter
 
 Slices = tuple[slice, ...]
-Saved = Mapping[str, tuple[ArrayType, Layout, dict[int, Any]]]
-"""By name: the type of an array, its layout, and its shards here by rank."""
+Saved = Mapping[str, tuple[ArrayType, dict[int, Any]]]
+"""By name: the type of an array, and its shards here by rank."""
 
 
 def prepare_box_save(
@@ -112,13 +112,13 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
         return self.plan
 
     def _list_boxes(self) -> Iterator[tuple[str, Box, Slices]]:
-        for name, (kind, layout, shards) in self._saved.items():
+        for name, (kind, shards) in self._saved.items():
             if 0 in kind.shape:
                 whole = Box((0,) * len(kind.shape), kind.shape)
                 yield name, whole, tuple(slice(0, 0) for _ in kind.shape)
                 continue
             for rank in shards:
-                for box, where in list_boxes(layout, rank):
+                for box, where in list_boxes(kind.layout, rank):
                     yield name, box, where
 
     def _describe(self, name: str, box: Box, where: Slices) -> WriteItem:
@@ -139,7 +139,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The elements of a box."""
         name = write_item.index.fqn
-        kind, _, shards = self._saved[name]
+        kind, shards = self._saved[name]
         if 0 in kind.shape:
             return torch.empty(kind.shape, dtype=torch_type(kind.dtype, name))
         (shard,) = shards.values()

@@ -19,8 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.run import run_conversion
@@ -36,12 +34,11 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.layout import Layout
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.arrays.argument_tree import replaced
+from reshard.spmd.arrays.argument_tree import keyed_leaves, replaced
 from reshard.spmd.arrays.sharded_array import array, from_shards
 from reshard.spmd.functions.data_types import astype
-from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.pending_sums import settled, without_pending
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _SHOWN = 5
@@ -50,10 +47,9 @@ _MOST_BOXES = 256
 
 
 class SavedArray(NamedTuple):
-    """An array that is saved: its shards here, by rank, and their layout."""
+    """An array that is saved, and its shards here, by rank."""
 
     type: ArrayType
-    layout: Layout
     shards: dict[int, Any]
 
 
@@ -153,8 +149,12 @@ def _prepare(
             folder.parent.mkdir(parents=True, exist_ok=True)
     held = hold_arrays(
         {
-            name: HeldArray(one.type.dtype, one.layout, _read_elements(one))
-            for name, one in saved.items()
+            name: HeldArray(
+                kind.dtype,
+                kind.layout,
+                {rank: named[name].runner.library.numpy(shard) for rank, shard in shards.items()},
+            )
+            for name, (kind, shards) in saved.items()
         }
     )
     planned = plan_conversion(held, folder, to="full", format=format)
@@ -170,9 +170,10 @@ def _prepare(
 def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree, by name. Raises UsageError for what is none."""
     seen: set[str] = set()
-    for name, leaf in _walk(tree, ()):
+    for keys, leaf in keyed_leaves(tree):
         if leaf is None:
             continue
+        name = ".".join(map(str, keys))
         if not name:
             raise UsageError(
                 f"a {type(leaf).__name__} without a name; give a dictionary: {{'w': array}}"
@@ -190,17 +191,6 @@ def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator
         yield name, leaf
 
 
-def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _walk(value, (*path, str(key)))
-    elif isinstance(tree, list | tuple):
-        for place, value in enumerate(tree):
-            yield from _walk(value, (*path, str(place)))
-    else:
-        yield ".".join(path), tree
-
-
 def _find_shards(x: Any) -> SavedArray:
     """The shards of an array that has no sums pending, without gradients."""
     if x.type.spec is not None and x.type.spec.partial_axes:
@@ -208,12 +198,13 @@ def _find_shards(x: Any) -> SavedArray:
     if not x.runner.has_every_shard and _count_boxes(x.type) > _MOST_BOXES:
         x = x.shard(_in_stretches(x.type.spec))
     shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]
-    if x.type.spec is None:
-        # Every rank has the same: it is saved as that of the first.
-        layout, ranks = Layout.replicated(x.type.shape), (0,)
-    else:
-        layout, ranks = x.type.layout, tuple(x.runner.ranks(x.type.spec.mesh))
-    return SavedArray(x.type, layout, dict(zip(ranks, shards, strict=True)))
+    return SavedArray(x.type, dict(zip(_find_ranks(x.type, x.runner), shards, strict=True)))
+
+
+def _find_ranks(kind: ArrayType, runner: Runner) -> tuple[int, ...]:
+    """The ranks whose shards are here, as the array's layout calls them."""
+    # Without a mesh every rank has the same: it is that of the first.
+    return (0,) if kind.spec is None else tuple(runner.ranks(kind.spec.mesh))
 
 
 def _count_boxes(kind: ArrayType) -> int:
@@ -233,14 +224,6 @@ def _count_boxes(kind: ArrayType) -> int:
 def _in_stretches(spec: ShardingSpec) -> ShardingSpec:
     """The same axes on the same dimensions, each part in one stretch."""
     return ShardingSpec(spec.mesh, [DimSpec(dim.axes) for dim in spec.dim_specs])
-
-
-def _read_elements(saved: SavedArray) -> dict[int, Any]:
-    """The shards as arrays of NumPy."""
-    return {
-        rank: np.asarray(one) if (own := library_of(one)) is None else own.numpy(one)
-        for rank, one in saved.shards.items()
-    }
 
 
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool = False) -> Any:
@@ -275,9 +258,9 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     wanted = {
-        name: _Wanted(x, runner_for())
+        name: _Wanted(settled(x), runner_for())
         if isinstance(x, ArrayType)
-        else _Wanted(x.type, runner_for() if x.runner.is_abstract else x.runner)
+        else _Wanted(settled(x.type), runner_for() if x.runner.is_abstract else x.runner)
         for name, x in _list_arrays(like, (ArrayValue, ArrayType))
     }
     _check_stored(checkpoint, {name: one.type for name, one in wanted.items()}, cast)
@@ -285,7 +268,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
     layouts: dict[int, dict[str, Layout]] = {}
     for name, one in wanted.items():
         for rank in one.ranks:
-            layouts.setdefault(rank, {})[name] = one.layout
+            layouts.setdefault(rank, {})[name] = one.type.layout
     parts = {rank: load_parts(checkpoint, own, rank) for rank, own in layouts.items()}
     made = (
         one.make({rank: parts[rank].pop(name) for rank in one.ranks}, checkpoint[name].dtype)
@@ -295,31 +278,22 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
 
 
 class _Wanted(NamedTuple):
-    """An array that is loaded: its type, and whose shards there will be."""
+    """An array that is loaded: its type, without sums pending, and whose shards there will be."""
 
     type: ArrayType
     runner: Runner
 
     @property
-    def spec(self) -> ShardingSpec | None:
-        return None if self.type.spec is None else without_pending(self.type.spec)
-
-    @property
-    def layout(self) -> Layout:
-        shape = self.type.shape
-        return Layout.replicated(shape) if self.spec is None else self.spec.layout(shape)
-
-    @property
     def ranks(self) -> tuple[int, ...]:
-        return (0,) if self.spec is None else tuple(self.runner.ranks(self.spec.mesh))
+        return _find_ranks(self.type, self.runner)
 
     def make(self, shards: dict[int, Any], dtype: DType) -> Any:
         """The array, of shards of an element type."""
-        if self.spec is None:
+        shape, spec = self.type.shape, self.type.spec
+        if spec is None:
             made = array(shards[0], runner=self.runner)
         else:
-            shape = self.type.shape
-            made = from_shards(shards, shape, self.spec, dtype=dtype, runner=self.runner)
+            made = from_shards(shards, shape, spec, dtype=dtype, runner=self.runner)
         return made if dtype is self.type.dtype else astype(made, self.type.dtype)
 
 

@@ -38,6 +38,7 @@ from reshard.spmd.functions.manipulation import (
 )
 from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.networks.ring_attention import may_turn
+from reshard.spmd.operators.products import implied_result
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.array_value import ArrayValue
@@ -433,9 +434,7 @@ def einsum(subscripts: str, /, *arrays: Any) -> Any:
     every = inputs.split(",")
     if len(every) == len(given) and any(map(_find_repeated, every)):
         if not arrow:
-            letters = inputs.replace(".", "").replace(",", "")
-            once = sorted(one for one in set(letters) if letters.count(one) == 1)
-            result = "..." * ("..." in inputs) + "".join(once)
+            result = implied_result("".join(every))
         pairs = map(_take_diagonals, every, given)
         every, given = (list(one) for one in zip(*pairs, strict=True))
         subscripts = f"{','.join(every)}->{result}"

@@ -161,6 +161,16 @@ def dot_general(
     return builder.build()
 
 
+def implied_result(letters: str) -> str:
+    """The subscripts of einsum's result where they are left out, from those of all operands.
+
+    >>> implied_result("...ik...kj")
+    '...ij'
+    """
+    once = sorted(x for x in set(letters) - {"."} if letters.count(x) == 1)
+    return "..." * ("..." in letters) + "".join(once)
+
+
 def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     """What `numpy.einsum` computes; `...` stands for leading dimensions, and `->` may be left out.
 
@@ -182,8 +192,7 @@ def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     if "->" in text:
         result = text.partition("->")[2]
     else:
-        once = sorted(x for x in set("".join(inputs)) - {"."} if "".join(inputs).count(x) == 1)
-        result = ("..." if any("..." in own for own in inputs) else "") + "".join(once)
+        result = implied_result("".join(inputs))
     # 3. Each ellipsis spelt out, lined up at the end as in broadcasting.
     inputs = [
         own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")

@@ -10,7 +10,8 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.local.library import library_of
-from reshard.spmd.programs.traced_function import arrays_of, settled
+from reshard.spmd.programs.traced_function import arrays_of
+from reshard.spmd.shards.pending_sums import settled
 
 
 def check_functions(name: str, *functions: object) -> None:

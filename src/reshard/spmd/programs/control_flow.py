@@ -42,9 +42,9 @@ from reshard.spmd.programs.traced_function import (
     arrays_of,
     as_abstract,
     bring,
-    settled,
 )
 from reshard.spmd.shards.operation_call import recorders
+from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,

@@ -29,10 +29,10 @@ from reshard.spmd.programs.traced_function import (
     as_abstract,
     bring,
     costs_within,
-    settled,
 )
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
+from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.supposed_elements import supposed_elements
 from reshard.spmd.tracing.abstract_runner import AbstractShard

@@ -19,7 +19,7 @@ from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
@@ -108,11 +108,6 @@ def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> WithinCosts:
     if not traced.meshes:
         held = {None: held[0]}
     return WithinCosts(traced.moved_bytes, held)
-
-
-def settled(kind: ArrayType) -> ArrayType:
-    """The type without contributions that wait."""
-    return kind if kind.spec is None else kind.with_spec(without_pending(kind.spec))
 
 
 def arrays_of(tree: Any) -> list[Any]:

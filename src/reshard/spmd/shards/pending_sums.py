@@ -76,6 +76,11 @@ def without_pending(spec: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
 
 
+def settled(kind: ArrayType) -> ArrayType:
+    """The type without contributions that wait."""
+    return kind if kind.spec is None else kind.with_spec(without_pending(kind.spec))
+
+
 def factors_of(
     operands: Sequence[Any], runs_with: Sequence[ShardingSpec | None]
 ) -> tuple[int, ...]:

@@ -22,10 +22,11 @@ from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.programs.traced_function import as_abstract, settled
+from reshard.spmd.programs.traced_function import as_abstract
 from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders, unrecorded
+from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RecordedCall,
