@@ -28,7 +28,7 @@ WHOLE = {
 
 
 def as_torch(whole: Tensor) -> Any:
-    data = torch.frombuffer(bytearray(whole.bits.tobytes()), dtype=torch.uint8)
+    data = torch.tensor(list(whole.bits.tobytes()), dtype=torch.uint8)
     return data.view(getattr(torch, whole.dtype.name)).reshape(whole.shape)
 
 
@@ -74,6 +74,28 @@ def test_torch_reads_what_we_write(
     assert read_by_torch(tmp_path / "made", WHOLE) == {
         name: t.bits.tobytes() for name, t in WHOLE.items()
     }
+
+
+@pytest.mark.parametrize("replicas", ["once", "every"])
+@pytest.mark.parametrize("rule", ["tp, -, -", "-, -, tp", "-, tp, -", "dp, -, tp"])
+def test_torch_sees_the_shape_of_empty_tensors(tmp_path: Path, rule: str, replicas: str) -> None:
+    empty = {"e": tensor("float32", (3, 0, 2), 1), "f": tensor("float32", (0, 5), 2)}
+    write_file(tmp_path / "model.safetensors", empty)
+    report = checkpoint.convert(
+        tmp_path / "model.safetensors",
+        tmp_path / "made",
+        to="tp=2,dp=2",
+        rules=[f"e={rule}", "f=-, tp"],
+        replicas=replicas,
+    )
+    assert not any("PyTorch" in note for note in report.notes)
+    found = dcp.HuggingFaceStorageReader(str(tmp_path / "made")).read_metadata()
+    shapes = {name: tuple(one.size) for name, one in found.state_dict_metadata.items()}
+    assert shapes == {name: one.shape for name, one in empty.items()}
+    assert read_by_torch(tmp_path / "made", empty) == {"e": b"", "f": b""}
+    # Our own reader knows no more without the manifest.
+    (tmp_path / "made" / "reshard.manifest.json").unlink()
+    assert checkpoint.compare(tmp_path / "model.safetensors", tmp_path / "made").is_same
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ Where ranks hold copies of one shard, a format stores one of them, or each (`fin
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -239,7 +240,8 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
         shape = layout.local_shapes.get(slot)
         if shape is None or (boxes and (len(boxes) > 1 or boxes[0].shape != shape)):
             return False
-        if not boxes and np.prod(shape, dtype=np.int64) != 0:
+        # A part of padding alone is no box, nor is an empty one that is longer than the tensor.
+        if not boxes and (0 not in shape or any(map(operator.gt, shape, layout.shape))):
             return False
         if shapes.setdefault(begins[slot], shape) != shape:
             return False
@@ -248,9 +250,13 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
 
 @lru_cache(maxsize=4096)
 def first_indices(layout: Layout) -> dict[int, tuple[int, ...]]:
-    """Where in the tensor the shard of each slot begins; at its start where the shard is empty."""
+    """Where in the tensor the shard of each slot begins.
+
+    An empty shard ends where the tensor does: who knows a tensor by its shards sees it whole.
+    """
     begins = {}
     for slot in layout.holders:
         boxes = layout.boxes(slot)
-        begins[slot] = boxes[0].start if boxes else (0,) * layout.ndim
+        local = zip(layout.shape, layout.local_shapes[slot], strict=True)
+        begins[slot] = boxes[0].start if boxes else tuple(max(0, n - own) for n, own in local)
     return begins
