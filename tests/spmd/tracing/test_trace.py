@@ -190,37 +190,63 @@ def needed_bytes(reshard: InsertedReshard, rank: int) -> int:
     return most * reshard.source.dtype.itemsize_bytes
 
 
+class Held:
+    """An array of a simulation: its memory, by identity, and what it was moved to."""
+
+    def __init__(self, kind: Any, memory: object = None, number: int = -1) -> None:
+        self.kind, self.number = kind, number
+        self.memory = object() if memory is None else memory
+        self.moved: dict[ShardingSpec, Held] = {}
+
+
+def simulate(traced: sp.Trace, rank: int, last_reads: dict[int, int]) -> list[int]:
+    """The bytes of all memory that somebody holds before each operation, by who holds what.
+
+    `last_reads` has where moved arrays are read last, by the number of the movement; what is found
+    in one simulation is for the next.
+    """
+    graph, found, count = traced.graph, [], itertools.count()
+    held = {
+        number: Held(kind)
+        for number, kind in zip(graph.inputs, traced.inputs, strict=True)
+        if kind is not None
+    }
+    for place, one in enumerate(traced.operations):
+        moved = [x for array in held.values() for x in array.moved.values()]
+        arrays = [*held.values(), *(x for x in moved if last_reads.get(x.number, -1) >= place)]
+        memories = {array.memory: held_bytes(array.kind, rank) for array in arrays}
+        found.append(sum(memories.values()))
+        is_laid_out = one.operation.operator == WITH_SHARDING
+        there: Held | None = None
+        steps = [(x, False) for x in one.before] + [(x, True) for x in one.reused]
+        for reshard, is_known in steps + [(x, False) for x in one.after if is_laid_out]:
+            array = held[one.operation.operands[0] if is_laid_out else reshard.value]
+            if is_known:
+                there = array.moved[reshard.target]
+                last_reads[there.number] = max(place, last_reads.get(there.number, place))
+                continue
+            there = Held(reshard.source.with_spec(reshard.target), number=next(count))
+            if reshard.source is array.kind:
+                array.moved[reshard.target] = there
+        if is_laid_out:
+            (result,), kind = one.operation.results, one.results[0]
+            array = held[one.operation.operands[0]]
+            is_same = there is None and array.kind is kind
+            held[result] = array if is_same else Held(kind, (there or array).memory)
+        else:
+            held.update(zip(one.operation.results, map(Held, one.results), strict=True))
+        later = {n for operation in graph.operations[place + 1 :] for n in operation.operands}
+        for value in held.keys() - later - {*graph.inputs, *graph.outputs}:
+            del held[value]
+    return found
+
+
 def peaks(traced: sp.Trace, rank: int) -> list[int]:
-    """The memory of a rank at each operation, by asking for every moment who is alive."""
-    graph = traced.graph
-    inputs = dict(zip(graph.inputs, traced.inputs, strict=True))
-    kinds: dict[int, Any] = dict(inputs)
-    made_at = dict.fromkeys(inputs, -1)
-    for place, one in enumerate(traced.operations):
-        kinds.update(zip(one.operation.results, one.results, strict=True))
-        made_at.update(dict.fromkeys(one.operation.results, place))
+    """The memory of a rank at each operation, beside all that is held there."""
     found = []
-    for place, one in enumerate(traced.operations):
-        alive = 0
-        for value, kind in kinds.items():
-            is_read = any(value in later.operands for later in graph.operations[place:])
-            is_there = made_at[value] < place and (is_read or value in graph.outputs)
-            if kind is not None and (value in inputs or is_there):
-                alive += held_bytes(kind, rank)
-        # What was moved is kept until the last operation that reads it there again.
-        for before, other in enumerate(traced.operations[:place]):
-            moved = [(one.value, one) for one in other.before]
-            if other.operation.operator == WITH_SHARDING:
-                moved += [(other.operation.operands[0], one) for one in other.after]
-            for value, reshard in moved:
-                again = [
-                    number
-                    for number, later in enumerate(traced.operations)
-                    for known in later.reused
-                    if (known.value, known.target) == (value, reshard.target)
-                ]
-                if before < place <= max(again, default=-1):
-                    alive += held_bytes(reshard.source.with_spec(reshard.target), rank)
+    last_reads: dict[int, int] = {}
+    simulate(traced, rank, last_reads)
+    for one, alive in zip(traced.operations, simulate(traced, rank, last_reads), strict=True):
         moments = [alive]
         temporary = alive
         for reshard in one.before:
@@ -229,12 +255,36 @@ def peaks(traced: sp.Trace, rank: int) -> list[int]:
         if one.operation.operator != WITH_SHARDING:
             temporary += sum(held_bytes(kind, rank) for kind in one.computed)
             moments.append(temporary)
+            moments.append(alive + sum(held_bytes(kind, rank) for kind in one.results))
         for reshard in one.after:
             temporary += held_bytes(reshard.source.with_spec(reshard.target), rank)
             moments.append(temporary + needed_bytes(reshard, rank))
-        moments.append(alive + sum(held_bytes(kind, rank) for kind in one.results))
         found.append(max(moments))
     return found
+
+
+def test_what_lies_so_already_is_held_once() -> None:
+    mesh = DeviceMesh.of(x=4)
+    rows, columns = spec(mesh, "x, -"), spec(mesh, "-, x")
+
+    def function(x: Any) -> Any:
+        y = x.shard(rows)
+        z = sp.exp(y)
+        # Moved there before, and an array that lies so: both are memory that is held.
+        return z + x.shard(rows), sp.exp(x.shard(columns)) + y.shard(rows)
+
+    random = np.random.default_rng(0).normal(size=(8, 8))
+    array = sp.array(random, columns)
+    first, again = array.shard(rows), array.shard(rows)
+    assert all(map(np.shares_memory, first.shards.values(), again.shards.values()))
+    assert array.shard(columns) is array
+    traced = sp.trace(function, sp.abstract((8, 8), "float64", columns))
+    size = 8 * 8 * 8 // mesh.size
+    held = [one.held_bytes[0] // size for one in traced.operations]
+    # x; x and y; x, y and z; x, y and z, and so on.
+    assert held[:3] == [1, 2, 3]
+    for place, rank in enumerate(traced.ranks):
+        assert [one.live_bytes[place] for one in traced.operations] == peaks(traced, rank)
 
 
 @every_strategy

@@ -9,7 +9,8 @@ Around an operation:
     a loop, a branch   the operands, and what it holds within
     result reshards    those, the new shards, what the program needs
 
-`with_sharding` computes nothing: its operand is its result before it is resharded.
+`with_sharding` computes nothing: its operand is its result before it is resharded. Where nothing
+moves, or an operation before moved it there, its result is memory that is held already.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from reshard.collectives.program import Program
 from reshard.collectives.steps import Permute
 from reshard.layout import Layout
 from reshard.runs import IntArray
+from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
@@ -49,25 +51,17 @@ def with_memory(
         given_up: inputs that the caller does not keep, by number.
     """
     inputs = list(inputs)
-    # A row of bytes, one a rank: what is live between two operations.
-    live = np.array(held_bytes(inputs, ranks))
     frees = graph.last_uses()
-    reused = {
-        (moved.value, moved.target): place
-        for place, one in enumerate(operations)
-        for moved in one.reused
-    }
-    copies: dict[int, list[IntArray]] = {}
-    held: dict[int, IntArray] = {
-        number: _count_held(kind, ranks)
-        for number, kind in zip(graph.inputs, inputs, strict=True)
-        if kind is not None
-    }
     for place, number in _find_last_reads(graph, given_up):
         frees[place].append(number)
+    memory = _LiveMemory(operations, ranks)
+    for number, kind in zip(graph.inputs, inputs, strict=True):
+        if kind is not None:
+            memory.hold(number, _count_held(kind, ranks))
     found = []
     for place, one in enumerate(operations):
         meanwhile, after = _count_around(one, ranks)
+        live = memory.live_bytes
         found.append(
             replace(
                 one,
@@ -75,20 +69,89 @@ def with_memory(
                 held_bytes=tuple(live.tolist()),
             )
         )
-        for value, moved in _find_kept(one):
-            until = reused.get((value, moved.target), place)
-            if until > place:
-                size = _count_held(moved.result, ranks)
-                copies.setdefault(until, []).append(size)
-                live = live + size
-        for size in copies.pop(place, []):
-            live = live - size
-        for value, size in zip(one.operation.results, after, strict=True):
-            held[value] = size
-            live = live + size
+        memory.carry_out(place, one, after)
         for value in frees[place]:
-            live = live - held.pop(value)
+            memory.free(value)
     return tuple(found)
+
+
+Kept = tuple[int, ArrayType | None, ShardingSpec]
+"""A value that was moved, its type then, and where it was moved to."""
+
+
+class _LiveMemory:
+    """What is live between two operations: memory, and who holds it.
+
+    Values and what they were moved to may be one memory: `with_sharding` of an array that lies so,
+    or was moved there before, gives what is there.
+    """
+
+    def __init__(self, operations: Sequence[TracedOperation], ranks: Ranks) -> None:
+        self._ranks = ranks
+        # A row of bytes, one a rank.
+        self.live_bytes: IntArray = np.zeros(len(ranks), dtype=np.int64)
+        self._holders: list[int] = []
+        self._sizes: list[IntArray] = []
+        self._of: dict[int | Kept, int] = {}
+        # Values that are an earlier one, as watchers of operations have them.
+        self._same: dict[int, int] = {}
+        for one in operations:
+            if one.operation.operator == WITH_SHARDING and one.operands[0] is one.results[0]:
+                (operand,), (result,) = one.operation.operands, one.operation.results
+                self._same[result] = self._same.get(operand, operand)
+        self._last = {
+            self._find_kept(moved, moved.value): place
+            for place, one in enumerate(operations)
+            for moved in one.reused
+        }
+        self._ends: dict[int, list[Kept]] = {}
+        for kept, place in self._last.items():
+            self._ends.setdefault(place, []).append(kept)
+
+    def hold(self, name: int | Kept, size: IntArray) -> None:
+        """New memory, which a value or a moved one has."""
+        self._of[name] = len(self._sizes)
+        self._sizes.append(size)
+        self._holders.append(1)
+        self.live_bytes = self.live_bytes + size
+
+    def free(self, name: int | Kept) -> None:
+        """A value or a moved one is gone, and its memory where no other has it."""
+        memory = self._of.pop(name)
+        self._holders[memory] -= 1
+        if not self._holders[memory]:
+            self.live_bytes = self.live_bytes - self._sizes[memory]
+
+    def carry_out(self, place: int, one: TracedOperation, after: Sequence[IntArray]) -> None:
+        """What an operation leaves: its results, and what was moved and is read there again."""
+        lays_out = one.operation.operator == WITH_SHARDING
+        moved = list(one.reshards if lays_out else one.before)
+        for each in moved:
+            kept = self._find_kept(each, one.operation.operands[0] if lays_out else each.value)
+            if self._last.get(kept, place) > place:
+                self.hold(kept, _count_held(each.result, self._ranks))
+        if lays_out:
+            self._lay_out(one, moved)
+        else:
+            for value, size in zip(one.operation.results, after, strict=True):
+                self.hold(value, size)
+        for kept in self._ends.get(place, ()):
+            if kept in self._of:
+                self.free(kept)
+
+    def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
+        """The result of `with_sharding`: new memory where something moves, else what is there."""
+        (operand,), (result,) = one.operation.operands, one.operation.results
+        # What was moved last is the result, and may be kept for other operations as well.
+        there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
+        if moved and there[-1] not in self._of:
+            self.hold(result, _count_held(moved[-1].result, self._ranks))
+            return
+        self._of[result] = memory = self._of[there[-1] if there else operand]
+        self._holders[memory] += 1
+
+    def _find_kept(self, moved: InsertedReshard, value: int) -> Kept:
+        return self._same.get(value, value), moved.source, moved.target
 
 
 def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int]]:
@@ -101,14 +164,6 @@ def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int
         if number in wanted
     }
     return [(place, number) for number, place in last.items()]
-
-
-def _find_kept(one: TracedOperation) -> list[tuple[int, InsertedReshard]]:
-    """What an operation moves and may leave to others, with the value that is moved."""
-    found = [(moved.value, moved) for moved in one.before]
-    if one.operation.operator == WITH_SHARDING:
-        found += [(one.operation.operands[0], moved) for moved in one.after]
-    return found
 
 
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
@@ -138,6 +193,8 @@ def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[In
     for reshard in one.before:
         within = within + _count_held(reshard.result, ranks)
     most = np.maximum(most, within)
+    if one.operation.operator == WITH_SHARDING:
+        return most, after
     # Results that are not resharded are what is computed; they are counted at least once.
     return np.maximum(most, sum(after, np.zeros_like(most))), after
 
