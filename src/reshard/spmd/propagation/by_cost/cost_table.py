@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +12,63 @@ import numpy as np
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
+# Entries that are added at once: larger tables would come from memory each time.
+LARGEST_BLOCK = 1 << 15
+
 
 class CostTable(NamedTuple):
     """Seconds for the choices of some variables, one axis a variable, in rising order."""
 
     variables: tuple[int, ...]
     seconds_s: FloatArray
+
+
+class TableView(NamedTuple):
+    """How a table is seen among others that it is added to.
+
+    Args:
+        number: of the table.
+        axes: its axes of several choices in the order of the scope; None where they are so.
+        shape: an axis of length 1 for each variable of the scope that the table has not.
+    """
+
+    number: int
+    axes: tuple[int, ...] | None
+    shape: tuple[int, ...]
+
+
+Places = tuple[int, ...]
+"""The variables of a table that have several choices, by their places in a scope."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _find_views(tables: tuple[Places, ...], sizes: tuple[int, ...]) -> tuple[TableView, ...]:
+    """Views of tables, small ones first: the sum of those that have few of the variables is small.
+
+    Args:
+        tables: their variables, which are in rising order but for the first of the scope.
+        sizes: choices of each variable of the scope.
+    """
+    found = []
+    for number, places in enumerate(tables):
+        at = places.index(0) if 0 in places else 0
+        axes = (at, *[axis for axis in range(len(places)) if axis != at]) if at else None
+        shape = tuple([size if place in places else 1 for place, size in enumerate(sizes)])
+        found.append(TableView(number, axes, shape))
+    return tuple(sorted(found, key=lambda view: math.prod(view.shape)))
+
+
+def _view(tables: Sequence[CostTable], views: Sequence[TableView]) -> list[FloatArray]:
+    parts = []
+    for number, axes, shape in views:
+        seconds_s = tables[number].seconds_s
+        if axes is not None:
+            if seconds_s.ndim > len(axes):
+                # Axes of variables that have one choice.
+                seconds_s = seconds_s.squeeze()
+            seconds_s = seconds_s.transpose(axes)
+        parts.append(seconds_s.reshape(shape))
+    return parts
 
 
 def joined_table(
@@ -29,34 +81,70 @@ def joined_table(
         scope: all that have several choices; the first is any, the others are in rising order.
         choices: how many each variable has.
     """
-    sizes = [choices[v] for v in scope]
-    parts = []
-    for variables, seconds_s in tables:
-        if scope[0] in variables:
-            place = variables.index(scope[0])
-            if place:
-                others = [axis for axis in range(len(variables)) if axis != place]
-                seconds_s = seconds_s.transpose(place, *others)
-        # An axis of length 1 for each variable that the table has not.
-        parts.append(
-            seconds_s.reshape(
-                [size if v in variables else 1 for v, size in zip(scope, sizes, strict=True)]
-            )
-        )
-    if len(parts) < 2:
-        return parts[0].copy() if parts else np.zeros(sizes)
-    # Small ones first: the sum of those that have few of the variables is small. In rows of the
-    # scope, whatever order the tables are in.
-    parts.sort(key=_size_of)
-    total = np.add(parts[0], parts[1], order="C")
-    size = math.prod(sizes)
-    for part in parts[2:]:
-        total = np.add(total, part, order="C", out=total if total.size == size else None)
-    return total
+    sizes = tuple([choices[v] for v in scope])
+    places = [tuple([scope.index(v) for v in one.variables if v in scope]) for one in tables]
+    parts = _view(tables, _find_views(tuple(places), sizes))
+    return _add(parts, np.empty(sizes)) if parts else np.zeros(sizes)
 
 
-def _size_of(table_s: FloatArray) -> int:
-    return table_s.size
+def _add(parts: Sequence[FloatArray], total: FloatArray) -> FloatArray:
+    """The sum of parts, into a total that has all of their axes."""
+    if len(parts) == 1:
+        np.copyto(total, parts[0])
+        return total
+    # In rows of the scope, whatever order the tables are in.
+    found = parts[0]
+    for part in parts[1:-1]:
+        found = np.add(found, part, order="C")
+    return np.add(found, parts[-1], out=total)
+
+
+def least_joined(
+    tables: Sequence[CostTable], places: tuple[Places, ...], sizes: tuple[int, ...]
+) -> FloatArray:
+    """The least of the sum of tables over the first variable of their scope.
+
+    Args:
+        tables: as for `joined_table`.
+        places: the variables of each by their places in the scope.
+        sizes: choices of each variable of the scope.
+
+    >>> one = CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))
+    >>> least_joined([one], ((0, 1),), (2, 2)).tolist()
+    [0.0, 6.0]
+    """
+    if not tables:
+        return np.zeros(sizes[1:])
+    parts = _view(tables, _find_views(places, sizes))
+    rest = math.prod(sizes[1:])
+    rows = max(LARGEST_BLOCK // rest, 1)
+    if rows >= sizes[0]:
+        total = parts[0]
+        for part in parts[1:]:
+            total = np.add(total, part, order="C")
+        return np.asarray(np.minimum.reduce(total))
+    # In blocks of rows, whose memory is used again.
+    block, least_s = np.empty((rows, *sizes[1:])), np.full(sizes[1:], math.inf)
+    for first in range(0, sizes[0], rows):
+        some = [part[first : first + rows] if len(part) > 1 else part for part in parts]
+        own_s = _add(some, block[: sizes[0] - first])
+        np.minimum(np.minimum.reduce(own_s), least_s, out=least_s)
+    return least_s
+
+
+def row_of(table: CostTable, variable: int, chosen: Sequence[int]) -> FloatArray:
+    """A table for each choice of a variable, with the others at theirs.
+
+    >>> row_of(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), 0, (0, 0, 1)).tolist()
+    [2.0, 4.0]
+    """
+    variables, seconds_s = table
+    if len(variables) == 1:
+        return seconds_s
+    if len(variables) == 2:
+        one, other = variables
+        return seconds_s[:, chosen[other]] if one == variable else seconds_s[chosen[one]]
+    return seconds_s[tuple([slice(None) if v == variable else chosen[v] for v in variables])]
 
 
 def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:

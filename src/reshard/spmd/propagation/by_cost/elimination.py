@@ -25,9 +25,10 @@ import numpy as np
 from reshard.spmd.propagation.by_cost.cost_table import (
     CostTable,
     FloatArray,
+    Places,
     grouped,
-    joined_table,
-    sliced,
+    least_joined,
+    row_of,
     taken_apart,
 )
 
@@ -41,15 +42,16 @@ class EliminationStep(NamedTuple):
     Args:
         scope: the variables of its tables, itself first.
         joined: its tables by their numbers; what steps leave has numbers behind those of the sum.
-        pattern: how many choices the variable has, and for each table -1 and the places of its
-            variables in the scope.
+        places: for each table, those of its variables in the scope.
+        sizes: choices of each variable of the scope.
         size: entries of all its tables together.
         largest: entries of a table, where they are too large together and are taken apart.
     """
 
     scope: tuple[int, ...]
     joined: tuple[int, ...]
-    pattern: tuple[int, ...]
+    places: tuple[Places, ...]
+    sizes: tuple[int, ...]
     size: int
     largest: int | None
 
@@ -82,7 +84,7 @@ class KnownJoin(NamedTuple):
 
 
 KnownTables = dict[object, KnownJoin]
-"""What came of tables, by their pattern and the memory they are in."""
+"""What came of tables, by the places of their variables and the memory they are in."""
 
 
 def find_order(
@@ -131,12 +133,11 @@ def find_order(
         is_apart = size > largest
         rest = tuple(sorted(beside[variable] - {variable}))
         scope = (variable, *rest)
-        pattern = [choices[variable]]
-        for table in tables.values():
-            pattern += [-1, *map(scope.index, table)]
+        places = tuple([tuple(map(scope.index, table)) for table in tables.values()])
+        own_sizes = tuple([choices[v] for v in scope])
         numbers = tuple(tables)
         order.append(
-            EliminationStep(scope, numbers, tuple(pattern), size, largest if is_apart else None)
+            EliminationStep(scope, numbers, places, own_sizes, size, largest if is_apart else None)
         )
         left = [rest]
         if is_apart:
@@ -185,7 +186,7 @@ def take_out(
     numbered = list(tables)
     taken: list[Elimination] = []
     of_large: KnownTables = {}
-    for scope, numbers, pattern, size, largest in order:
+    for scope, numbers, places, sizes, size, largest in order:
         variable, rest = scope[0], scope[1:]
         joined = [numbered[number] for number in numbers]
         if largest is not None:
@@ -194,11 +195,10 @@ def take_out(
         else:
             # The least over the variable's axis, for choices of the rest.
             own = known if size <= MOST_KEPT else of_large
-            key = (pattern, *[id(seconds_s) for _, seconds_s in joined])
+            key = (places, sizes[0], *[id(seconds_s) for _, seconds_s in joined])
             found = own.get(key)
             if found is None:
-                total = joined_table(joined, scope, choices)
-                found = own[key] = KnownJoin(joined, np.asarray(np.minimum.reduce(total)), {})
+                found = own[key] = KnownJoin(joined, least_joined(joined, places, sizes), {})
             left = [CostTable(rest, found.left_s)]
             taken.append(Elimination(variable, scope, joined, left, found.best))
         numbered += left
@@ -222,7 +222,7 @@ def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int,
         if found is None:
             costs = np.zeros(choices[variable])
             for table in joined:
-                costs += sliced(table, (variable,), chosen)
+                costs += row_of(table, variable, chosen)
             found = known[at] = int(costs.argmin())
         chosen[variable] = found
     return tuple(chosen)
