@@ -94,13 +94,38 @@ def be_empty(tensor: Any) -> None:
         tensor.data = torch.empty(0)
 
 
-CHANGES: list[Callable[[Any], None]] = [lie_elsewhere, be_another_type, be_longer, be_empty]
+def view_as(tensor: Any, look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The same memory, looked at otherwise."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = look(tensor._local_tensor.detach())
+    else:
+        tensor.data = look(tensor.detach())
+
+
+def be_halves(tensor: Any) -> None:
+    view_as(tensor, lambda one: one.view(torch.float16))
+
+
+def be_turned(tensor: Any) -> None:
+    view_as(tensor, torch.Tensor.t)
+
+
+def be_shorter(tensor: Any) -> None:
+    view_as(tensor, lambda one: one[:1])
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    **dict.fromkeys((lie_elsewhere, be_another_type, be_longer, be_empty), "is at another address"),
+    be_halves: "elements of torch.float16 with strides (8, 1), and had",
+    be_turned: "elements of torch.float32 with strides (1, 4), and had",
+    be_shorter: "has 4 elements of torch.float32 with strides (4, 1), and had",
+}
 
 
 def moved_tensors() -> None:
     """Whatever a tensor is, and whatever is done to it, on one rank alone, all ranks are told."""
     last = dist.get_world_size() - 1
-    for change in CHANGES:
+    for change, said in CHANGES.items():
         for name in models()[0]:
             for side in range(2):
                 both = models()
@@ -110,7 +135,8 @@ def moved_tensors() -> None:
                 # What others lie in must not be taken for what this one lay in.
                 if dist.get_rank() == last:
                     change(both[side][name])
-                refused(done.run, RunError, f"rank {last}: {name} is at another address")
+                told = refused(done.run, RunError, f"rank {last}: {name} ")
+                expect(said in told, f"{said!r} is not in {told}")
                 expect(done.is_usable, f"{change.__name__} of {name}: nothing was written")
                 lie_elsewhere(both[side][name])
                 anew = Refit.prepare(*both, cast=True) if change is lie_elsewhere else None

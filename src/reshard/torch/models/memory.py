@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -30,6 +30,9 @@ from reshard.torch.models.naming import tied_root
 from reshard.torch.models.rosters import Roster
 from reshard.torch.sides import check_writable, find_addresses, list_locals
 
+_DTYPE = operator.attrgetter("dtype")
+# A tensor's elements: their type, their number, and the strides between them.
+_Looks = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
 
@@ -55,6 +58,7 @@ class LocalTensors:
         self._own = held if all(map(operator.is_, held, self.tensors.values())) else None
         known = self.columns.addresses if self.columns is not None else None
         self._addresses = known or list(map(torch.Tensor.data_ptr, held))
+        self._looks = _list_looks(held)
 
     @cached_property
     def own_memory(self) -> HeldMemory:
@@ -67,15 +71,21 @@ class LocalTensors:
         are_own = list(map(self.locals.__contains__, self.tensors))
         return HeldMemory(*(list(compress(column, are_own)) for column in held))
 
-    def moved(self) -> Iterator[tuple[str, int]]:
-        """Tensors whose memory is another than when they were listed, with where it was."""
+    def list_changes(self) -> Iterator[tuple[str, str]]:
+        """Tensors whose memory is not what it was when they were listed, and how it differs."""
         held = list_locals(self.tensors.values()) if self._own is None else self._own
         now = list(map(torch.Tensor.data_ptr, held))
-        # Of very many tensors none has moved, nearly always.
+        # Of very many tensors none has changed, nearly always.
         if now != self._addresses:
             for name, address, found in zip(self.tensors, self._addresses, now, strict=True):
                 if found != address:
-                    yield name, address
+                    yield name, f"is at another address than when it was prepared ({address:#x})"
+        looks = _list_looks(held)
+        if looks != self._looks:
+            rows = zip(zip(*self._looks, strict=True), zip(*looks, strict=True), strict=True)
+            for name, (before, after) in zip(self.tensors, rows, strict=True):
+                if before != after:
+                    yield name, f"has {_say(*after)}, and had {_say(*before)} when it was prepared"
 
     def is_still(
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
@@ -145,6 +155,17 @@ class KnownTensors:
         known = self._by_first.get(id(tensors[0])) if tensors else None
         is_known = known is not None and known.is_still(tensors, described, addresses)
         return known if is_known else None
+
+
+def _list_looks(tensors: Sequence[torch.Tensor]) -> _Looks:
+    """What of tensors `t.data = ...` and `t.resize_()` may change in place, in columns."""
+    strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+    numbers = list(map(torch.Tensor.numel, tensors))
+    return list(map(_DTYPE, tensors)), numbers, list(map(strides, tensors))
+
+
+def _say(dtype: torch.dtype, number: int, strides: tuple[int, ...]) -> str:
+    return f"{number} elements of {dtype} with strides {strides}"
 
 
 def check_memory(

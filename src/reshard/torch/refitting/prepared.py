@@ -60,8 +60,8 @@ class PreparedRefit:
         """Which tensor is not what it was when this was prepared; None where all are."""
         # Messages are views of the tensors' memory, so a tensor must still be where it was.
         for side in (self.before, self.after):
-            for name, address in side.moved():
-                return f"{name} is at another address than when it was prepared ({address:#x})"
+            for name, change in side.list_changes():
+                return f"{name} {change}; give it its memory back, or prepare again"
         for slots in self.slots:
             if name := slots.find_replaced():
                 return (
