@@ -286,12 +286,6 @@ class TensorColumns(Mapping[str, StoredTensor]):
         spread: IntArray = np.array(values, dtype=np.int64)[self.kind]
         return spread
 
-    @cached_property
-    def kind_counts(self) -> list[int]:
-        """How many tensors each kind has."""
-        counts: list[int] = np.bincount(self.kind, minlength=len(self.kinds)).tolist()
-        return counts
-
 
 def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, by name."""

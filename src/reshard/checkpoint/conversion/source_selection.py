@@ -116,7 +116,7 @@ def _follow_parameters(
         stripped = selection.strip(name)
         renamed = selection.renamed(stripped)
         if renamed is not None and renamed != stripped:
-            moved[parameter] = _find_parameter(parameter, stripped, renamed, state)
+            moved[parameter] = _find_parameter(stripped, renamed, state)
     for name, (parameter, key) in state.tensors.items():
         taken = new[name]
         if key and parameter in moved and taken == selection.strip(name):
@@ -132,8 +132,8 @@ def _follow_parameters(
     return moved
 
 
-def _find_parameter(parameter: str, weight: str, renamed: str, state: TrainingState) -> str:
-    """The new name of a parameter, whose weight `weight` becomes `renamed`."""
+def _find_parameter(weight: str, renamed: str, state: TrainingState) -> str:
+    """The new name of the parameter whose weight `weight` becomes `renamed`."""
     for prefix in sorted(state.weight_prefixes, key=len, reverse=True):
         if prefix and weight.startswith(prefix) and renamed.startswith(prefix):
             return renamed.removeprefix(prefix)

@@ -22,7 +22,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -411,8 +411,3 @@ class DeltaWriter:
             self._file.close()
             self._temporary.replace(self.path)
             sync_folder(self.path.absolute().parent)
-
-
-def list_changed(delta: Delta) -> Iterator[DeltaTensor]:
-    """The tensors that are not kept."""
-    return (tensor for tensor in delta.tensors.values() if tensor.kind != "kept")

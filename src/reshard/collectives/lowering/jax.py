@@ -88,49 +88,22 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         return x
     """
     specs = plain_shardings(program)
-    shape = program.shape
-    for number, spec in enumerate(specs):
-        where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
-        if spec.mesh is not specs[0].mesh:
-            raise NotationError(
-                f"{where} cannot be expressed in JAX: it leads to `{spec}` over devices in another "
-                "order or grid; a shard_map has one mesh, describe both sides over it"
-            )
-        check_ceil(where, _SYSTEM, spec, shape)
+    _check_specs(program, specs)
     whole = WholeAxes(specs[0].mesh, specs, _SYSTEM)
     specs = tuple(map(whole.spec, specs))
-    # Contributions lie along a dimension in front, of which each device has one index.
+    # Contributions are indexed by an additional first dimension; each device has one index of it.
     lines = ["x = x[0]"] if specs[0].partial_axes else []
     tables: list[str] = []
-    for number, step in enumerate(program.steps):
-        before, after = specs[number], specs[number + 1]
-        if isinstance(step, Exchange):
-            raise NotationError(
-                f"step {number + 1}, {step}, cannot be expressed in JAX: it sends messages of any "
-                "size between any of all ranks; JAX has collectives of groups alone"
-            )
-        lines.append(f"# {step}: to `{step.target}`")
-        try:
-            texts = _write_step(step, before, after)
-        except NotationError as error:
-            if isinstance(step, ReduceScatter):
-                raise NotationError(
-                    f"step {number + 1}, {step}, cannot be expressed in JAX: {error}"
-                ) from error
-            texts = None
-        if texts is None:
-            axes = whole.names(step.axes)
-            if isinstance(step, Permute):
-                axes = whole.names(specs[0].mesh.remaining_axes(before.partial_axes))
-            tables += _write_tables(number + 1, step, before)
-            texts = _write_joint(number + 1, step, before, after, axes)
-        lines += texts
+    for number, step in enumerate(program.steps, 1):
+        made, texts = _write_numbered(number, step, specs[number - 1], specs[number], whole)
+        lines += [f"# {step}: to `{step.target}`", *texts]
+        tables += made
     if specs[-1].partial_axes:
         lines.append("x = x[None]")
     mesh = whole.mesh
     return "\n".join(
         [
-            *_explain_padding(specs, shape),
+            *_explain_padding(specs, program.shape),
             "import functools",
             "",
             "import jax",
@@ -159,6 +132,46 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             *(f"    {line}" for line in lines),
             "    return x",
         ]
+    )
+
+
+def _check_specs(program: Program, specs: Sequence[ShardingSpec]) -> None:
+    """Raises NotationError where shardings have several meshes or cuts that JAX lacks."""
+    for number, spec in enumerate(specs):
+        where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
+        if spec.mesh is not specs[0].mesh:
+            raise NotationError(
+                f"{where} cannot be expressed in JAX: it leads to `{spec}` over devices in another "
+                "order or grid; a shard_map has one mesh, describe both sides over it"
+            )
+        check_ceil(where, _SYSTEM, spec, program.shape)
+
+
+def _write_numbered(
+    number: int, step: Step, before: ShardingSpec, after: ShardingSpec, whole: WholeAxes
+) -> tuple[list[str], list[str]]:
+    """The tables of a step and its lines. Raises NotationError for a step that JAX lacks."""
+    if isinstance(step, Exchange):
+        raise NotationError(
+            f"step {number}, {step}, cannot be expressed in JAX: it sends messages of any "
+            "size between any of all ranks; JAX has collectives of groups alone"
+        )
+    try:
+        texts = _write_step(step, before, after)
+    except NotationError as error:
+        if isinstance(step, ReduceScatter):
+            raise NotationError(
+                f"step {number}, {step}, cannot be expressed in JAX: {error}"
+            ) from error
+        texts = None
+    if texts is not None:
+        return [], texts
+    axes = whole.names(step.axes)
+    if isinstance(step, Permute):
+        axes = whole.names(before.mesh.remaining_axes(before.partial_axes))
+    return (
+        _write_tables(number, step, before),
+        _write_joint(number, step, before, after, axes),
     )
 
 

@@ -112,7 +112,7 @@ class _Search:
                 yield after, cost, True
         if problem.steps != JOINT:
             yield from self._find_all_to_alls(state)
-        yield from self._find_permutes(state, limit, was_rearranged)
+        yield from self._find_permutes(state, limit)
 
     def _choose_states(
         self, state_table: StateTable, among: np.ndarray | None, state: State, limit: int
@@ -133,9 +133,7 @@ class _Search:
             if after.cuts != state.cuts or after.prime_mesh != state.prime_mesh:
                 yield after, int(cost[number])
 
-    def _find_permutes(
-        self, state: State, limit: int, was_rearranged: bool
-    ) -> Iterator[tuple[State, int, bool]]:
+    def _find_permutes(self, state: State, limit: int) -> Iterator[tuple[State, int, bool]]:
         space = self.problem.space
         if not space.shape:
             return

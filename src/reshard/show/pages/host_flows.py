@@ -7,7 +7,7 @@ heat map.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from reshard.errors import UsageError
 from reshard.plans.traffic import Traffic
@@ -69,27 +69,20 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
     for a, b, amount in zip(
         hosts.sender.tolist(), hosts.receiver.tolist(), hosts.amount.tolist(), strict=True
     ):
-        thick, middle = amount * scale, (x0 + x1) / 2
-        y, z = from_y[a], to_y[b]
-        from_y[a] += thick
-        to_y[b] += thick
-        # The upper edge as a curve, down at the receiver, and the same curve back.
-        path = (
-            f"M{x0:.1f} {y:.1f}C{middle:.1f} {y:.1f} {middle:.1f} {z:.1f} {x1:.1f} {z:.1f}"
-            f"v{thick:.1f}"
-            f"C{middle:.1f} {z + thick:.1f} {middle:.1f} {y + thick:.1f} {x0:.1f} {y + thick:.1f}z"
-        )
+        thick = amount * scale
         where = f"inside host {a}" if a == b else f"host {a} to host {b}"
         bands.append(
             element(
                 "path",
                 element("title", escaped(f"{where}: {amount_text(amount)}")),
-                d=path,
+                d=_band_path(x0, from_y[a], x1, to_y[b], thick),
                 fill=colours[a],
                 class_="band inside" if a == b else "band",
             )
         )
-    # Bars with two lines of text: on the left what hosts send, on the right what they receive.
+        from_y[a] += thick
+        to_y[b] += thick
+    # On the left what hosts send, on the right what they receive.
     bars = []
     for host in range(hosts.ranks):
         for x, top, amounts, word, anchor, at in (
@@ -99,20 +92,11 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
             amount = int(amounts[host])
             # A host that sends or receives nothing has a visible bar too.
             high = max(amount * scale, 1.5)
-            bars.append(
-                element("rect", x=x, y=top[host], width=_BAR, height=high, fill=colours[host])
-            )
-            for line, text in enumerate((f"host {host}", f"{word} {amount_text(amount)}")):
-                bars.append(
-                    element(
-                        "text",
-                        escaped(text),
-                        x=at,
-                        y=top[host] + high / 2 - 3 + 13 * line,
-                        text_anchor=anchor,
-                        class_="index" if line else "host",
-                    )
-                )
+            lines = f"host {host}", f"{word} {amount_text(amount)}"
+            bars += [
+                element("rect", x=x, y=top[host], width=_BAR, height=high, fill=colours[host]),
+                *_label_bar(lines, at, top[host] + high / 2, anchor),
+            ]
     height = 24 + max(
         top[-1] + max(float(amounts[-1]) * scale, 14.0)
         for top, amounts in ((left, hosts.sent), (right, hosts.received))
@@ -137,3 +121,28 @@ def _tops(amounts: IntArray, scale: float, gap: float) -> list[float]:
         tops.append(at)
         at += max(amount * scale, 14.0) + gap
     return tops
+
+
+def _band_path(x0: float, y0: float, x1: float, y1: float, thick: float) -> str:
+    """The outline of a band: its upper edge as a curve, down at the receiver, and back."""
+    middle, low0, low1 = (x0 + x1) / 2, y0 + thick, y1 + thick
+    return (
+        f"M{x0:.1f} {y0:.1f}C{middle:.1f} {y0:.1f} {middle:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+        f"v{thick:.1f}"
+        f"C{middle:.1f} {low1:.1f} {middle:.1f} {low0:.1f} {x0:.1f} {low0:.1f}z"
+    )
+
+
+def _label_bar(lines: Sequence[str], x: float, middle: float, anchor: str) -> list[str]:
+    """The name of a host and its amount, one below the other, beside the middle of its bar."""
+    return [
+        element(
+            "text",
+            escaped(text),
+            x=x,
+            y=middle - 3 + 13 * line,
+            text_anchor=anchor,
+            class_="index" if line else "host",
+        )
+        for line, text in enumerate(lines)
+    ]

@@ -78,7 +78,7 @@ def choose_way(
     if program is None:
         other_s = staged.job.estimate(topology).seconds_s
     else:
-        library = "gloo" if group.backend_of(device) == "gloo" else "nccl"
+        library = _library_of(group, device)
         other_s = program.estimate(as_dtype(dtype), topology, library).seconds_s
     return staged if staged.pipelined_s < other_s else program
 
@@ -145,8 +145,7 @@ def choose_program(
         return _check_memory(
             _require_program(source.spec, target.spec, shape), dtype, ranks, extra_bytes
         )
-    # Whose collectives: a key of `reshard.cost.LIBRARIES`.
-    library = "gloo" if group.backend_of(device) == "gloo" else "nccl"
+    library = _library_of(group, device)
     is_known = topology is not None
     slots = max(source.layout.slots, target.layout.slots)
     topology = topology or assumed_topology(slots)
@@ -154,6 +153,11 @@ def choose_program(
     if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
         return None
     return program
+
+
+def _library_of(group: RankGroup, device: torch.device) -> str:
+    """Whose collectives the group runs: a key of `reshard.cost.LIBRARIES`."""
+    return "gloo" if group.backend_of(device) == "gloo" else "nccl"
 
 
 def topology_problem(topology: object) -> str | None:

@@ -378,10 +378,6 @@ class Upload(Closing):
             if one.key in keys and not one.size_bytes:
                 self._store.abort(one.key, one.upload)
 
-    def finish_earlier(self) -> None:
-        """Forget what was seen of a target that an earlier run put in its place."""
-        forget_place(self.target.root_parts)
-
     def _complete_file(self, number: int) -> None:
         file, parts = self.files[number], len(self.grid.parts_of(number))
         key = self._key(file.name)

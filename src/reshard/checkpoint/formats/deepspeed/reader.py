@@ -321,7 +321,7 @@ class SaveReader:
         if is_stage3:
             found = _find_own(elements, count)
         else:
-            found = self._find_flat(mp, number, elements, parts, count)
+            found = self._find_flat(number, elements, parts, count)
         spread = experts.spread(list(shapes), count, self.ranks, self._is_data_first)
         for copy in spread:
             members = [parts[rank] for rank in copy.ranks]
@@ -329,7 +329,7 @@ class SaveReader:
                 self._add_parameter(mp, number, name, shape, pieces, members, copy.ranks)
 
     def _find_flat(
-        self, mp: int, number: int, elements: list[int], parts: list[Partition], count: int
+        self, number: int, elements: list[int], parts: list[Partition], count: int
     ) -> list[tuple[FlatPiece, ...]]:
         """The pieces of the parameters of a group of stage 1 or 2."""
         first = parts[0]
