@@ -97,7 +97,7 @@ def test_a_layout_is_derived_compared_and_cut_by(folder: Path) -> None:
 
     converted = run_here("convert", "tiny", "cut", "--layout", "layout.json")
     assert (converted.code, converted.errors) == (0, "")
-    assert "cut for tp=2" in converted.output
+    assert ", for tp=2: " in converted.output
     cut = checkpoint.open("cut")
     assert cut["layers.0.down.weight"].layout.boxes(1) == (Box((4, 0), (8, 8)),)
     assert run_here("verify", "tiny", "cut").code == 0

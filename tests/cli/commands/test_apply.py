@@ -27,7 +27,7 @@ def test_there_and_back() -> None:
     assert run_here("verify", "after", "out").code == 0
     cut = run_here("apply", "before", "delta", "cut", "--to", "tp=2", "--rule", "*=tp, ...")
     assert (cut.code, cut.errors) == (0, "")
-    assert cut.output.startswith("before to cut, cut for tp=2: 3 tensors")
+    assert cut.output.startswith("before to cut, for tp=2: 3 tensors")
     assert run_here("verify", "after", "cut").code == 0
 
 
@@ -49,7 +49,7 @@ def test_a_dry_run() -> None:
     arguments = ("apply", "before", "delta", "out")
     said = run_here(*arguments, "--dry-run")
     assert (said.code, os.path.exists("out")) == (0, False), said.errors
-    assert said.output.startswith("before would be written to out, cut for full, as safetensors:")
+    assert said.output.startswith("before would be written to out, for full, as safetensors:")
     json = run_here(*arguments, "--dry-run", "--json").json
     assert {one["name"] for one in json["tensors"]} == {"w", "b", "new"}
     run_here(*arguments, "-q")

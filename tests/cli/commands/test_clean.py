@@ -60,7 +60,7 @@ def test_the_same_command_goes_on_with_what_is_left(server: BucketServer) -> Non
     abandon(server)
     assert run_here(*CONVERT, "--dry-run").output.count("an earlier run left work in") == 1
     done = run_here(*CONVERT)
-    assert done.code == 0 and done.output.startswith(f"own to s3://{BUCKET}/models/a, cut for")
+    assert done.code == 0 and done.output.startswith(f"own to s3://{BUCKET}/models/a, for ")
     finished = [one for one in server.stored_parts if one[1] <= 3]
     assert len(finished) == len(set(finished)) == 3
     assert run_here("verify", "own", f"s3://{BUCKET}/models/a").code == 0

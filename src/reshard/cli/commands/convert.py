@@ -1,4 +1,4 @@
-"""`reshard convert`: the same checkpoint, cut for other ranks."""
+"""`reshard convert`: the same checkpoint, sharded for other ranks."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _report_lines(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
-        f"{printable(source)} to {printable(target)}, cut for {conversion.resolved['to']}: "
+        f"{printable(source)} to {printable(target)}, for {conversion.resolved['to']}: "
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
         f"{count_text(report.files, 'file')}"
     ]
@@ -195,7 +195,7 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         (one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
         for one in arrangement.tensors.values()
     ]
-    headers = ("dtype", "shape", "cut")
+    headers = ("dtype", "shape", "sharding")
     most = name_columns(zip(headers, *kinds, strict=True))
     tensors = [
         (name_text(name, most), *kind)
@@ -206,7 +206,7 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         for one in arrangement.files
     ]
     lines = [
-        f"{printable(source)} would be written to {printable(str(conversion.target))}, cut for "
+        f"{printable(source)} would be written to {printable(str(conversion.target))}, for "
         f"{conversion.resolved['to']}, as {arrangement.format}: "
         f"{count_text(len(tensors), 'tensor')}, "
         f"{bytes_text(sum(one.size_bytes for one in arrangement.tensors.values()))}, "

@@ -171,7 +171,7 @@ def _as_text(
         )
         for tensor in map(columns.sample, range(len(columns.kinds)))
     ]
-    headers = ("dtype", "shape", "cut", "ranks", "size")
+    headers = ("dtype", "shape", "sharding", "ranks", "size")
     most = name_columns(zip(headers, *kinds, strict=True))
     named = zip(columns.names, columns.kind.tolist(), strict=True)
     yield from table_lines(

@@ -149,7 +149,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
     if unmatched and len(unmatched) == total:
         lines.append(
             f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
-            "--rule to cut them"
+            "--rule to shard them"
         )
     else:
         lines += listing("replicated, no rule matched", unmatched)

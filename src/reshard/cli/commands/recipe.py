@@ -338,7 +338,7 @@ def _recipe_lines(one: Recipe) -> list[str]:
         "",
         *([table(coupled, ("cut together", "how many")), ""] if coupled else []),
         *([table([*one.sizes.items()], ("size", "what it is")), ""] if one.sizes else []),
-        table(rules, ("pattern, first match", "cut", "where")),
+        table(rules, ("pattern, first match", "sharding", "where")),
     ]
     return [printable(line, keep="\n") for line in lines]
 
