@@ -2,13 +2,13 @@
 
 Target cells that are copies of each other need the same, so needs are found once for each
 target key and not for each rank. A *need* is a target key, a contribution, and a pair of each
-dimension: a product of pieces that the same slots hold, whichever of them sends it.
+dimension: a product of pieces that the same slots hold; any of them may send it.
 
 1. One cell of each key stands for all. Its needs, and the source keys that hold them, do not
    depend on where the copies are: the layers of all pipeline stages have them in common.
 2. The holders of a need are the slots of its source keys.
-3. Pieces that continue one another for every holder are joined, so that the boxes of a need
-   are the same whoever sends them.
+3. Pieces that are adjacent for every holder are merged, so that the boxes of a need do not
+   depend on the sender.
 """
 
 from __future__ import annotations

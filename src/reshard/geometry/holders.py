@@ -1,8 +1,8 @@
 """Holders of each element of a source layout.
 
-An element may be held by many: replicas, parts that overlap (key/value heads), halos that are
-declared fresh. The question is answered one dimension at a time, by stretches of indices that
-the same set of parts holds, and only then for whole cells:
+An element may have several holders: replicas, parts that overlap (key/value heads), halos that are
+declared fresh. They are found for each dimension first, as ranges of indices that
+the same set of parts holds (*stretches*), and then for whole cells:
 
 1. Cells that carry the same contribution and take the same parts are copies of each other:
    one *key*, with the slots that hold it (`copies`).
@@ -255,7 +255,7 @@ def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
     numbers: dict[bytes, int] = {}
     holder_set = [numbers.setdefault(group.tobytes(), len(numbers)) for group in members]
     sets = [np.frombuffer(group, dtype=np.int64) for group in numbers]
-    # Pieces that nobody holds are no stretches.
+    # Pieces without a holder are no stretches.
     held = piece[begin]
     stretch_of_piece = np.repeat(np.arange(len(held)), np.diff(np.append(begin, len(piece))))
     return DimensionHolders(

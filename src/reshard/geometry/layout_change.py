@@ -82,7 +82,7 @@ class LayoutChange(Interned):
 
     @property
     def is_determined(self) -> bool:
-        """Whether each element of the source has one holder, so that nobody chooses a sender."""
+        """Whether each element of the source has one holder, so that senders are not chosen."""
         return self.holders.is_exclusive and len(self.holders.cells) == len(self.holders.keys)
 
     @cached_property

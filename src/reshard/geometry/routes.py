@@ -6,14 +6,14 @@ cell chosen among the holders. It stands for a product of pieces, which stay une
 1. For each target cell, take the pairs of its part in every dimension, and every source
    contribution it combines: their product is what the cell needs, each element once. Where the
    source is no grid, take the keys that the cell meets (`key_intersections`).
-2. Look up who holds each of them; what nobody holds is an error, found by volume.
+2. Look up the holders of each of them; elements without a holder are an error, found by volume.
 3. If the target's own slot holds it, it stays. Otherwise the route names a *canonical* holder:
    the holders take turns (`replicas.replica_turns`).
 
-Nothing here depends on what moves to other slots, so one rank's part is found without building
-the others', and every rank finds the same. The canonical holder is for readers of files and of
-arrays in one process, where it does not matter who sends, and for the steps of collectives. Who
-sends in an exchange between ranks is chosen by bytes, above geometry (`reshard.plans.senders`).
+Nothing here depends on what moves to other slots, so one rank's part is computed without the
+others', and every rank computes the same. The canonical holder is for readers of files and of
+arrays in one process, where it does not matter who sends, and for the steps of collectives. The
+senders of an exchange between ranks are chosen by bytes (`reshard.plans.senders`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RouteFinder:
         """The finder of the routes from `source` to `target`.
 
         Of a source that is a grid, every product of pairs is a need, so there are never more
-        pairs than needs. Of any other most products may be held by nobody, and its cells are
+        pairs than needs. Of any other most products may have no holder, and its cells are
         compared instead; unless an element has two keys, which takes stretches cut at all edges.
         """
         holders = find_holders(source)
@@ -174,7 +174,7 @@ class RouteFinder:
         return cell, intersections.order[at], intersections.contribution[at], pair
 
     def _choose(self, needs: CellNeeds) -> Routes:
-        """The source cell of each need; needs that nobody holds are left out."""
+        """The source cell of each need; needs without a holder are left out."""
         cell, order, contribution, pairs = needs
         if self.holders.is_exclusive:
             return self._choose_copy(cell, order, contribution, pairs)
@@ -244,7 +244,7 @@ class RouteFinder:
         copies = holders.cell_begin[key + 1] - begin
         own = holders.cell_on_slot(key, slot)
         stays = own >= 0
-        # Most plans have one copy of everything; then nobody takes turns.
+        # Most plans have one copy of each element; then there are no turns to take.
         if (copies > 1).any():
             begin = begin + replica_turns(self.target.placement)[cell] % copies
         chosen = np.where(stays, own, holders.cells[begin])
@@ -281,7 +281,7 @@ class RouteFinder:
             for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
                 at = start
                 for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
-                    # Stretches are sorted by start: the first gap behind `at` is what nobody holds.
+                    # Stretches are sorted by start: the first gap after `at` has no holder.
                     if low > at:
                         break
                     at = max(at, high)

@@ -85,7 +85,7 @@ class Plan(Interned):
     @cached_property
     def transfers(self) -> Transfers:
         """Every box, those that stay included. Raises PlanError where an element is missing."""
-        # Where nobody has a choice the change itself says who sends, and needs no job.
+        # With one holder of each element, the change determines the senders, and needs no job.
         if self.change.is_determined:
             return self.change.transfers
         return self.job.transfers.get(_NAME, Transfers.none(self.source.ndim))

@@ -1,9 +1,9 @@
-"""Changes of layouts carried out on arrays in one process.
+"""Execution of plans and jobs on arrays in one process.
 
-Between arrays of one process nothing is sent, so what a rank gets follows from the two layouts
-alone: what it holds itself stays, and the rest is read from any rank that has it. A plan and a
-job come down to the changes of their tensors; only stages, which hand on what others received,
-have copies of their own.
+Nothing is sent between arrays of one process, so the result depends only on the two layouts:
+what a rank holds stays, and the rest is copied from any rank that holds it. A plan or a
+job is executed as the changes of its tensors. Only stages, which forward what other ranks have
+received, need copies of their own.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Copies of the flows between hosts: who makes the first of each byte, and who the others.
+"""Shares of the copies of flows: which ranks send the first copies of bytes, and which the others.
 
-Each receiver of a flow needs a copy. The first comes from the senders; the others may come from
+Each receiver of a flow needs a copy. The senders send the first one; the others may come from
 receivers that have theirs::
 
-    direct       sender ----> a, b, c         3 copies are work for the senders
-    handed on    sender ----> a ----> b, c    1 for the senders, 2 for a receiver
+    direct       sender ----> a, b, c         the senders send 3 copies
+    forwarded    sender ----> a ----> b, c    the senders send 1 copy, a receiver 2
 
-Flows whose copies the same ranks may make are one *class*, and the ranks of a class divide its
+Flows whose copies the same ranks may send are one *class*, and the ranks of a class divide its
 bytes. There are two kinds of classes, for first copies and for the others.
 
-1. Into another host only first copies go, and its receivers make the others.
-2. Within a host the senders can make all copies themselves, which takes one stage. So they do,
-   unless forwarding on takes at least a part in `_WORTHWHILE` off the largest load of the job;
-   then senders and receivers share in making the other copies, where senders are overloaded,
-   or if that is not enough everywhere.
-3. Contributions that are combined come directly.
-4. Either way the shares of all classes are found together (`shares`).
+1. To another host only first copies are sent, and its receivers forward them.
+2. Within a host the senders can send all copies themselves, which takes one stage. They do so
+   unless forwarding takes at least one part in `_WORTHWHILE` off the largest load of the job.
+   Then receivers share in sending the other copies, where senders are overloaded, or everywhere
+   if that is not enough.
+3. Contributions that are reduced come directly.
+4. In both cases the shares of all classes are computed together (`shares`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CopyClasses:
     the other copies, -1 where only the senders may make them. The ranks of the classes are
     `senders` and `other_senders`; of a flow from its own host, its senders come before its
     receivers there. A byte of first class `c` goes to `receivers[c]` ranks, where that is one
-    number for all its flows, and one of other class `c` is handed on to `others_receivers[c]`.
+    number for all its flows, and one of other class `c` is forwarded to `others_receivers[c]`.
     """
 
     first: list[IntArray]
@@ -165,11 +165,11 @@ def assign_copies(classes: CopyClasses, sizes: ClassSizes, ranks: int) -> CopyAs
 
 
 def _share_copies(classes: CopyClasses, sizes: ClassSizes, is_relayed: BoolArray) -> CopyAssignment:
-    """The least largest load, where other copies are handed on in some classes."""
+    """The shares with the smallest maximum load, if other copies are forwarded in some classes."""
     first, others = len(classes.senders), len(classes.other_senders)
     demand = np.zeros(first + others, dtype=np.int64)
     unit = np.ones(first + others, dtype=np.int64)
-    # Bytes to make: one copy where others are handed on, else one for each receiver.
+    # Bytes to send: one copy where the others are forwarded, else one for each receiver.
     times = np.where(is_relayed, 1, classes.receivers)
     np.add.at(demand, sizes.first, sizes.size * times[sizes.first])
     np.maximum.at(unit, sizes.first, sizes.unit * times[sizes.first])

@@ -1,8 +1,8 @@
-"""Element groups: elements that the same slots hold, and the same slots want.
+"""Element groups: elements that the same slots hold and the same slots need.
 
 A *group* is what one region of the target takes of one contribution from one set of holders. All
 its elements may come from the same source cells and go to the same target cells, so a group can
-be divided among senders and handed on among receivers in any way.
+be divided among senders and forwarded among receivers in any way.
 
 1. The regions of the target take the place of the target (`target_regions`), and the planner finds
    the routes that end in each of them.

@@ -1,8 +1,8 @@
-"""Flows of elements between hosts: how each group gets to the hosts that lack it.
+"""Flows of elements between hosts: how each group reaches the hosts that lack it.
 
-A *flow* is a group on its way to target cells that want it, which all share what enters::
+A *flow* is a group and the target cells that need it and share what is received::
 
-    from elsewhere, handed on        from the host itself
+    from other hosts, forwarded      from the host itself
 
     far ranks --+--> rank 4 ---+     rank 0 --+--> rank 1
     (senders)   |              |     (sender) |
@@ -10,15 +10,15 @@ A *flow* is a group on its way to target cells that want it, which all share wha
                      (relays)
 
 1. A target cell whose slot holds the group keeps it.
-2. Where ranks of a host hold it, they are the senders to the other cells of the host that want it.
-3. Of a rack where nobody holds it, all cells that want it are one flow, sent by all who hold it;
-   of a rack where somebody does, those of each host that lacks it are, sent from within the rack.
-4. A flow from elsewhere crosses once, divided among its receivers, and each hands its share on to
-   the others (`spreading`). One from the host itself may be handed on, or come directly.
-5. With a `Reach`, hosts or racks that each had a flow share one: the senders send it once, and not
-   once for each of them.
-6. Contributions that are combined with others are not handed on, for a receiver has no room for
-   them apart: its senders send them to every receiver, host by host.
+2. If ranks of a host hold it, they send it to the other cells of the host that need it.
+3. If no rank of a rack holds it, all cells of the rack that need it are one flow, sent by all its
+   holders. Otherwise the cells of each host that lacks it are one flow, sent from within the rack.
+4. A flow from another host is sent once, divided among its receivers, and each receiver forwards
+   its share to the others (`spreading`). One from the host itself is forwarded or sent directly.
+5. With a `Reach`, the hosts or racks that would each have a flow share one: the senders send it
+   once, and not once for each of them.
+6. Contributions that are reduced are not forwarded, because a receiver has no memory in which to
+   keep them separately: the senders send them to every receiver, host by host.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from reshard.topology import Topology
 
 
 class Reach(IntEnum):
-    """Whose receivers share a flow, beside those of a rack where nobody holds the group."""
+    """The receivers that share a flow, besides those of a rack in which no rank holds the group."""
 
-    HOST = 0  # nobody's
+    HOST = 0  # no others
     RACK = 1  # those of all hosts of a rack that lack it
-    EVERYWHERE = 2  # and those of all racks where nobody holds it
+    EVERYWHERE = 2  # and those of all racks in which no rank holds it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

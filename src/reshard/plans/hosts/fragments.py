@@ -1,14 +1,14 @@
-"""Fragments of the flows of a job: who sends, and who hands on, which elements.
+"""Fragments of the flows of a job: which rank sends, and which forwards, which elements.
 
-The bytes that the same ranks may send lie on one line, tensor by tensor, and those ranks cut it
-into consecutive shares (`copy_shares`). Every flow is on a line of first copies, and where it is
-handed on, also on one of other copies::
+The bytes that the same ranks may send are in one sequence, the line, tensor by tensor, which is
+divided into consecutive shares of these ranks (`copy_shares`). Every flow is on a line of first
+copies, and if it is forwarded, also on a line of other copies::
 
     first copies    |  w1  |      w2      |  w3  |
                     |    rank 0   |    rank 1    |
     other copies    |  w2          |  w3  |  w4  |
                     |  rank 4  |  rank 5 | rank 6|
-    fragments of w2 |------|---|..|     one of each for a fragment
+    fragments of w2 |------|---|..|     each has one rank of both lines
 
 1. A line is cut in *stretches*, whole tensors' flows of at least one of `_MOST_STRETCHES` parts of
    it, and each stretch in the proportions of the shares. So all senders are busy in every part of
@@ -100,7 +100,7 @@ def divide_flows(
         np.flatnonzero(is_relayed), row_others, item, start, itemsize, copying.others
     )
 
-    # Between two neighbouring cuts of either line, one rank sends and one hands on: a fragment.
+    # Between neighbouring cuts of both lines one rank sends and one forwards: a fragment.
     edges = np.unique(np.concatenate((start, sending.cuts, forwarding.cuts)))
     begin, end = edges[:-1], edges[1:]
     row = np.searchsorted(start, begin, side="right") - 1

@@ -1,14 +1,14 @@
-"""Pipelines of stages: parts of a tensor are handed on while the next ones arrive.
+"""Pipelines of stages: parts of a tensor are forwarded while the next ones arrive.
 
-A staged transfer is cut into parts, each of which goes through the stages one step behind the
-part before it. What crosses between hosts so travels beside what is handed on within them::
+A staged transfer is divided into parts, each of which goes through the stages one step after the
+previous part. So data moves between hosts and within hosts at the same time::
 
     step          0           1           2           3
     exchange      part 0      part 1      part 2
     fan-out                   part 0      part 1      part 2
 
-Every box is cut in the same way in each stage, so a part of a stage is made of what the same part
-of the stages before it brought.
+Every box is divided in the same way in each stage, so a part of a stage consists of elements that
+the same part of earlier stages has delivered.
 """
 
 from __future__ import annotations

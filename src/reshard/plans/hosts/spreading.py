@@ -1,7 +1,8 @@
-"""Spreading: who hands on what to whom, so that a byte enters a rack once, and a host once.
+"""Spreading: which rank forwards what to which, so that a byte enters each rack and host once.
 
-What has entered at one receiver of a flow, its *entry*, goes to one receiver of every other rack,
-from each of those to one of every other host of its rack, and on each host to the others::
+The bytes that one receiver of a flow, the *entry*, has received are forwarded to one receiver of
+every other rack, from each of these to one of every other host of its rack, and on each host to
+the others::
 
     entry e --+-----------------> d   host 1, rack 0       between racks   e to g
               |                                            between hosts   e to d, g to k
@@ -10,12 +11,12 @@ from each of those to one of every other host of its rack, and on each host to t
               +== uplinks ==> g --+--> h   host 2, rack 1
                                   +--> k   host 3
 
-Which receiver that is follows from the entry's place in the flow, so that all take turns. What
-enters a flow is divided among all receivers, wherever they are. So every host sends about as much
-as every other: scatter and all-gather (van de Geijn 1994) between hosts and racks, too.
+Which receiver that is follows from the entry's position in the flow, so that all take turns. The
+bytes of a flow are divided among all its receivers, on any host. So every host sends about as
+much as every other: this is scatter and all-gather (van de Geijn 1994) between hosts and racks.
 
-`choose_reach` says whose receivers share a flow: as few as may be, unless the host, or the rack,
-that sends or receives most has at least a part in `_WORTHWHILE` less of it where more share one.
+`choose_reach` decides which receivers share a flow: as few as possible, unless sharing among more
+takes at least one part in `_WORTHWHILE` off the busiest host or rack.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _WORTHWHILE = 21
 
 
 class HandOns(NamedTuple):
-    """What is handed on, as columns: which fragment, in which of `STAGES`, and the receivers that
-    have it and get it, as numbers of the flows' receivers.
+    """What is forwarded, as columns: which fragment, in which of `STAGES`, and the receivers that
+    send and receive it, as numbers of the flows' receivers.
     """
 
     row: IntArray
@@ -113,8 +114,8 @@ def choose_reach(items: Sequence[JobItem], topology: Topology) -> Reach:
 def find_load(plans: Sequence[tuple[LayoutChange, Flows, int]], topology: Topology) -> float:
     """The most bytes that a host sends to others, or receives, or a rack likewise.
 
-    Flows are divided equally among those who may send, and who may hand on. Sums are in one order,
-    and so the same on every rank.
+    Flows are divided equally among the ranks that may send or forward them. Sums are computed in a
+    fixed order, so they are the same on every rank.
     """
     sent, received = np.zeros(topology.hosts), np.zeros(topology.hosts)
     rack_sent, rack_received = np.zeros(topology.racks), np.zeros(topology.racks)

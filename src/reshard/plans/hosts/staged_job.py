@@ -1,25 +1,25 @@
 """Jobs in stages, so that every byte enters a rack, and a host, at most once.
 
-Within a host ranks are close, between hosts they are not. Where several ranks of a host want
-the same bytes, one copy is brought in, and handed on inside::
+Links within a host are faster than links between hosts. If several ranks of a host need the
+same bytes, one copy is sent to the host, and forwarded within it::
 
     host 0            host 1
-    rank 0 --- a ---> rank 2 --- a ---> rank 3       exchange: far or near, divided among those
-    rank 1 --- b ---> rank 3 --- b ---> rank 2       who want it
-                                                     fan-out: each relay to the others
+    rank 0 --- a ---> rank 2 --- a ---> rank 3       exchange: to any host, divided among the
+    rank 1 --- b ---> rank 3 --- b ---> rank 2       ranks that need the bytes
+                                                     fan-out: from each relay to the others
 
-Between both there may be stages between racks and between hosts, where what has entered one rack
-or host goes on to others (`spreading`).
+Between the two there may be stages between racks and between hosts, in which bytes that have
+entered one rack or host are forwarded to others (`spreading`).
 
-1. What each host lacks flows there, from ranks of the host where they hold it, and else from
-   elsewhere (`flows`).
-2. Those who send first copies, and those who make the others, get shares that balance what each
-   rank sends in all (`copy_shares`, `fragments`).
-3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
-   all else from target cells to target cells.
+1. Each host receives what it lacks: from its own ranks if they hold it, otherwise from other
+   hosts (`flows`).
+2. The ranks that send first copies, and those that forward them, get shares that balance the
+   total that each rank sends (`copy_shares`, `fragments`).
+3. Fragments of flows are expanded to boxes: in the exchange from source cells to target cells,
+   in all other stages from target cells to target cells.
 
-This is scatter and all-gather within a host (van de Geijn 1994), with as many relays as there
-are ranks that want the bytes. Every rank still receives each element it lacks once.
+This is scatter and all-gather within a host (van de Geijn 1994), with one relay for each rank
+that needs the bytes. Every rank still receives each element that it lacks once.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StagedJob:
         return tuple(found)
 
     def _select_of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
-        """The fragments that a rank sends, hands on or receives."""
+        """The fragments that a rank sends, forwards or receives."""
         item, columns = self.job.items[number], self.fragments
         _, flows = self._find_parts(item)
         source, target = item.change.source, item.change.target
@@ -298,8 +298,8 @@ class StagedJob:
         """Check all stages of every tensor against its layouts.
 
         Raises:
-            PlanError: what is missing, doubled, misplaced, sent by a rank that has it not, or
-                handed on by one that has not received it.
+            PlanError: elements are missing, duplicated, misplaced, sent by a rank that does not
+                hold them, or forwarded by one that has not received them.
         """
         for number, item in enumerate(self.job.items):
             try:

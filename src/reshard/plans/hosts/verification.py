@@ -1,7 +1,7 @@
-"""Verification of stages: together they turn the source into the target, all of it, once.
+"""Verification of stages: together they deliver every element of the target exactly once.
 
-Every stage behind the exchange hands on what those before it have brought. Its transfers are
-traced back to where the boxes came from, and then the whole is checked like a plan without stages
+Every stage after the exchange forwards what earlier stages have delivered. Its transfers are
+traced back to the origin of their boxes, and then the whole is checked like a plan without stages
 (`verification`):
 
 1. every transfer of a later stage lies inside its two target cells, where it says;
@@ -84,7 +84,7 @@ def _match_boxes(
     number = number.reshape(-1)
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
     due = counts[plan.target.cell_contribution[fan_out.source_cell]]
-    # Mostly the very box that was brought is handed on.
+    # Mostly a box is forwarded as it was received.
     row, origin = _match_equal(number[len(exchange) :], number[: len(exchange)])
     alike = np.bincount(row, minlength=len(fan_out)) == due
     row, origin = row[alike[row]], origin[alike[row]]

@@ -1,8 +1,8 @@
 """Senders of a job: all moved bytes in one order, divided among the ranks that hold them.
 
-All bytes that move are laid end to end, in an order that every rank knows, and this byte line is
-cut among the senders. Then a rank finds who sends a byte by its position alone, and nobody lists
-what the others do::
+All bytes that move are put in one sequence, the byte line, in an order that every rank knows, and
+the line is divided among the senders. A rank then finds the sender of a byte from its position
+alone, without a list of what other ranks do::
 
     class     |  held by ranks 0 and 1              |  held by 2 and 3
     receiver  |    4     |    5     |    6    |  7  |    4     |    5 ...
@@ -10,14 +10,14 @@ what the others do::
     sender    |---------- 0 -------------|---- 1 ---|----- 2 -------...
 
 1. Tensors of one change of layouts and one dtype are a *tensor group*. Its needs are found once.
-2. Ranks that belong to the same holder sets and want the same target keys are a *rank group*.
-3. A *row* is a need of a tensor group and a rank group that wants it. Where the rank group holds
-   it, it stays. Otherwise it is a demand on the *class* of its holders.
+2. Ranks that belong to the same holder sets and need the same target keys are a *rank group*.
+3. A *row* is a need of a tensor group and of a rank group. If the rank group holds the elements,
+   they stay. Otherwise they are a demand on the *class* of their holders.
 4. The order of the line: class, rank group, receiver, tensor group, tensor, need, box, element.
-   What one receiver lacks of one class lies together, so a sender serves few receivers, and all
-   receivers at the same time whichever tensors are moved first. Every position is a sum of
-   products, so nothing is listed that grows with ranks times tensors.
-5. Shares are balanced over the classes once for the whole job (`shares`), and lie on the line
+   The bytes of one class that a receiver lacks are adjacent, so a sender serves few receivers,
+   and all senders are busy whichever tensors are moved first. Every position is a sum of
+   products, so no list grows with the number of ranks times that of tensors.
+5. Shares are balanced over the classes once for the whole job (`shares`). On the line they are
    in the order of class, rank group and rank.
 """
 

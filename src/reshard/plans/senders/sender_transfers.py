@@ -1,16 +1,16 @@
-"""The transfers of a job: which boxes move of which tensor, and from whom, for one rank or all.
+"""The transfers of a job: the boxes that move, and their senders, for one rank or all ranks.
 
 1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for one
    rank, the rows of its own rank group, and those that it sends.
-2. Write each row out as boxes: the product of the pieces of its pairs.
-3. Find the sender of each box by its place on the byte line. A box that lies across a cut is sent
+2. Expand each row to boxes: the product of the pieces of its pairs.
+3. Find the sender of each box by its position on the byte line. A box that contains a cut is sent
    in parts: the cut is moved to the nearest end of the box, or of one of its rows, if that is
    near enough (`SenderAssignment.rounding_bytes`), and to the nearest element if not::
 
        boxes    |    a    |    b    |    c    |        cut 1: to the end of a
        cuts     ---------1-------2-----------          cut 2: through b, between two rows
 
-4. The sender's own cell is looked up last, so that boxes are the same whoever sends them.
+4. The sender's own cell is looked up last, so that boxes do not depend on the sender.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _BoxWriter:
             entry = overlap.shared_pieces.entry[self.pieces[d]]
             boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
             boxes[3, d] = self.target_start[box, d]
-            # Where a set is one part, the local position is the same whoever sends.
+            # If a set is one part, the local position does not depend on the sender.
             if overlap.holders.is_single:
                 part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
                 boxes[2, d] = overlap.source_local(entry, part)[box]

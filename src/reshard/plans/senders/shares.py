@@ -1,7 +1,7 @@
-"""Balanced shares: how much each holder sends, so that the most loaded sends least.
+"""Balanced shares: how much each holder sends, so that the maximum load is as small as possible.
 
 Bytes that the same ranks hold and others lack are one *class*: any of its holders may send any
-of them. A rank holds several classes, and what it sends of one it need not send of another::
+of them. A rank may hold several classes, and its load is the sum of what it sends of all::
 
     class    demand   held by       shares
       A        8      0 1           5 3            loads  rank 0  1  2  3
@@ -10,7 +10,7 @@ of them. A rank holds several classes, and what it sends of one it need not send
 
 1. Ranks that hold exactly the same classes are alike: a *group*, whose load is shared evenly.
 2. Every class begins with an even split over its holders.
-3. Again and again each class moves its demand towards less loaded holders: a share is divided
+3. In each iteration every class moves its demand towards less loaded holders: a share is divided
    by its holder's load, and the shares of a class are scaled back to its demand. This is
    proportional response, the way to an equilibrium of a linear Fisher market (Zhang 2011;
    Birnbaum, Devanur and Xiao 2011): classes are buyers, ranks are goods, loads are prices. At
@@ -18,12 +18,12 @@ of them. A rank holds several classes, and what it sends of one it need not send
    largest load, nor a smaller next one.
 4. It ends when the largest load is within 1/512 of a lower bound: some classes, and all who
    hold one of them, whose mean no split can go below.
-5. Shares become whole units (elements); what rounding leaves over goes to the least loaded,
+5. Shares are rounded to whole units (elements); the remainder goes to the least loaded holder,
    see `share_rounding` for where that matters.
 
-All ranks must find the same, so what decides does not depend on the order of a sum: numbers
-are whole and below 2**53, where floating-point sums are exact, and single products and
-quotients are rounded alike by every processor.
+All ranks must compute the same shares, so no decision depends on the order of a sum: numbers
+are integers below 2**53, whose floating-point sums are exact, and every processor rounds
+single products and quotients in the same way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def balanced_shares(
         within 1/512 of the least possible, and what rounding to units costs.
 
     Raises:
-        PlanError: a demand that nobody holds.
+        PlanError: a demand without a holder.
 
     >>> begin, holder = np.array([0, 2, 4, 6]), np.array([0, 1, 1, 2, 2, 3])
     >>> shares = balanced_shares(np.array([8, 4, 6]), begin, holder)
