@@ -13,6 +13,7 @@ from reshard.spmd.propagation.by_cost.cost_table import CostTable, joined_table
 from reshard.spmd.propagation.by_cost.elimination import (
     MOST_KEPT,
     KnownTables,
+    find_cut_set,
     find_order,
     read_off,
     take_out,
@@ -112,3 +113,28 @@ def test_a_joined_table_has_any_variable_first(tables: list[CostTable], order: l
     assert not any(np.shares_memory(found, one.seconds_s) for one in tables)
     for chosen, value in every_value(tables).items():
         assert found[tuple(chosen[v] for v in scope)] == value
+
+
+@given(pairs(), st.integers(1, 108), st.sets(st.integers(0, 4)))
+@settings(max_examples=100, deadline=None)
+def test_what_a_cut_set_leaves_can_be_taken_out(
+    tables: list[CostTable], largest: int, free: set[int]
+) -> None:
+    scopes = [one.variables for one in tables]
+    found = find_cut_set(CHOICES, scopes, largest, free)
+    left = [variable for variable in range(5) if variable not in found]
+
+    def find_size(order: tuple[int, ...]) -> int:
+        beside = [{v for v in one if v in left} for one in scopes]
+        most = 1
+        for variable in order:
+            joined = set().union({variable}, *(one for one in beside if variable in one))
+            most = max(most, prod(CHOICES[v] for v in joined))
+            beside = [one for one in beside if variable not in one] + [joined - {variable}]
+        return most
+
+    assert min(map(find_size, itertools.permutations(left))) <= largest
+    if largest == 1:
+        assert found == set(range(5))
+    if largest == 108:
+        assert not found

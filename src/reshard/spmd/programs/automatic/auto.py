@@ -10,7 +10,8 @@
    the arguments, by the strategy "cost", and of all values near them; the search also starts from
    arguments that are sharded over all axes, as in fully sharded data parallelism.
 3. If the program exceeds the limit, bytes get a price: those of arguments, and all bytes at the
-   peak. The lowest price at which the limit is satisfied is searched for.
+   peak. The lowest price at which the limit is satisfied is searched for, then the lowest near the
+   fastest program that satisfies it.
 4. In a small graph, all other shardings that might be faster are evaluated as well
    (`least_inputs`).
 
@@ -39,6 +40,7 @@ from reshard.spmd.programs.memory_limit import check_limit
 from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.propagation.by_cost.cost_model import Machine
+from reshard.spmd.propagation.by_cost.nearly_least import Choices
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
@@ -62,12 +64,17 @@ LOWEST_PRICE = 1e-4
 FIRST_PRICE = 0.3
 HIGHEST_PRICE = 100.0
 MOST_PRICES = 6
+# The same near a program that keeps the limit.
+NEAR_PRICE = 1.0
+MOST_NEAR = 4
 # Operations of a graph in which inputs and what is between them are placed in turn, and how often.
 MOST_TURNED = 512
 MOST_TURNS = 3
-# Of usual layouts, those of least time that are judged: without a limit, and to keep one.
+# Of usual layouts, those of least time that are judged: without a limit, and to keep one, of which
+# as many do.
 FEW_USUAL = 2
 MOST_USUAL = 8
+ENOUGH_USUAL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,13 +286,13 @@ class _Choosing:
     def answer(self) -> AutoPlacement:
         """The best that was found."""
         is_exact = self._find()
-        fitting = [one for one in self._known.values() if self._keeps_limit(one)]
-        best = min(fitting, key=_by_time) if fitting else self._find_within()
+        fitting = self._find_best()
+        best = self._find_within() if fitting is None else fitting
         program = self._make_program(self._limit, best.shardings)
         specs = replaced(
             self._fill(best.specs), lambda leaf: leaf.spec if isinstance(leaf, ArrayType) else None
         )
-        return AutoPlacement(tuple(specs), program, best.trace, is_exact and bool(fitting))
+        return AutoPlacement(tuple(specs), program, best.trace, is_exact and fitting is not None)
 
     def _find_within(self) -> _Program:
         """The best that keeps the limit by other strategies, or computing again."""
@@ -348,30 +355,68 @@ class _Choosing:
         """Judge what is found for prices, up to near the lowest one at which the limit is kept.
 
         Bytes have the price of what some program holds at its peak, `held` to begin with. In a
-        large graph usual layouts are judged before.
+        large graph usual layouts are judged before, and what is near the best behind it.
         """
         if not self._is_small:
-            # Those first that seem to keep the limit, then those that hold the least.
-            limit, by_need = self._limit or 0, {}
-            for layout in self._usual:
-                held_bytes = self._search.held_bytes(layout.chosen, held)
-                by_need[layout.specs] = (max(held_bytes, limit), layout.seconds_s)
-            for specs in sorted(by_need, key=by_need.__getitem__)[:MOST_USUAL]:
-                self._judge(specs)
+            self._judge_usual(held)
         low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
         for _ in range(MOST_PRICES):
-            found = self._judge_price(price, held)
+            found, best = self._judge_price(price, held), self._find_best()
             if self._keeps_limit(found):
                 high = price
+            elif best is not None and best.seconds_s <= found.seconds_s:
+                # Higher prices take longer.
+                break
             else:
                 low = price
                 if self._has_same_values(found.trace):
                     held |= held_at_peak(found.trace)
             # The middle of the orders of magnitude.
             price = math.sqrt(low * high)
+        if not self._is_small:
+            self._approach_limit()
+
+    def _find_best(self) -> _Program | None:
+        """The best that keeps the limit so far."""
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
-        if fitting and not self._is_small:
-            self._improve([min(fitting, key=_by_time)], high, held)
+        return min(fitting, key=_by_time, default=None)
+
+    def _approach_limit(self) -> None:
+        """Judge what is found for prices near the best that keeps the limit, as long as that helps.
+
+        There bytes have the price of what that holds at its peak.
+        """
+        for _ in range(MOST_TURNS):
+            best = self._find_best()
+            if best is None or not self._has_same_values(best.trace):
+                return
+            held = frozenset(self._search.free) | held_at_peak(best.trace)
+            low, high, price = LOWEST_PRICE, HIGHEST_PRICE, NEAR_PRICE
+            for _ in range(MOST_NEAR):
+                found = self._judge_price(price, held, best)
+                low, high = (low, price) if self._keeps_limit(found) else (price, high)
+                price = math.sqrt(low * high)
+            if self._find_best() is best:
+                break
+
+    def _judge_usual(self, held: frozenset[int]) -> None:
+        """Judge usual layouts until a few keep the limit.
+
+        Those come first that seem to keep it, then those that hold the least; of the first of these
+        the ones of least time, when what is between their inputs has descended.
+        """
+        search, limit = self._search, self._limit or 0
+
+        def find_need(chosen: Choices, seconds_s: float) -> tuple[float, float]:
+            return max(search.held_bytes(chosen, held), limit), seconds_s
+
+        first = sorted(self._usual, key=lambda one: find_need(one.chosen, one.seconds_s))
+        descended = [(search.descended(one.chosen), one.specs) for one in first[:MOST_USUAL]]
+        fitting = 0
+        for _, specs in sorted(descended, key=lambda one: find_need(*one[0])):
+            fitting += self._keeps_limit(self._judge(specs))
+            if fitting == ENOUGH_USUAL:
+                break
 
     def _improve(self, begun: Sequence[_Program], price: float, held: frozenset[int]) -> None:
         """Place in turn what is between inputs, and inputs as well, as long as that helps."""

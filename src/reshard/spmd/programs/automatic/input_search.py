@@ -118,6 +118,19 @@ class InputSearch:
         ] or sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
         return improved(self.problem, begun)[0]
 
+    def descended(self, start: Choices) -> tuple[Choices, float]:
+        """What is between inputs descended from choices, and about the seconds then."""
+        charges = []
+        for number in self.free:
+            # Other choices of the inputs take for ever.
+            seconds_s = np.full(len(self.problem.values[number]), math.inf)
+            seconds_s[start[number]] = 0.0
+            charges.append(CostTable((number,), seconds_s))
+        self.problem.charge(charges)
+        total = self.problem.sum()
+        chosen = total.descended_in_windows(start, self._ways)
+        return chosen, total.value(chosen)
+
     def _charge(self, price_s: float, held: Collection[int]) -> list[CostTable]:
         problem, first = self.problem, len(self.graph.values)
         counts = Counter(problem.variables[one] if one < first else one for one in held)

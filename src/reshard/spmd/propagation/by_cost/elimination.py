@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,16 +42,15 @@ class EliminationStep(NamedTuple):
     Args:
         scope: the variables of its tables, itself first.
         joined: its tables by their numbers; what steps leave has numbers behind those of the sum.
-        places: for each table, those of its variables in the scope.
-        sizes: choices of each variable of the scope.
+        pattern: how many choices the variable has, and for each table -1 and the places of its
+            variables in the scope.
         size: entries of all its tables together.
         largest: entries of a table, where they are too large together and are taken apart.
     """
 
     scope: tuple[int, ...]
     joined: tuple[int, ...]
-    places: tuple[Places, ...]
-    sizes: tuple[int, ...]
+    pattern: tuple[int, ...]
     size: int
     largest: int | None
 
@@ -84,7 +83,7 @@ class KnownJoin(NamedTuple):
 
 
 KnownTables = dict[object, KnownJoin]
-"""What came of tables, by the places of their variables and the memory they are in."""
+"""What came of tables, by their pattern and the memory they are in."""
 
 
 def find_order(
@@ -133,11 +132,12 @@ def find_order(
         is_apart = size > largest
         rest = tuple(sorted(beside[variable] - {variable}))
         scope = (variable, *rest)
-        places = tuple([tuple(map(scope.index, table)) for table in tables.values()])
-        own_sizes = tuple([choices[v] for v in scope])
+        pattern = [choices[variable]]
+        for table in tables.values():
+            pattern += [-1, *map(scope.index, table)]
         numbers = tuple(tables)
         order.append(
-            EliminationStep(scope, numbers, places, own_sizes, size, largest if is_apart else None)
+            EliminationStep(scope, numbers, tuple(pattern), size, largest if is_apart else None)
         )
         left = [rest]
         if is_apart:
@@ -152,18 +152,71 @@ def find_order(
             for number, one in enumerate(left, next_number):
                 if other in one:
                     own_tables[number] = one
+            own = beside[other]
             if is_apart:
                 own = beside[other] = {other, *itertools.chain.from_iterable(own_tables.values())}
+                now = math.prod([choices[v] for v in own])
             else:
-                own = beside[other]
-                own.update(rest)
+                added = [v for v in rest if v not in own]
+                own.update(added)
                 own.discard(variable)
-            now = math.prod([choices[v] for v in own])
+                now = sizes[other] // choices[variable] * math.prod([choices[v] for v in added])
             if now != sizes[other]:
                 sizes[other] = now
                 heapq.heappush(waiting, (now, other))
         next_number += len(left)
     return order
+
+
+def find_cut_set(
+    choices: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    largest: int,
+    free: Collection[int] = (),
+) -> set[int]:
+    """Variables with whose choices known no table becomes larger than `largest`, or few do.
+
+    Variables are taken out as by `find_order`. Where the smallest table would be too large, the
+    variable in it that most others are beside is one of those found.
+
+    Args:
+        choices: how many each variable has.
+        scopes: the variables of each table.
+        largest: entries of a table.
+        free: variables that are found only where there are no others.
+
+    >>> sorted(find_cut_set((2, 2, 2, 2), [(0, 1), (1, 2), (2, 3), (0, 3)], 4))
+    [0]
+    """
+    beside = [{variable} for variable in range(len(choices))]
+    for scope in scopes:
+        open_ = [v for v in scope if choices[v] > 1]
+        for variable in open_:
+            beside[variable].update(open_)
+    sizes = [math.prod([choices[v] for v in some]) for some in beside]
+    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
+    heapq.heapify(waiting)
+    found: set[int] = set()
+    while waiting:
+        size, variable = heapq.heappop(waiting)
+        if size != sizes[variable]:
+            continue
+        own = beside[variable]
+        is_cut = size > largest
+        if is_cut:
+            variable = max(own, key=lambda v: (v not in free, len(beside[v]), choices[v], -v))
+            found.add(variable)
+            own = beside[variable]
+        sizes[variable] = 0
+        for other in own - {variable}:
+            if not is_cut:
+                beside[other] |= own
+            beside[other].discard(variable)
+            now = math.prod([choices[v] for v in beside[other]])
+            if now != sizes[other]:
+                sizes[other] = now
+                heapq.heappush(waiting, (now, other))
+    return found
 
 
 def take_out(
@@ -186,7 +239,7 @@ def take_out(
     numbered = list(tables)
     taken: list[Elimination] = []
     of_large: KnownTables = {}
-    for scope, numbers, places, sizes, size, largest in order:
+    for scope, numbers, pattern, size, largest in order:
         variable, rest = scope[0], scope[1:]
         joined = [numbered[number] for number in numbers]
         if largest is not None:
@@ -195,14 +248,31 @@ def take_out(
         else:
             # The least over the variable's axis, for choices of the rest.
             own = known if size <= MOST_KEPT else of_large
-            key = (places, sizes[0], *[id(seconds_s) for _, seconds_s in joined])
+            key = (pattern, *[id(seconds_s) for _, seconds_s in joined])
             found = own.get(key)
             if found is None:
-                found = own[key] = KnownJoin(joined, least_joined(joined, places, sizes), {})
+                sizes = tuple([choices[v] for v in scope])
+                least_s = least_joined(joined, _read_places(pattern), sizes)
+                found = own[key] = KnownJoin(joined, least_s, {})
             left = [CostTable(rest, found.left_s)]
             taken.append(Elimination(variable, scope, joined, left, found.best))
         numbered += left
     return taken
+
+
+def _read_places(pattern: Sequence[int]) -> tuple[Places, ...]:
+    """The places of each table's variables.
+
+    >>> _read_places((7, -1, 0, 2, -1, 1))
+    ((0, 2), (1,))
+    """
+    found: list[list[int]] = []
+    for place in pattern[1:]:
+        if place < 0:
+            found.append([])
+        else:
+            found[-1].append(place)
+    return tuple(map(tuple, found))
 
 
 def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int, ...]:

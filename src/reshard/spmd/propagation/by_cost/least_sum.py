@@ -8,8 +8,9 @@ what lies outside of it, and then shows the least sum for every single choice: a
 sum is above one that is known can be left out.
 
 *Descent* starts from given choices and changes one variable at a time, with the inner ones beside
-it, as long as that helps. In *windows*, all variables near one are chosen at once, by elimination
-of their tables.
+it, as long as that helps. In *windows*, all variables but a few are chosen at once: the others
+keep their choices, and are such that elimination of the rest makes no large table. Each window
+leaves out others.
 
 Both give the same answer on every machine: sums are made in one order, and of equals the first
 choice is taken.
@@ -18,7 +19,6 @@ choice is taken.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -32,12 +32,14 @@ from reshard.spmd.propagation.by_cost.cost_table import (
     IntArray,
     joined_table,
     least_over,
+    row_of,
     sliced,
 )
 from reshard.spmd.propagation.by_cost.elimination import (
     Elimination,
     EliminationStep,
     KnownTables,
+    find_cut_set,
     find_order,
     read_off,
     take_out,
@@ -46,7 +48,8 @@ from reshard.spmd.propagation.by_cost.elimination import (
 # Entries of the largest table that elimination makes, of all variables and of a window's.
 LARGEST_TABLE = 1 << 19
 LARGEST_OF_WINDOW = 1 << 16
-# How often all windows are looked at.
+# Windows of all variables but a few, and how often they are looked at.
+WINDOWS = 2
 MOST_PASSES = 3
 
 
@@ -80,7 +83,7 @@ class _Known:
     windows: dict[object, tuple[int, ...]] = field(default_factory=dict)
     joined: KnownTables = field(default_factory=dict)
     orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(default_factory=dict)
-    fitting: dict[tuple[int, int], _Window] = field(default_factory=dict)
+    fitting: dict[int, list[_Window]] = field(default_factory=dict)
     slices: dict[object, FloatArray] = field(default_factory=dict)
     beside: dict[tuple[int, ...], dict[int, list[int]]] = field(default_factory=dict)
     # Where descent ended, and inner variables of it: with which tables.
@@ -248,60 +251,65 @@ class CostSum:
         return tuple(chosen)
 
     def descended_in_windows(
-        self,
-        start: Sequence[int],
-        centres: Sequence[int],
-        inner: Sequence[int] = (),
-        window: int = 32,
+        self, start: Sequence[int], inner: Sequence[int] = (), largest: int = LARGEST_OF_WINDOW
     ) -> tuple[int, ...]:
         """Choices where changing all variables of a window at once helps no more.
 
         Args:
             start: the choices to begin with, which descend by single variables first.
-            centres: variables, around each of which a window lies.
             inner: as for `descended`.
-            window: how many variables one has, fewer where a table would be too large.
+            largest: entries of a window's tables.
         """
         chosen = self.descended(start, inner)
-        windows = [self._find_window(centre, window) for centre in centres]
-        for _ in range(MOST_PASSES):
-            before = chosen
-            for one in windows:
-                chosen = self._solve_window(one, chosen)
-            if chosen == before:
+        windows = self._find_windows(largest)
+        # In turns, until none of the others has changed anything since one was looked at.
+        unchanged = 0
+        for one in windows * MOST_PASSES:
+            found = self._solve_window(one, chosen)
+            unchanged = unchanged + 1 if found == chosen else 1
+            chosen = found
+            if unchanged == len(windows):
                 break
         return chosen
 
-    def _find_window(self, centre: int, most: int) -> _Window:
-        """A variable and those nearest to it by the tables that they share."""
-        found = self._known.fitting.get((centre, most))
-        if found is not None:
-            return found
-        near = {centre: None}
-        waiting = deque([centre])
-        while waiting and len(near) < most:
-            for number in self._of[waiting.popleft()]:
-                for other in self.tables[number].variables:
-                    if other not in near and self.choices[other] > 1:
-                        near[other] = None
-                        waiting.append(other)
-        nearest = list(near)[:most]
-        while True:
-            variables = tuple(sorted(nearest))
-            inside = {variable: place for place, variable in enumerate(variables)}
-            numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
-            tables = [self.tables[number].variables for number in numbers]
-            scopes = tuple([tuple([inside[v] for v in some if v in inside]) for some in tables])
-            choices = [self.choices[v] for v in variables]
-            order = find_order(choices, scopes, LARGEST_OF_WINDOW)
-            if order is not None:
-                break
-            # Its tables are too large: a part of it.
-            nearest = nearest[: len(nearest) * 2 // 3]
-        axes = [tuple([n for n, v in enumerate(some) if v not in inside]) for some in tables]
-        found = _Window(variables, numbers, scopes, axes, order)
-        self._known.fitting[centre, most] = found
+    def _find_windows(self, largest: int) -> list[_Window]:
+        """Windows of all variables but a few, others in each."""
+        found = self._known.fitting.get(largest)
+        if found is None:
+            found = self._known.fitting[largest] = []
+            outside: set[int] = set()
+            for _ in range(WINDOWS):
+                window = self._find_window(largest, outside)
+                outside.update(set(range(len(self.choices))).difference(window.variables))
+                found.append(window)
+                if len(outside) == self.choices.count(1):
+                    # All variables that have a choice are in it.
+                    break
         return found
+
+    def _find_window(self, largest: int, inside: Collection[int]) -> _Window:
+        """All variables but those with whose choices given the others can be taken out.
+
+        Args:
+            largest: entries of a table.
+            inside: variables that are rather in it than others.
+        """
+        order = None
+        while order is None:
+            scopes = [one.variables for one in self.tables]
+            outside = find_cut_set(self.choices, scopes, largest, inside)
+            variables = tuple(
+                [v for v, count in enumerate(self.choices) if count > 1 and v not in outside]
+            )
+            places = {variable: place for place, variable in enumerate(variables)}
+            numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
+            tables = [scopes[number] for number in numbers]
+            own = tuple([tuple([places[v] for v in some if v in places]) for some in tables])
+            order = find_order([self.choices[v] for v in variables], own, LARGEST_TABLE)
+            # Another order than that in which the variables outside were found.
+            largest //= 4
+        axes = [tuple([n for n, v in enumerate(some) if v not in places]) for some in tables]
+        return _Window(variables, numbers, own, axes, order)
 
     def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """The best choices of a window's variables, all others being chosen."""
@@ -324,17 +332,13 @@ class CostSum:
                 seconds_s = found_s
             tables.append(CostTable(own, seconds_s))
         before = tuple([chosen[v] for v in window.variables])
-        # Layers alike have windows alike.
-        key = (before, window.scopes, *[id(seconds_s) for _, seconds_s in tables])
+        key = (window.variables, *[id(seconds_s) for _, seconds_s in tables])
         found = self._known.windows.get(key)
         if found is None:
             choices = [self.choices[v] for v in window.variables]
             taken = take_out(window.order, tables, choices, self._known.joined)
-            found = read_off(taken, choices)
-            if _add_up(tables, found) >= _add_up(tables, before):
-                found = before
-            self._known.windows[key] = found
-        if found == before:
+            found = self._known.windows[key] = read_off(taken, choices)
+        if found == before or _add_up(tables, found) >= _add_up(tables, before):
             return chosen
         changed = list(chosen)
         for variable, choice in zip(window.variables, found, strict=True):
@@ -385,7 +389,7 @@ class CostSum:
         for number in self._of[variable]:
             table = self.tables[number]
             if not any(other in inner for other in table.variables):
-                costs += sliced(table, (variable,), chosen)
+                costs += row_of(table, variable, chosen)
         for other, own in zip(inner, keys[1:], strict=True):
             least_s = known.get(own)
             if least_s is None:
@@ -396,7 +400,7 @@ class CostSum:
                     if variable in table.variables:
                         both += sliced(table, (variable, other), chosen)
                     else:
-                        both += sliced(table, (other,), chosen)
+                        both += row_of(table, other, chosen)
                 least_s = known[own] = both.min(axis=1)
             costs += least_s
         known[key] = costs
@@ -404,13 +408,13 @@ class CostSum:
 
     def _read_keys(self, variable: int, free: tuple[int, ...], chosen: Sequence[int]) -> list[int]:
         """Of a variable's tables: which is read at which choices, or for all of a free variable."""
-        keys = []
+        tables, keys = self.tables, []
         for number in self._of[variable]:
-            variables, seconds_s = self.tables[number]
+            variables, seconds_s = tables[number]
             keys.append(id(seconds_s))
+            # The places of free variables tell a table from its transpose.
             for other in variables:
-                # The places of free variables tell a table from its transpose.
-                keys.append(-1 - free.index(other) if other in free else chosen[other])
+                keys.append(-1 if other == variable else -2 if other in free else chosen[other])
         return keys
 
 

@@ -15,15 +15,10 @@ from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 
 # How often what formulas chose is changed.
 MOST_CHANGES = 4
-# Entries of tables where larger ones than those of an exact answer would be needed: which is best
-# is not known before.
-LARGEST = (1 << 14, 1 << 16, 1 << 18)
+# Entries of tables where larger ones than those of an exact answer would be needed.
+LARGEST = 1 << 16
 # Operations of a graph in which elimination is done again as if readers shared what they can.
 MOST_BOUNDED = 512
-# Of answers found so, how many descend with what readers share.
-MOST_DESCENTS = 3
-# Values between the centres of two windows of descent.
-CENTRES_APART = 8
 
 Choices = tuple[int, ...]
 
@@ -39,19 +34,19 @@ def solve_nearly(
         eliminates: whether to look further than by single changes of these.
     """
     if not eliminates:
-        return improved(problem, begun, centres=())
-    total = problem.sum()
+        return improved(problem, begun, in_windows=False)
     # As if each reader moved what it reads, and as if they shared what they can.
+    total = problem.sum()
     chosen, is_least = total.nearly_eliminated()
     found = [chosen]
-    if is_least and problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
-        bound = problem.sum(NOTHING, problem.reads.parts(chosen))
-        found += filter(None, [bound.eliminated()])
     if not is_least:
         sums = total, problem.sum(NOTHING, {})
-        found += [one.nearly_eliminated(largest)[0] for one in sums for largest in LARGEST]
+        found += [one.nearly_eliminated(LARGEST)[0] for one in sums]
         return improved(problem, begun, found)
-    return improved(problem, begun, found, is_least=True)
+    if problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
+        bound = problem.sum(NOTHING, problem.reads.parts(chosen))
+        found += filter(None, [bound.eliminated()])
+    return improved(problem, begun, found, is_least=True, in_windows=False)
 
 
 def improved(
@@ -60,7 +55,7 @@ def improved(
     found: Sequence[Choices] = (),
     *,
     is_least: bool = False,
-    centres: Sequence[int] | None = None,
+    in_windows: bool = True,
 ) -> tuple[Choices, float]:
     """What descent makes of answers, each movement priced by its program, and the seconds.
 
@@ -70,21 +65,16 @@ def improved(
         found: other answers.
         is_least: whether these are the least where nothing is shared: they descend only with what
             is.
-        centres: of windows in which the best descends; one every few values when None.
+        in_windows: whether the best descend in windows, too.
     """
     total = problem.sum()
-    values = len(problem.graph.values)
-    ways = range(values, len(total.choices))
-    if centres is None:
-        centres = () if is_least else range(0, values, CENTRES_APART)
-    # 1. With what is shared then moved once. Windows take long: they are for the best alone.
+    ways = range(len(problem.graph.values), len(total.choices))
+    # 1. With what is shared then moved once.
     if not is_least:
         found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
-        best_few = sorted(found, key=problem.seconds_s)[:MOST_DESCENTS]
-        found = [_descend(problem, one, (), ways) for one in best_few]
     chosen = min(found, key=problem.seconds_s)
-    if centres:
-        chosen = _descend(problem, chosen, centres, ways)
+    if not is_least:
+        chosen = _descend(problem, chosen, ways, in_windows)
     # 2. With the prices of programs. Answers whose movements are priced stay as they are.
     problem.price(begun)
     seen_s = {one: problem.seconds_s(one) for one in begun}
@@ -94,11 +84,11 @@ def improved(
         best = min(seen_s, key=seen_s.__getitem__)
         if not is_changed:
             break
-        chosen = _descend(problem, best, centres, ways)
+        chosen = _descend(problem, best, ways, in_windows)
     return best, seen_s[best]
 
 
-def _descend(problem: CostProblem, start: Choices, centres: Sequence[int], ways: range) -> Choices:
+def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool) -> Choices:
     """Descends as long as that helps, with what readers share moved once.
 
     What is shared is that of the answer before, with which no answer is taken for less than it is.
@@ -106,7 +96,8 @@ def _descend(problem: CostProblem, start: Choices, centres: Sequence[int], ways:
     chosen, seconds_s = start, problem.seconds_s(start)
     for _ in range(MOST_CHANGES):
         total = problem.sum(problem.shared(chosen))
-        found = total.descended_in_windows(chosen, centres, ways)
+        descended = total.descended_in_windows if in_windows else total.descended
+        found = descended(chosen, ways)
         found_s = problem.seconds_s(found)
         if found_s >= seconds_s:
             break
