@@ -1,13 +1,13 @@
 """The choice between a program of collectives and the direct exchange of one tensor.
 
-The exchange moves the fewest bytes. A program may move more, in fewer messages: small tensors
-wait for messages, large ones for bytes. Both are estimated on a topology, and the quicker one
-is chosen; of equals the program, for libraries tune collectives. With gloo it is the exchange,
-since there `reshard.torch` runs collectives as messages, too, and step by step.
+The exchange moves the fewest bytes. A program may move more, in fewer messages: the time of small
+tensors is mostly latency, that of large ones mostly bandwidth. Both are estimated on a topology,
+and the faster one is chosen. If they are equal, the program is chosen, because libraries tune
+collectives; with gloo the exchange, because `reshard.torch` runs collectives as messages there.
 
-An exchange is sent in rounds of limited size, so it fits any memory; a program may not.
-Whole numbers are summed, then multiplied and added in one order, and each such step rounds alike
-on every machine: all ranks choose alike.
+An exchange is sent in rounds of limited size, so it fits into any memory; a program may not.
+The estimate sums integers, then multiplies and adds in a fixed order, and each of these steps is
+rounded in the same way on every machine. So all ranks make the same choice.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The division of many tensors into those that go by programs and those in one exchange.
+"""The division of many tensors into those moved by programs and those moved in one exchange.
 
-All that have no program travel in one exchange. Programs run beside it and beside one another:
-their first steps with the exchange, then the second steps of all, and so on, so that a wait
-between two steps is there once however many tensors there are::
+All tensors without a program move in one exchange. Programs run at the same time: their first
+steps together with the exchange, then the second steps of all, and so on. So ranks wait once
+between two steps, for any number of tensors::
 
     stage 0                stage 1          stage 2
     a, b: all of them
     c: reduce-scatter      c: all-gather
     d: all-to-all          d: permute       d: all-gather
 
-1. Bytes and copies of the tensors add up. A stage has the latency of what has the longest in it.
-2. For every number of stages those tensors go by their program that need at most so many, and
-   whose bytes take less time by it.
-3. The number that takes the least time is chosen; of equals the smallest. So all tensors stay in
-   the exchange where programs save nothing.
+1. The bytes and copies of the tensors are added. The latency of a stage is its largest latency.
+2. For each number of stages, the tensors move by their program whose program has at most that
+   many stages, and whose bytes take less time in it.
+3. The number with the least time is chosen; of equals the smallest. So all tensors stay in
+   the exchange if programs save nothing.
 
-Times are summed in the order of the tensors, so all ranks find the same.
+Times are summed in the order of the tensors, so all ranks compute the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The copies that ranks make in their own memory, beside what they send.
+"""The copies that ranks make in their own memory, in addition to what they send.
 
-A piece that lies in one run of memory is sent from there, and received there. Any other is packed
-before it is sent, or unpacked when it has arrived; what stays on a rank is copied from its source
-to its target. A copy of `n` bytes in `r` runs takes `r * latency + n / bandwidth`. Contributions
-that are combined with what is there take some times as long for their bytes.
+A piece that is contiguous in memory is sent or received in place. Any other piece is packed before
+it is sent, or unpacked after it has arrived. Elements that stay on a rank are copied from source
+to target. A copy of `n` bytes in `r` contiguous runs takes `r * latency + n / bandwidth`. For
+contributions that are reduced into the target, the time of the bytes is multiplied by a factor.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Links and overheads fitted to measurements.
 
-A measurement is how often each thing happened that takes time, and the seconds that all of it
-took::
+A measurement has the number of messages, bytes, runs and so on, and the seconds that they took in
+all::
 
     seconds = call + messages * latency + bytes / bandwidth      a link
                    + runs * latency + copied bytes / bandwidth   copies
                    + combined bytes * combining / bandwidth      contributions
 
-1. The call alone is measured by movements of next to nothing: their median. A step is what a
-   program of one adds to that.
-2. Everything else is a sum with unknown costs, none of them below 0: least squares of the
-   relative errors, so that small sizes count as much as large ones. Measurements far from the
-   rest are given less weight, again and again (iteratively reweighted least squares with Huber's
-   weights: Huber 1964; Holland and Welsch 1977).
-3. There are at most five unknown costs, so costs of 0 are found by trying: every subset of the
-   costs is solved for by itself, and of those solutions without a negative cost the one of the
-   least error is taken.
+1. The cost of a call is the median time of movements of almost no data. The cost of a step is
+   what a program of one step adds to that.
+2. The other costs are unknowns of a linear model, none of them negative, fitted by least squares
+   of the relative errors, so that small sizes count as much as large ones. Outliers get less
+   weight (iteratively reweighted least squares with Huber's weights: Huber 1964; Holland and
+   Welsch 1977).
+3. There are at most five unknowns, so non-negative solutions are found by enumeration: the model
+   is solved for every subset of the costs, and of the solutions without a negative cost the one
+   with the least error is taken.
 
 Nothing here reads a clock: the same measurements give the same links.
 """

@@ -1,4 +1,4 @@
-"""Assignments: the sharding of each tensor of a model over a mesh, and where it lives.
+"""Assignments: the sharding of each tensor of a model over a mesh, and the ranks that hold it.
 
 1. A tensor takes the first rule whose pattern matches its name: rules given by hand first,
    then the recipe's.
@@ -10,16 +10,17 @@
        mesh dp=2            recipe axes tp             rule "tp@heads12, -"   ->   "-, -"
        mesh dp=2,tp=4       recipe axes tp             rule "tp@heads12, -"   ->   itself
 
-4. A number in the name, of a layer or an expert, says at which coordinate of an axis the tensor
-   lives. Where layers are cut by bytes, those of all layers are counted first.
-5. The stored tensors of a quantised weight are cut as the rule for the weight says, at their
+4. The number of a layer or an expert in the name determines the coordinate of an axis at which
+   the tensor is held. If layers are divided by bytes, those of all layers are counted first.
+5. The stored tensors of a quantised weight are sharded by the rule for the weight, at their
    groups (see `reshard.recipes.quantization.folding`).
-6. Adapters are cut as the weights that they change (see `reshard.recipes.shardings.adapters`).
-7. The layout of every tensor is built, so a rule that does not fit is known before anything
+6. Adapters are sharded like the weights that they change (see
+   `reshard.recipes.shardings.adapters`).
+7. The layout of every tensor is built, so a rule that does not fit is an error before anything
    is read.
-8. Where ranks could not compute with what they hold (`reshard.recipes.coupling.inspection`), or
-   no rule matches a tensor, that is an error; who allows it has it listed, and the tensor
-   replicated.
+8. It is an error if ranks could not compute with what they hold
+   (`reshard.recipes.coupling.inspection`), or if no rule matches a tensor. A user who allows it
+   gets a list instead, and unmatched tensors are replicated.
 """
 
 from __future__ import annotations

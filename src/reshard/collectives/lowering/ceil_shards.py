@@ -1,19 +1,19 @@
-"""Shards by ceil, all as large as the largest, and what a step does to them.
+"""Shards by ceil, padded to the size of the largest, and the effect of a step on them.
 
 JAX and MLIR give every device of a program an array of one shape. A dimension of length `K` in
-`P` parts has parts of `K ceildiv P`, and what the last ones lack is padding behind the tensor::
+`P` parts has parts of `K ceildiv P`; the last ones have padding after the end of the tensor::
 
     10 over x=4     0 1 2 | 3 4 5 | 6 7 8 | 9 . .
 
-Gathered parts may then be longer than the part they make, and are cut; what is sliced may have
-to be padded before::
+Gathered parts may then be longer than the new part, and are truncated. A part may have to be
+padded before it is sliced::
 
-    10 over x=4 to 10           0 1 2 3 4 5 6 7 8 9 . .     cut to 10
+    10 over x=4 to 10           0 1 2 3 4 5 6 7 8 9 . .     truncated to 10
     10 to 10 over x=4           0 1 2 3 4 5 6 7 8 9         padded to 12
 
-1. Where `n` new parts are as long as the old one together, each begins where it must.
-2. Where they are longer, they begin elsewhere in every old part but the first. Then all of the
-   tensor must be in the first one.
+1. If `n` new parts together are as long as the old one, each begins at the right index.
+2. If they are longer, they begin at wrong indices in every old part but the first. Then all of
+   the tensor must be in the first one.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@
                       lax.all_to_all, and what arrives is combined
     all-reduce        lax.psum, pmax, pmin, pmean; of a product lax.all_gather, and multiplied
 
-JAX names whole mesh axes, so an axis of which a step takes a part is split in the mesh that is
-written. Its arrays have shards of one size: a dimension that its axes do not divide is padded at
-its end until they do, before the function and after it, as XLA pads. Contributions have a
-dimension of their own in front, cut over the partial axes. JAX's all-to-all is dense: in a joint
-step each device sends a piece as large as the largest to every other one of its group, also to
-those that need none, so more travels than the program counts.
+JAX names whole mesh axes, so an axis of which a step uses a part is split in the mesh of the
+module. Its arrays have shards of one size: a dimension that is not divisible by its axes is padded
+at its end, as XLA pads, before the function and after it. Contributions are indexed by an
+additional first dimension, sharded over the partial axes. JAX's all-to-all is dense: in a joint
+step each device sends a piece as large as the largest to every other device of its group, also to
+those that need none, so more bytes move than the program counts.
 
 Source: JAX, `jax.lax` and `jax.shard_map`.
 """

@@ -9,17 +9,18 @@
     reduce-scatter    shard.reduce_scatter
     all-reduce        shard.all_reduce
 
-A dimension that its axes do not divide is cut by ceil: every process has a shard as large as
-the first one, padded. What is sliced is put into a longer tensor before (`tensor.insert_slice`),
-and what is gathered cut to its length (`tensor.extract_slice`). The dialect has whole mesh axes,
-so an axis of which a part is used is two axes of the grid. Its shardings have no partial axes:
-a contribution stands there as the shard it is, and the reductions alone say that it is one.
+A dimension that is not divisible by its axes is sharded by ceil, with padding: every process has
+a shard as large as the first one. A tensor is copied into a longer one before it is sliced
+(`tensor.insert_slice`), and truncated after it is gathered (`tensor.extract_slice`). The dialect
+has whole mesh axes, so an axis of which a part is used becomes two axes of the grid. Its
+shardings have no partial axes: a contribution is written as an ordinary shard, and only the
+reductions show that it is one.
 
-In a permute every process sends before it receives, to itself too: a send must not wait for its
-receiver.
+In a permute every process sends before it receives, also to itself: a send must not block until
+its receiver is ready.
 
-It has no all-to-all of several dimensions at once, and no levels in a dimension: such a step is
-refused by its number. Nor can a grid have its devices in another order than row by row.
+The dialect has no all-to-all of several dimensions at once, and no levels in a dimension: such a
+step is refused, with its number. The devices of a grid are always in row-major order.
 
 Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td`; and the steps of
 `ReshardingSpmdizationDoc.md`.

@@ -1,16 +1,15 @@
-"""The cheapest program there is: A* over all shardings of the axes' prime parts.
+"""The exact search for the cheapest program: A* over all shardings of the axes' prime factors.
 
-1. A state is a sharding; an edge is a legal step and costs the elements that arrive in it.
-2. The states to look at next are ordered by what was paid and what must at least still arrive.
-   The bound is exact where one exchange would do, and never too high, so the first time the
-   target is taken from the queue its path is the cheapest.
-3. One rearrangement of the same axes leads anywhere two do, and no dearer, so none follows
-   another.
-4. What the constructive search finds is the bar: paths that cannot cost less are dropped.
+1. A state is a sharding. An edge is a legal step; its cost is the number of elements that arrive.
+2. The queue is ordered by the cost so far plus a lower bound on what must still arrive. The bound
+   is exact where one exchange suffices, and never too high, so the first time the target is taken
+   from the queue, its path is the cheapest.
+3. One rearrangement of the same axes reaches every state that two reach, at no higher cost, so
+   no rearrangement follows another.
+4. The constructive search gives an upper bound: paths that cannot cost less are dropped.
 
-A fixed amount of work is allowed, counted in boxes that are compared, never in time, so every
-rank stops at the same place. A search that stops early has proved nothing, and answers with
-the best it knows.
+The work is limited, and counted in comparisons of boxes, not in time, so every rank stops at the
+same state. A search that stops early returns the best program that it has found, without a proof.
 
 Source of the method: Hart, Nilsson, Raphael, "A formal basis for the heuristic determination of
 minimum cost paths" (1968).

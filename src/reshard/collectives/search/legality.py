@@ -1,6 +1,7 @@
-"""The legality of a step: what each group of ranks needs lies in what that group held.
+"""The legality of a step: each group of ranks must hold the elements that it needs.
 
-Names do not decide. Ten rows over x=2, y=2 by one flat cut are 3, 3, 3, 1; over x alone 5, 5::
+Names of axes are not sufficient. Ten rows over x=2, y=2 in one level are 3, 3, 3, 1; over x alone
+they are 5, 5::
 
     x y     0 1 2 | 3 4 5 | 6 7 8 | 9          gathered along y, the upper half has 0 .. 5
     x       0 1 2 3 4     | 5 6 7 8 9          and the lower one 6 .. 9: row 5 is missing

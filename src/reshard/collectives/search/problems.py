@@ -1,10 +1,10 @@
-"""The problem of a search: two states, what may be held between them, and a lower bound.
+"""The problem of a search: two states, a limit on intermediate shards, and a lower bound.
 
-The least that must still arrive is known exactly for every state, so it never misleads a search:
+The minimum number of elements that must still arrive is known exactly for every state:
 
-1. Nothing is left to reduce: what the target's boxes have beyond the state's.
-2. `q` contributions are left: no rank has any element in full. Each element needs `q - 1`
-   arrivals until one rank has it, and one for each further rank of the target that wants it.
+1. If nothing is left to reduce, it is what the target's boxes have and the state's have not.
+2. If `q` contributions are left, no rank has the reduced value of any element. Each element needs
+   `q - 1` arrivals until one rank has it, and one for each further rank of the target.
 """
 
 from __future__ import annotations

@@ -3,19 +3,19 @@
 ::
 
     num_attention_heads                                 a key
-    vision_config.num_heads                             a key of a config inside the config
+    vision_config.num_heads                             a key of a nested config
     intermediate_size[layer]                            the entry of a list for this layer
     per_layer_config[layer].head_dim                    a key of the config for this layer
-    layer_types[]                                       how many entries a list has
+    layer_types[]                                       the length of a list
     head_dim * num_attention_heads                      + - * // and parentheses
-    head_dim | hidden_size // num_attention_heads       the first alternative that can be said
+    head_dim | hidden_size // num_attention_heads       the first alternative that is defined
 
-1. An alternative can be said where the config has all of its keys; null counts as absent. Keys
-   that the config itself has not are looked for in its `text_config`, if it has one. A
-   number alone always can be, and stands for a default that configs leave out.
-2. A list is asked by `{layer}` or another number of a tensor's name, or by a number; where the
-   config has one number in place of the list, it stands for every entry.
-3. Numbers are whole; `//` rounds down.
+1. An alternative is defined if the config has all of its keys; null counts as absent. Keys
+   that are missing in the config are looked up in its `text_config`, if it has one. A literal
+   number is always defined; it is a default for configs that omit the key.
+2. A list is indexed by `{layer}` or another number of a tensor's name, or by a literal. If the
+   config has a single number instead of the list, it applies to every entry.
+3. Numbers are integers; `//` rounds down.
 """
 
 from __future__ import annotations

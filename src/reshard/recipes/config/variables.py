@@ -1,15 +1,15 @@
-"""Variables: the numbers of a model's config for which braces in a rule's spec stand.
+"""Variables: the numbers of a model's config that replace braces in a rule's spec.
 
-A cut often follows a number that only the model knows, such as its key/value heads. A spec
-names it as the model's config.json does, in an expression::
+A cut rule often depends on a number of the model, such as that of its key/value heads. A spec
+refers to it by its name in the model's config.json, in an expression::
 
     tp@heads{num_key_value_heads|num_attention_heads}, -
             1. evaluate the expression (`reshard.recipes.config.expressions`)
-            2. write its number in place of the braces
+            2. replace the braces by its value
     tp@heads8, -
 
-A recipe may also have cuts of its own under a name, `tp@{vocabulary}` or `tp@{heads.query}`, whose
-text is written in place of the braces first.
+A recipe may also define cut rules by name, `tp@{vocabulary}` or `tp@{heads.query}`, whose text
+replaces the braces first.
 """
 
 from __future__ import annotations

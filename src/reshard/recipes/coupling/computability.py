@@ -1,20 +1,21 @@
 """Computability: whether ranks can compute with what they hold of an operator's tensors.
 
-Each rank computes with its shards alone, and what comes out is put together: columns side by side,
-rows summed. That is right where, along the axes that cut an operator,
+Each rank computes with its own shards, and the results are concatenated over columns or summed
+over rows. The result is correct if, along the axes that shard an operator,
 
-1. a rank holds the same units of all tensors that have them: query rows, the output's columns;
-2. each unit is on exactly one rank: one that two ranks hold counts twice in the sum;
-3. with heads, every rank holds equally many;
-4. of a member that units share, a rank holds exactly what its units use, each used by equally many.
+1. a rank holds the same units of all tensors that have them: query rows, output columns;
+2. each unit is on exactly one rank: a unit on two ranks would be counted twice in the sum;
+3. every rank holds equally many heads, if the units are heads;
+4. of a member that units share, a rank holds exactly the parts that its units use, and each part
+   is used by equally many units.
 
 ::
 
-    40 query, 10 key_value heads over 4 ranks, each cut by ceil
+    40 query, 10 key_value heads over 4 ranks, each sharded by ceil
 
     query       0-9        10-19      20-29      30-39
     use         0-2        2-4        5-7        7-9
-    key_value   0-2        3-5        6-8        9           rank 1 has not its head 2
+    key_value   0-2        3-5        6-8        9           rank 1 lacks its head 2
 
 Source: tensor parallelism of attention and feed-forward layers, Shoeybi et al. 2019.
 """

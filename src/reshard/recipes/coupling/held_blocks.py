@@ -1,11 +1,11 @@
 """Held blocks: what ranks hold of the blocks of a tensor that a recipe cuts by names.
 
 1. The marks of the recipe's rule for the tensor say which of its dimensions are cut by which name.
-2. The sharding is taken without the axes that only divide storage: what they cut is gathered
-   before computing.
-3. A sharding that another rule gave is read for the same blocks, on the ranks where the recipe has
-   the tensor: what other ranks have beside harms nothing. Dimensions that the recipe leaves alone
-   must be left alone.
+2. Axes that only divide storage are removed from the sharding: what they shard is gathered
+   before it is used.
+3. A sharding by another rule is read for the same blocks, on the ranks where the recipe has the
+   tensor; what other ranks hold in addition does not matter. Dimensions that the recipe does not
+   shard must not be sharded.
 """
 
 from __future__ import annotations
