@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
-from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.array_arguments import of_arrays, whole_number, whole_numbers
 from reshard.spmd.functions.data_types import check_device
-from reshard.spmd.functions.manipulation import roll
+from reshard.spmd.functions.manipulation import read_axes, roll
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.operation_call import call
 from reshard.spmd.shards.runner import runner_for
@@ -43,7 +43,8 @@ Axes = Sequence[int] | None
 def _make_along_one(name: str, text: str) -> Callable[..., Any]:
     def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
         _check_norm(norm)
-        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": n}, {"norm": norm})
+        size = None if n is None else whole_number(f"{name} of length", n, least=1)
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": size}, {"norm": norm})
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
@@ -57,9 +58,12 @@ def _make_along_many(name: str, text: str) -> Callable[..., Any]:
         _check_norm(norm)
         # As the standard says: lengths without axes are those of the last ones.
         if axes is None:
-            axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
-        places = tuple(axis_of(x.ndim, one) for one in axes)
-        sizes = None if s is None else tuple(s)
+            count = len(s) if isinstance(s, Sequence) else 1
+            axes = range(x.ndim) if s is None else range(x.ndim - count, x.ndim)
+        places = read_axes(axes, x.ndim)
+        sizes = None if s is None else whole_numbers(f"{name} of lengths", s, len(places), least=1)
+        if not places:
+            raise SpecError(f"{name} of {x.type} over no axes; at least one was expected")
         return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
 
     function.__name__ = function.__qualname__ = name
@@ -118,7 +122,6 @@ def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
 
 
 def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
-    given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
-    places = tuple(axis_of(x.ndim, one) for one in given)
+    places = read_axes(range(x.ndim) if axes is None else axes, x.ndim)
     # The same shift both ways, so that one undoes the other for odd sizes as well.
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

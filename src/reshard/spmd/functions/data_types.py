@@ -16,7 +16,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.spmd.operators.result_types import BY_KIND, kind_of
+from reshard.spmd.operators.result_types import BY_KIND, kind_of, meant, stand_in
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
@@ -169,7 +169,5 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
     # NumPy's promotion, in which Python's numbers take the arrays' type where that has their kind.
-    given = []
-    for value in arrays_and_dtypes:
-        given.append(value if _is_number(value) else _read_type(value).numpy)
-    return as_dtype(np.result_type(*given))
+    given = [one if _is_number(one) else stand_in(_read_type(one)) for one in arrays_and_dtypes]
+    return meant(as_dtype(np.result_type(*given)), list(types))

@@ -96,7 +96,10 @@ def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
 @of_arrays
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """Sum of products over an axis; the first operand is conjugated."""
-    return call("vecdot", operands(x1, x2), {"axis": int(axis)})
+    x1, x2 = operands(x1, x2)
+    # Counted from the end, where operands are lined up.
+    least = min(x1.ndim, x2.ndim)
+    return call("vecdot", (x1, x2), {"axis": axis_of(least, axis) - least})
 
 
 @of_arrays

@@ -22,7 +22,8 @@ Range = tuple[int, int, int]
 """Start, stop and step along a dimension."""
 
 
-def _read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Axes counted from the start, in their order. Raises SpecError for one that is not there."""
     given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
     if not all(hasattr(one, "__index__") for one in given):
         raise SpecError(f"axes {given} of {ndim} dimensions; name them by whole numbers")
@@ -67,7 +68,7 @@ def expand_dims(x: Any, /, axis: int = 0) -> Any:
 @of_arrays
 def squeeze(x: Any, /, axis: Axis) -> Any:
     """Remove dimensions of size 1. Raises SpecError for one of another size."""
-    axes = _read_axes(axis, x.ndim)
+    axes = read_axes(axis, x.ndim)
     if any(x.shape[one] != 1 for one in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
     return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
@@ -92,7 +93,7 @@ def matrix_transpose(x: Any, /) -> Any:
 @of_arrays
 def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     """Move dimensions to other positions; the others keep their order."""
-    come, go = _read_axes(source, x.ndim), _read_axes(destination, x.ndim)
+    come, go = read_axes(source, x.ndim), read_axes(destination, x.ndim)
     if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
         raise SpecError(f"axes {come} to {go}; give as many places as axes, each once")
     order = [dim for dim in range(x.ndim) if dim not in come]
@@ -133,7 +134,7 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 @of_arrays
 def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
     """Reverse the order of elements along axes; along all when None."""
-    return call("flip", (x,), {"axis": _read_axes(range(x.ndim) if axis is None else axis, x.ndim)})
+    return call("flip", (x,), {"axis": read_axes(range(x.ndim) if axis is None else axis, x.ndim)})
 
 
 @of_arrays
@@ -141,8 +142,10 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     """Shift elements along axes, cyclically."""
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
-    axes = _read_axes(axis, x.ndim)
+    axes = read_axes(axis, x.ndim)
     shifts = tuple(_read_sizes(shift))
+    if not axes and len(shifts) == 1:
+        return x
     if len(shifts) == 1 or len(axes) == 1:
         # As NumPy broadcasts them: an axis that is named again is moved again.
         count = max(len(shifts), len(axes))
@@ -173,7 +176,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     if axis is None:
         # Flattened one by one, so that each keeps what cuts it can.
         made, axis = [reshape(one, (-1,)) for one in made], 0
-    return call("concat", made, {"axis": _read_axes(axis, made[0].ndim)[0]})
+    return call("concat", made, {"axis": read_axes(axis, made[0].ndim)[0]})
 
 
 @of_arrays
@@ -182,7 +185,7 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
-    place = _read_axes(axis, made[0].ndim + 1)[0]
+    place = read_axes(axis, made[0].ndim + 1)[0]
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
@@ -202,7 +205,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """Split into the arrays along an axis, and remove the axis."""
-    place = _read_axes(axis, x.ndim)[0]
+    place = read_axes(axis, x.ndim)[0]
     return tuple(
         squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
         for index in range(x.shape[place])
@@ -231,7 +234,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
-    place = _read_axes(axis, x.ndim)[0]
+    place = read_axes(axis, x.ndim)[0]
     if isinstance(repeats, int):
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")

@@ -37,7 +37,7 @@ def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
 def _find_total_type(name: str, x: Any, dtype: object) -> DType:
     """The element type of a total, as the operator's row has it."""
     types = operators[name].result_types or promoted
-    return types((x.dtype,), {"dtype": dtype}, x.runner.library.name)[0]
+    return types((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
 
 
 @of_arrays

@@ -20,6 +20,8 @@ ResultTypes = Callable[[Sequence[DType], Mapping[str, Any], str], tuple[DType, .
 The last one stands for all results that follow.
 """
 
+_STAND_IN = as_dtype("float16")
+
 BY_KIND: dict[str, tuple[DType, ...]] = {
     "bool": (as_dtype("bool"),),
     "signed integer": tuple(as_dtype(f"int{bits}") for bits in (8, 16, 32, 64)),
@@ -50,7 +52,7 @@ def promoted(
     >>> promoted([as_dtype("int8"), as_dtype("float32")], {}, "numpy")
     (DType('float32'),)
     """
-    return (meant(np.result_type(*map(stand_in, dtypes)), dtypes),)
+    return (meant(as_dtype(np.result_type(*map(stand_in, dtypes))), dtypes),)
 
 
 def of_first(
@@ -108,17 +110,24 @@ def total(
 
 def stand_in(dtype: DType) -> np.dtype[Any]:
     """The type of NumPy that promotes as a type does."""
-    return dtype.numpy if _is_numpys(dtype) else np.dtype(np.float16)
+    return dtype.numpy if _is_numpys(dtype) else _STAND_IN.numpy
 
 
-def meant(found: np.dtype[Any], given: Sequence[DType]) -> DType:
-    """The type that NumPy's stands for: the first one given that NumPy lacks."""
-    # float16 stands for itself unless a type that NumPy lacks was given.
-    if found == np.float16:
-        for dtype in given:
-            if not _is_numpys(dtype):
-                return dtype
-    return as_dtype(found)
+def meant(found: DType, given: Sequence[DType]) -> DType:
+    """The type that a result of types given, or of their stand-ins, has.
+
+    >>> bfloat16, float16 = as_dtype("bfloat16"), as_dtype("float16")
+    >>> meant(float16, [bfloat16, as_dtype("int8")]), meant(float16, [bfloat16, float16])
+    (DType('bfloat16'), DType('float32'))
+    """
+    if found is not _STAND_IN:
+        return found
+    # float16 stands for itself, and for each type that NumPy lacks. Of two such types neither has
+    # the other's numbers.
+    narrow = {one for one in given if one is _STAND_IN or not _is_numpys(one)}
+    if len(narrow) > 1:
+        return as_dtype("float32")
+    return narrow.pop() if narrow else found
 
 
 def _is_numpys(dtype: DType) -> bool:

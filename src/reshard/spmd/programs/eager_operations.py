@@ -35,7 +35,7 @@ from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.supposed_elements import supposed_elements
-from reshard.spmd.tracing.abstract_runner import AbstractShard
+from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
     RunFunction,
@@ -45,7 +45,7 @@ from reshard.spmd.tracing.graph_recording import (
     listening_recorder,
     record,
 )
-from reshard.spmd.tracing.trace import keep_given, trace_placed
+from reshard.spmd.tracing.trace import find_runner, keep_given, trace_placed
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
@@ -172,7 +172,8 @@ class _EagerOperation:
         if key not in self._kinds:
             # Arrays of the function around it are known by its runner.
             around = listening_recorder()
-            runner = None if around is None else around.runner
+            library = find_runner(self._operands).computing
+            runner = AbstractRunner(library) if around is None else around.runner
             with unrecorded(), supposed_elements():
                 recorded = record(lambda *arrays: self._call(*arrays), key, True, runner)
                 for x in recorded.constants.values():

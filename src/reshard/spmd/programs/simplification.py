@@ -94,6 +94,7 @@ def simplified(recorded: Recording) -> Recording:
         ),
         _renumber(recorded.arguments, same, new),
         _renumber(recorded.results, same, new),
+        recorded.library,
     )
 
 

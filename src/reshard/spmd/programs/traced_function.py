@@ -93,7 +93,7 @@ class TracedFunction:
         """Types of the arrays that it returns, without contributions that wait."""
         key = tuple(types)
         if key not in self._kinds:
-            runner = AbstractRunner()
+            runner = AbstractRunner(self._recorded.library)
             with unrecorded():
                 found = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
             self._kinds[key] = tuple(settled(one.type) for one in arrays_of(found))

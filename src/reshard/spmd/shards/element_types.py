@@ -20,7 +20,6 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import library
 from reshard.spmd.local.local_work import Function, LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.result_types import kind_of, meant, stand_in
@@ -125,31 +124,37 @@ def find_result_types(
     # 1. Types that the operator's row names; the last one stands for all results that follow.
     given = [one.dtype for one in work.operands if one is not None]
     if operator.result_types is not None:
-        named = operator.result_types(given, work.attributes, "numpy")
+        named = operator.result_types(given, work.attributes, work.library.name)
         return (*named, *named[-1:] * (count - len(named))), count == 1
-    # 2. Else the operator computes a few elements in NumPy, with stand-ins for types NumPy lacks.
+    # 2. Else the library computes a few elements; NumPy with stand-ins for types that it lacks.
     few = tuple(
         None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
         for one in work.operands
     )
-    here = LocalWork(
-        work.name, _replace_types(work.attributes), few, (), (), (0,), library("numpy")
-    )
+    is_numpy = work.library.name == "numpy"
+    attributes = _replace_types(work.attributes) if is_numpy else work.attributes
+    here = LocalWork(work.name, attributes, few, (), (), (0,), work.library)
     (function,) = operator.local_functions(here)
     waiting = list(numbers)
-    arrays = [waiting.pop(0) if one is None else _make_elements(one) for one in few]
+    arrays = [
+        waiting.pop(0)
+        if one is None
+        else work.library.array(_make_elements(one, operator), None if is_numpy else one.dtype)
+        for one in few
+    ]
     with np.errstate(all="ignore"):
         found = function(*arrays)
     is_single = not isinstance(found, tuple | list)
     results = (found,) if is_single else tuple(found)
     asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    return tuple(meant(one.dtype, [*asked, *given]) for one in results), is_single
+    made = map(work.library.dtype_of, results)
+    return tuple(meant(one, asked or given) for one in made), is_single
 
 
-def _make_elements(kind: ArrayType) -> Any:
+def _make_elements(kind: ArrayType, operator: Operator) -> Any:
     """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
     numpy = stand_in(kind.dtype)
-    if numpy.kind in "iub":
+    if numpy.kind in "iub" and operator.family != "elementwise":
         return np.zeros(kind.shape, dtype=numpy)
     if kind.ndim < 2:
         return np.ones(kind.shape, dtype=numpy)

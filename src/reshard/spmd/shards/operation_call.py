@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from reshard.errors import (
     MeshError,
-    ReshardError,
     ShardError,
     UsageError,
 )
@@ -331,8 +330,12 @@ def _compile(
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
     mesh = common_mesh(name, types)
     layout = None
-    operator = row_of(name)
-    if mesh is not None:
+    if mesh is None:
+        operator = row_of(name)
+        if operator.has_rule:
+            # Libraries take some of what no rule does: axis 0 of a number, say.
+            check_shapes(operator, types, attributes)
+    else:
         operator = operator_of(name)
         if operator.has_rule:
             layout = laid_out(operator, types, attributes, mesh, may_pend)
@@ -381,12 +384,7 @@ def _compile(
     ]
     # 5. The first run, which shows the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
-    try:
-        rows = compute(name, functions, columns, operands, runner, shares_failure)
-    except ReshardError as error:
-        if layout is None:
-            check_shapes(operator, types, attributes, error)
-        raise
+    rows = compute(name, functions, columns, operands, runner, shares_failure)
     # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
     if rows:
         is_single = not isinstance(rows[0], tuple | list)

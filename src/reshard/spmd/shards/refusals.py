@@ -30,9 +30,8 @@ def check_shapes(
     operator: Operator,
     operands: Sequence[ArrayType | None],
     attributes: Mapping[str, Any],
-    refusal: ReshardError,
 ) -> None:
-    """Raises SpecError where the operator's rule says why a library refused whole arrays."""
+    """Raises SpecError for whole arrays of shapes or attributes that the operator cannot have."""
     shapes = [() if one is None else one.shape for one in operands]
     try:
         operator.inferred(shapes, **attributes)
@@ -40,7 +39,7 @@ def check_shapes(
         given = ", ".join("a number" if one is None else str(one) for one in operands)
         said = f"{operator.name} of "
         text = str(error).removeprefix(said)
-        raise SpecError(f"{said}{given}: {text}") from refusal
+        raise SpecError(f"{said}{given}: {text}") from None
 
 
 def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
@@ -52,7 +51,7 @@ def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exce
     given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
     kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
     refusal = kind(
-        f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
+        f"{name} of {given}: {runner.computing.name} cannot: {str(error).strip()}; give it "
         "elements that it takes, by sp.astype for instance"
     )
     refusal.__cause__ = error

@@ -73,6 +73,11 @@ class Runner:
         # An array without a mesh is one shard, which every runner has.
         self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}
 
+    @property
+    def computing(self) -> Library:
+        """The library that computes, whose element types results have."""
+        return self.library
+
     def ranks(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
         """The ranks of a mesh whose shards are here, in the mesh's order.
 

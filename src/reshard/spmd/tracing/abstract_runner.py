@@ -2,14 +2,14 @@
 
 An `AbstractRunner` stands where a runner with elements would: operations find their shardings,
 movements and results as they always do, and compute nothing. The shapes are those of the
-operators' rules, the element types those that their rows name, or what the library makes of a few
-elements.
+operators' rules, the element types those that their rows name, or what the library that will
+compute makes of a few elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -52,6 +52,9 @@ class AbstractLibrary(Library):
 class AbstractRunner(Runner):
     """All shards of arrays without elements.
 
+    Args:
+        computing: the library of what its arrays stand for; NumPy when None.
+
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.dtypes import dtype
     >>> from reshard.spmd.arrays.sharded_array import ShardedArray
@@ -62,8 +65,14 @@ class AbstractRunner(Runner):
 
     is_abstract = True
 
-    def __init__(self) -> None:
+    def __init__(self, computing: Library | None = None) -> None:
         super().__init__(AbstractLibrary("numpy", library("numpy").namespace))
+        self._computing = library("numpy") if computing is None else computing
+
+    @property
+    def computing(self) -> Library:
+        """The library of the arrays with elements that its arrays stand for."""
+        return self._computing
 
     def array(self, kind: ArrayType, wrap: type[Any]) -> Any:
         """An array of a type, of the class `wrap`."""
@@ -86,11 +95,13 @@ class AbstractRunner(Runner):
         result_shapes = operator.result_shapes(shapes, **asked)
         specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
 
+        few = replace(work, library=self._computing)
+
         # All ranks' shards are made at once and shared by the functions of the ranks. Typed, since
         # 1, 1.0 and True are equal as keys, but promote differently.
         @lru_cache(typed=True)
         def make(*numbers: Any) -> Any:
-            dtypes, is_single = find_result_types(operator, work, numbers, len(result_shapes))
+            dtypes, is_single = find_result_types(operator, few, numbers, len(result_shapes))
             columns = [
                 self._shards(ArrayType(shape, dtype, spec), work.ranks)
                 for shape, dtype, spec in zip(result_shapes, dtypes, specs, strict=True)
@@ -138,4 +149,4 @@ class AbstractRunner(Runner):
         )
 
     def __repr__(self) -> str:
-        return "AbstractRunner()"
+        return f"AbstractRunner({self._computing!r})"

@@ -29,7 +29,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
-from reshard.spmd.local.library import library_of
+from reshard.spmd.local.library import Library, library_of
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.propagation.graph import WITH_SHARDING, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -40,6 +40,7 @@ from reshard.spmd.shards.operation_call import (
     recorders,
     recording,
 )
+from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.traced_operation import WithinCosts
 
@@ -126,6 +127,7 @@ class Recording:
         recorded_calls: one an operation.
         arguments: what the function was called with, the places of arrays being their values.
         results: what it returned, likewise.
+        library: of its arrays.
     """
 
     graph: Graph
@@ -135,6 +137,7 @@ class Recording:
     recorded_calls: tuple[RecordedCall, ...]
     arguments: Any
     results: Any
+    library: Library
 
 
 class GraphRecorder:
@@ -356,7 +359,7 @@ def record(
     %3: float32[4, 8] = multiply(%1, %2) ([i, j], []) -> ([i, j]) {i=4, j=8}
     return %3
     """
-    runner = runner or AbstractRunner()
+    runner = runner or AbstractRunner(library_for(arguments))
     recorder = GraphRecorder(runner)
     # 1. Arguments become abstract arrays, each an input of the graph.
     arrays: list[Any] = []
@@ -405,4 +408,12 @@ def record(
         tuple(recorder.recorded_calls),
         places,
         results,
+        runner.computing,
     )
+
+
+def library_for(arguments: Sequence[Any]) -> Library:
+    """The library of the first array in shards; where there is none, of arrays that are made."""
+    given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+    sharded = (one.runner for one in given if isinstance(one, ArrayValue))
+    return next(sharded, runner_for(*given[:1])).computing

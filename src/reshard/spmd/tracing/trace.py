@@ -42,6 +42,7 @@ from reshard.spmd.tracing.graph_recording import (
     Recording,
     RunFunction,
     filled,
+    library_for,
     record,
     type_of,
 )
@@ -195,7 +196,7 @@ def trace(
     """
     check_trace_options(strategy, topology, library)
     # The graph, without any sharding. Operations that keep their shardings are compiled once.
-    runner = AbstractRunner()
+    runner = AbstractRunner(library_for(arguments))
     recorded = record_for(strategy, function, arguments, runner=runner)
     shardings = shardings_of(recorded, strategy, topology, library)
     moves_anew = _find_moved_anew(recorded, arguments) if strategy == "eager" else ()
@@ -270,7 +271,7 @@ def trace_placed(
     if topology is not None:
         topology.host_of(ranks)
     # 1. The recorded calls again, on abstract arrays that have these shardings.
-    runner = AbstractRunner() if runner is None else runner
+    runner = AbstractRunner(recorded.library) if runner is None else runner
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
     for number, kind in zip(recorded.graph.inputs, recorded.types, strict=True):

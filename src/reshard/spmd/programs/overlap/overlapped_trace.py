@@ -47,7 +47,7 @@ def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[i
     recorded = traced.recording
     numbers = recorded.graph.inputs
     kinds = {n: one for n, one in zip(numbers, traced.inputs, strict=True) if one is not None}
-    runner = AbstractRunner()
+    runner = AbstractRunner(recorded.library)
     preparation = Preparation(runner, kinds)
     arrays = dict(recorded.constants) | {
         number: runner.array(kind, ShardedArray) for number, kind in kinds.items()

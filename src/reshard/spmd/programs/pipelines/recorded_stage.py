@@ -133,6 +133,7 @@ class RecordedStage:
             tuple(call for _, call in operations),
             [],
             [ValuePlace(number) for number in outputs],
+            self.whole.library,
         )
 
 
