@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,36 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import reshard.checkpoint
 import reshard.spmd as sp
 from reshard import spec
-from reshard.errors import RunError, UsageError
+from reshard.errors import PlanError, RunError, UsageError
 from spmd.saved_trees import TURNED, elements_of, expect_elements, make_tree
+
+
+def _refuse_together(folder: Path, x: Any) -> None:
+    """What one rank alone does wrong is refused on all, before anything moves or is written."""
+    rank, target = dist.get_rank(), folder / "alone"
+    pending = sp.sum(x, axis=0)
+    assert "sum" in str(pending.spec)
+    wrong: list[tuple[int, str, Callable[[bool], Any]]] = [
+        (2, "'y' is 3, a int", lambda own: sp.save(target, {"p": pending, "y": 3 if own else x})),
+        (0, "'y' is None", lambda own: sp.save(target, {"y": "None" if own else pending})),
+        (3, "unknown format 'no'", lambda own: sp.save(target, {"p": pending}, format=_name(own))),
+        (1, "two arrays are named 'a.b'", lambda own: sp.save_async(target, _repeat(x, own))),
+    ]
+    for who, said, save in wrong:
+        kind, told = (UsageError, "") if rank == who else (RunError, f"not begun: .*rank {who}: .*")
+        with pytest.raises(kind, match=told + said.replace("None", "'None'")):
+            save(rank == who)
+    with pytest.raises(PlanError, match="'the target': ranks 0, 2, 3 mean one thing, rank 1"):
+        sp.save(folder / ("other" if rank == 1 else "alone"), {"x": x})
+    assert not target.exists() and not (folder / "other").exists()
+
+
+def _name(is_wrong: bool) -> str:
+    return "no" if is_wrong else "safetensors"
+
+
+def _repeat(x: Any, is_repeated: bool) -> dict[str, Any]:
+    return {"a.b": x, "a": {"b": x} if is_repeated else x}
 
 
 def main() -> None:
@@ -49,6 +79,7 @@ def main() -> None:
             sp.save(folder / "beside", {"x": x})
         with pytest.raises(UsageError, match="an array in shards was expected"):
             sp.save(folder / "other", {"x": 3})
+        _refuse_together(folder, x)
         expect_elements(sp.load(folder / "beside", tree))
         (folder / "file").write_text("in the way")
         with pytest.raises(RunError, match="cannot make the folder"):

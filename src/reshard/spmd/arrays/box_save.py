@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +35,7 @@ from reshard.errors import ReshardError, RunError
 from reshard.layout import Box, Layout
 from reshard.runs import OWNED
 from reshard.spmd.array_type import ArrayType
+from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.storage.chunks import torch_type
 from reshard.torch.storage.writer import StorageWriter
 
@@ -42,16 +44,38 @@ Saved = Mapping[str, tuple[ArrayType, dict[int, Any]]]
 """By name: the type of an array, and its shards here by rank."""
 
 
+@contextmanager
+def agreed_save(
+    target: str | os.PathLike[str], format: str, overwrite: bool, group: Any
+) -> Iterator[None]:
+    """What a rank raises inside keeps all ranks of a group from the save.
+
+    That rank raises it, the others RunError, which says which rank and why.
+
+    Raises PlanError where ranks save to other targets, or in other ways.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+    options = {"the target": target, "the format": format, "overwrite=": overwrite}
+    try:
+        agree(Intent({name: str(one).encode() for name, one in options.items()}, problem), group)
+    except RunError as error:
+        raise failure or RunError(f"the save to {target} was not begun: {error}") from error
+
+
+def make_writer(target: str | os.PathLike[str], format: str, overwrite: bool) -> StorageWriter:
+    """What writes a format. Raises UsageError for one that it does not know."""
+    return StorageWriter(target, format=format, overwrite=overwrite)
+
+
 def prepare_box_save(
-    target: str | os.PathLike[str],
-    saved: Saved,
-    format: str,
-    overwrite: bool,
-    group: Any,
-    is_background: bool,
+    writer: StorageWriter, saved: Saved, group: Any, is_background: bool
 ) -> Callable[..., None]:
     """What writes this rank's part, with all ranks of a group, or of the job when None."""
-    writer = StorageWriter(target, format=format, overwrite=overwrite)
     planner = _BoxPlanner(saved)
     # What ranks say to each other of a save must not meet what they say of the next steps.
     talking = saving_group(group or dist.group.WORLD) if is_background else group
@@ -61,11 +85,11 @@ def prepare_box_save(
             dcp.save({}, storage_writer=writer, planner=planner, process_group=talking)
         except dcp.api.CheckpointException as error:
             rank, (cause, _) = next(iter(sorted(error.failures.items())))
+            failed = f"the save to {writer.path} failed on rank {rank}"
             if isinstance(cause, ReshardError):
-                raise cause from error
+                raise type(cause)(f"{failed}: {cause}") from error
             raise RunError(
-                f"the save to {target} failed on rank {rank}: {type(cause).__name__}: {cause}; "
-                "what was there is as it was"
+                f"{failed}: {type(cause).__name__}: {cause}; what was there is as it was"
             ) from error
 
     return write

@@ -34,7 +34,7 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.layout import Layout
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.arrays.argument_tree import keyed_leaves, replaced
+from reshard.spmd.arrays.argument_tree import keyed_leaves, leaves, replaced
 from reshard.spmd.arrays.sharded_array import array, from_shards
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.shards.array_value import ArrayValue
@@ -121,24 +121,18 @@ def _prepare(
     is_background: bool,
 ) -> Callable[..., None]:
     """What writes the arrays; everything that ranks move for it is moved before this returns."""
-    named = dict(_list_arrays(arrays))
-    runners = {x.runner for x in named.values()}
-    if any(one.is_abstract for one in runners):
-        raise UsageError(
-            "arrays without elements cannot be saved; save outside functions that are traced, what "
-            "they return"
-        )
-    over = {one.has_every_shard for one in (runners or {runner_for()})}
-    if len(over) > 1:
-        raise UsageError(
-            "arrays of one process and arrays over processes in one save; save them one by one"
-        )
-    saved = {name: _find_shards(x) for name, x in named.items()}
-    if not over.pop():
+    if _is_over_processes(arrays):
         # It imports torch.
-        from reshard.spmd.arrays.box_save import prepare_box_save
+        from reshard.spmd.arrays.box_save import agreed_save, make_writer, prepare_box_save
 
-        return prepare_box_save(target, saved, format, overwrite, group, is_background)
+        # A rank that raised alone would leave the others waiting for it.
+        with agreed_save(target, format, overwrite, group):
+            named = _check_arrays(arrays)
+            writer = make_writer(target, format, overwrite)
+        boxes = {name: _find_shards(x) for name, x in named.items()}
+        return prepare_box_save(writer, boxes, group, is_background)
+    named = _check_arrays(arrays)
+    saved = {name: _find_shards(x) for name, x in named.items()}
     if not saved:
         raise UsageError(f"no arrays to save in {target}; give at least one")
     if group is not None:
@@ -165,6 +159,28 @@ def _prepare(
         run_conversion(planned, overwrite=overwrite, restart=True, progress=progress, stop=stop)
 
     return write
+
+
+def _is_over_processes(tree: Any) -> bool:
+    """Whether some array of a tree, or a new one where it has none, is over processes."""
+    runners = [leaf.runner for _, leaf in leaves(tree) if isinstance(leaf, ArrayValue)]
+    return not all(one.has_every_shard for one in runners or [runner_for()])
+
+
+def _check_arrays(tree: Any) -> dict[str, ArrayValue]:
+    """The arrays of a tree, by name. Raises UsageError for what cannot be saved together."""
+    named = dict(_list_arrays(tree))
+    runners = {x.runner for x in named.values()}
+    if any(one.is_abstract for one in runners):
+        raise UsageError(
+            "arrays without elements cannot be saved; save outside functions that are traced, what "
+            "they return"
+        )
+    if len({one.has_every_shard for one in runners}) > 1:
+        raise UsageError(
+            "arrays of one process and arrays over processes in one save; save them one by one"
+        )
+    return named
 
 
 def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator[tuple[str, Any]]:
