@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import reshard.spmd as sp
-from reshard import DeviceMesh, spec
+from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.errors import ArrayIndexError, ReshardError, UsageError
 
 MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
@@ -52,6 +52,33 @@ def check_infinite_factors() -> None:
                 np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+def check_types_of_elements_elsewhere() -> None:
+    """Types that a library refuses, where some ranks have no elements or no place in the mesh."""
+    three = DeviceMesh.of(z=3, devices=[2, 0, 1])
+
+    def ones(shape: tuple[int, ...], dtype: str, cut: ShardingSpec) -> Any:
+        return sp.ones(shape, dtype=dtype, spec=cut)
+
+    half, truth = ones((4, 4), "float16", spec(three, "z, -")), ones((6,), "bool", spec(three, "z"))
+    number, complex_one = (
+        ones((1, 1), "int64", spec(MESH, "-, x y")),
+        sp.ones((), dtype="complex64"),
+    )
+    in_one = ones((1, 1), "complex64", spec(MESH, "-, x"))
+    brain = ones((1, 1), "bfloat16", spec(MESH, "x, -"))
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: half < complex_one, "less of float16[4, 4]"),
+        (lambda: truth - truth, "subtract of bool[6]"),
+        (lambda: sp.vecdot(number, brain), "vecdot of int64[1, 1], bfloat16[1, 1]"),
+        (lambda: number @ brain, "matmul of int64[1, 1], bfloat16[1, 1]"),
+        (lambda: sp.argsort(in_one, axis=1), "argsort of complex64[1, 1]"),
+        (lambda: 2 % sp.array(np.array([True, False]), spec(MESH, "x")), "remainder of 2, bool[2]"),
+    ]
+    for function, said in cases:
+        expect_on_every_rank(function, UsageError, said)
+    assert float(sp.sum(half)) == 16.0
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -81,6 +108,7 @@ def main() -> None:
             expect_on_every_rank(divided, UsageError, "int64[4]")
         assert float(sp.sum(whole)) == 34.0
         check_infinite_factors()
+        check_types_of_elements_elsewhere()
     dist.destroy_process_group()
 
 

@@ -144,7 +144,7 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
         return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
     axes = read_axes(axis, x.ndim)
     shifts = tuple(_read_sizes(shift))
-    if not axes and len(shifts) == 1:
+    if not axes and len(shifts) <= 1:
         return x
     if len(shifts) == 1 or len(axes) == 1:
         # As NumPy broadcasts them: an axis that is named again is moved again.

@@ -18,6 +18,7 @@ from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.indexing import take
 from reshard.spmd.functions.manipulation import broadcast_to, concat, reshape, take_ranges
 from reshard.spmd.functions.statistics import any as any_of
+from reshard.spmd.functions.statistics import check_some
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -36,6 +37,7 @@ def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any
 
 
 def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
+    check_some(x, axis, name)
     if axis is not None:
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     # Without an axis: the place in the flattened array, in row-major order.

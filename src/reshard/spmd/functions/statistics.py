@@ -57,18 +57,19 @@ def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool =
 @of_arrays
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The maximum over axes, over all when None."""
-    _check_some(x, axis, "max")
+    check_some(x, axis, "max")
     return call("max", (x,), _make_attributes(axis, keepdims))
 
 
 @of_arrays
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The minimum over axes, over all when None."""
-    _check_some(x, axis, "min")
+    check_some(x, axis, "min")
     return call("min", (x,), _make_attributes(axis, keepdims))
 
 
-def _check_some(x: Any, axis: Axis, name: str) -> None:
+def check_some(x: Any, axis: Axis, name: str) -> None:
+    """Raises UsageError for an extremum of complex numbers, and for one of no elements."""
     if kind_of(x.dtype) == "complex floating":
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
     if not _count_reduced(x.shape, axis):

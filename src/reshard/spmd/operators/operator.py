@@ -199,7 +199,8 @@ class Operator:
         if self.fails == "never" or (has_everyone and not is_cut):
             # Without a cut every rank has the same elements, and fails alike.
             return False
-        return self.fails == "any" or all(x is None or "int" in x.dtype.name for x in work.operands)
+        types = [x.dtype.name for x in work.operands if x is not None]
+        return self.fails == "any" or all("int" in one or one == "bool" for one in types)
 
 
 class _Attributes:

@@ -126,7 +126,21 @@ def find_result_types(
     if operator.result_types is not None:
         named = operator.result_types(given, work.attributes, work.library.name)
         return (*named, *named[-1:] * (count - len(named))), count == 1
-    # 2. Else the library computes a few elements; NumPy with stand-ins for types that it lacks.
+    # 2. Else those of a few elements.
+    results, is_single = compute_few(operator, work, numbers)
+    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
+    made = map(work.library.dtype_of, results)
+    return tuple(meant(one, asked or given) for one in made), is_single
+
+
+def compute_few(
+    operator: Operator, work: LocalWork, numbers: Sequence[Any]
+) -> tuple[tuple[Any, ...], bool]:
+    """What the library makes of a few elements, and whether it is one result by itself.
+
+    NumPy computes stand-ins for types that it lacks. Raises what the library does for types that it
+    refuses.
+    """
     few = tuple(
         None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
         for one in work.operands
@@ -145,18 +159,16 @@ def find_result_types(
     with np.errstate(all="ignore"):
         found = function(*arrays)
     is_single = not isinstance(found, tuple | list)
-    results = (found,) if is_single else tuple(found)
-    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    made = map(work.library.dtype_of, results)
-    return tuple(meant(one, asked or given) for one in made), is_single
+    return (found,) if is_single else tuple(found), is_single
 
 
 def _make_elements(kind: ArrayType, operator: Operator) -> Any:
     """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
     numpy = stand_in(kind.dtype)
-    if numpy.kind in "iub" and operator.family != "elementwise":
+    is_elementwise = operator.family == "elementwise"
+    if numpy.kind in "iub" and not is_elementwise:
         return np.zeros(kind.shape, dtype=numpy)
-    if kind.ndim < 2:
+    if kind.ndim < 2 or is_elementwise:
         return np.ones(kind.shape, dtype=numpy)
     unit = np.eye(*kind.shape[-2:], dtype=numpy)
     return np.broadcast_to(unit, kind.shape)

@@ -53,7 +53,7 @@ from reshard.spmd.shards.pending_sums import (
     with_pending,
     without_pending,
 )
-from reshard.spmd.shards.refusals import check_shapes, refuse_traced
+from reshard.spmd.shards.refusals import check_shapes, check_types, refuse_traced
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 
 Attributes = Mapping[str, Any]
@@ -384,6 +384,8 @@ def _compile(
     ]
     # 5. The first run, which shows the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
+    if not shares_failure:
+        check_types(operator, work, operands, runner)
     rows = compute(name, functions, columns, operands, runner, shares_failure)
     # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
     if rows:

@@ -7,8 +7,10 @@ from typing import Any, NoReturn
 
 from reshard.errors import ArrayIndexError, ReshardError, SpecError, UsageError
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.local_work import LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.element_types import compute_few
 from reshard.spmd.shards.runner import Runner
 
 REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
@@ -40,6 +42,36 @@ def check_shapes(
         said = f"{operator.name} of "
         text = str(error).removeprefix(said)
         raise SpecError(f"{said}{given}: {text}") from None
+
+
+def check_types(
+    operator: Operator, work: LocalWork, operands: Sequence[Any], runner: Runner
+) -> None:
+    """Raises, on a rank that has no elements, what others raise for the types of theirs.
+
+    Libraries take what has no elements, whatever its types. A rank that raised alone would leave
+    the others waiting for it.
+    """
+    # Of other operators, attributes may not be those of a few elements.
+    is_known = operator.result_types is None or operator.family in ("elementwise", "reductions")
+    takes_few = is_known or operator.name in ("sort", "argsort")
+    if runner.has_every_shard or not takes_few or not _lacks_elements(work):
+        return
+    numbers = [one for one in operands if not isinstance(one, ArrayValue)]
+    try:
+        compute_few(operator, work, numbers)
+    except REFUSALS as error:
+        refuse(work.name, operands, runner, error)
+
+
+def _lacks_elements(work: LocalWork) -> bool:
+    """Whether some operand has elements, but none on the ranks that are here."""
+    return any(
+        one is not None and 0 not in one.shape and all(0 in shape for shape in parts)
+        for one, parts in (
+            (one, work.operand_shapes_here(number)) for number, one in enumerate(work.operands)
+        )
+    )
 
 
 def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
