@@ -120,6 +120,7 @@ def test_types_narrower_than_float32_promote() -> None:
             UsageError,
             r"argmax over axes 0 of .*\[0, 3\], which",
         ),
+        (lambda x: sp.top_k(x * 1j, 1), UsageError, r"top_k of complex128: .* no order; take"),
         (lambda x: sp.fft.fft(x, n=1.5), UsageError, r"fft of length 1\.5; a whole number of 1"),
         (lambda x: sp.fft.rfft(x, n=0), UsageError, r"rfft of length 0; a whole number of 1"),
         (lambda x: sp.fft.fftn(x, axes=2), SpecError, r"axes \(2,\) of 2 dimensions"),

@@ -412,6 +412,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 @of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest elements along an axis, in descending order, and their indices."""
+    statistics.check_ordered(x, "top_k")
     attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
     found: tuple[Any, Any] = call("top_k", (x,), attributes)
     return found

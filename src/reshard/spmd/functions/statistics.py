@@ -68,10 +68,15 @@ def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     return call("min", (x,), _make_attributes(axis, keepdims))
 
 
-def check_some(x: Any, axis: Axis, name: str) -> None:
-    """Raises UsageError for an extremum of complex numbers, and for one of no elements."""
+def check_ordered(x: Any, name: str) -> None:
+    """Raises UsageError for complex numbers."""
     if kind_of(x.dtype) == "complex floating":
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
+
+
+def check_some(x: Any, axis: Axis, name: str) -> None:
+    """Raises UsageError for an extremum of complex numbers, and for one of no elements."""
+    check_ordered(x, name)
     if not _count_reduced(x.shape, axis):
         raise UsageError(
             f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
