@@ -121,6 +121,36 @@ def test_types_narrower_than_float32_promote() -> None:
             r"argmax over axes 0 of .*\[0, 3\], which",
         ),
         (lambda x: sp.top_k(x * 1j, 1), UsageError, r"top_k of complex128: .* no order; take"),
+        (
+            lambda x: sp.sum(x, axis=np.array([0, 1])),
+            SpecError,
+            r"array.* of 2; name them by whole",
+        ),
+        (lambda x: sp.flip(x, axis=np.array(["a"])), SpecError, r"'a'.* of 2 .*by whole numbers"),
+        (lambda x: sp.broadcast_shapes(x, x), SpecError, r"shape <ShardedArray.*whole numbers"),
+        (lambda x: sp.concat(3), SpecError, r"^3, a int, to put together; give arrays"),
+        (lambda x: sp.stack(x[0, 0]), SpecError, r"to put together; give arrays"),
+        (lambda x: sp.concat([x, x], axis=[]), SpecError, r"dimensions \(\[\],\) of 2"),
+        (lambda x: sp.meshgrid(x, x[0]), SpecError, r"of shapes \[4, 3\], \[3\]; vectors"),
+        (lambda x: sp.linalg.diagonal(x, offset="a"), UsageError, r"diagonal at 'a'; a whole"),
+        (
+            lambda x: sp.take_along_axis(x, np.array([0])),
+            SpecError,
+            r"\[1\] along axis 1 of \[4, 3",
+        ),
+        (
+            lambda x: sp.dynamic_slice(x, 3, (1, 1)),
+            UsageError,
+            r"begins at 3; give a start for each",
+        ),
+        (
+            lambda x: sp.linspace(x, 1, 3),
+            UsageError,
+            r"linspace from or to <.*numbers were expected",
+        ),
+        (lambda x: sp.fft.fftfreq(x), UsageError, r"frequencies of <Sharded.* give 1 or more"),
+        (lambda x: sp.array(1, runner=3), UsageError, r"of runner 3, a int; give sp.in_process"),
+        (lambda x: sp.roll(x, (), axis=0), SpecError, r"shifts \(\) of axes \(0,\); give one"),
         (lambda x: sp.fft.fft(x, n=1.5), UsageError, r"fft of length 1\.5; a whole number of 1"),
         (lambda x: sp.fft.rfft(x, n=0), UsageError, r"rfft of length 0; a whole number of 1"),
         (lambda x: sp.fft.fftn(x, axes=2), SpecError, r"axes \(2,\) of 2 dimensions"),
@@ -152,3 +182,20 @@ def test_one_axis_or_none_is_transformed_and_rolled(text: str | None) -> None:
         (sp.vecdot(x, x[:, 0][:3], axis=0), np.vecdot(data, data[:3, 0])),
     ):
         np.testing.assert_allclose(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_texts_and_objects_are_no_elements(library: str) -> None:
+    runner = sp.in_process(library)
+    x = sp.array(np.ones(2), runner=runner)
+    for wrong in (np.array(["a", "b"]), np.array([None, 1])):
+        for function in (lambda y: x + y, lambda y: sp.matmul(y, x), sp.array):
+            with pytest.raises(UsageError, match=r"dtype '(str32|object)': unknown"):
+                function(wrong)
+
+
+def test_tensors_alone_are_no_arrays_in_shards() -> None:
+    torch = pytest.importorskip("torch")
+    for function in (sp.argmin, sp.var, sp.clip):
+        with pytest.raises(UsageError, match=r"tensor\(.*, a Tensor; an sp.array was expected"):
+            function(torch.ones(2))

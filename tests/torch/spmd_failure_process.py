@@ -64,6 +64,7 @@ def check_types_of_elements_elsewhere() -> None:
         ones((1, 1), "int64", spec(MESH, "-, x y")),
         sp.ones((), dtype="complex64"),
     )
+    nothing = ones((1, 0), "complex64", spec(DeviceMesh.of(o=1, devices=[2]), "-, -"))
     in_one = ones((1, 1), "complex64", spec(MESH, "-, x"))
     brain = ones((1, 1), "bfloat16", spec(MESH, "x, -"))
     cases: list[tuple[Callable[[], Any], str]] = [
@@ -72,6 +73,7 @@ def check_types_of_elements_elsewhere() -> None:
         (lambda: sp.vecdot(number, brain), "vecdot of int64[1, 1], bfloat16[1, 1]"),
         (lambda: number @ brain, "matmul of int64[1, 1], bfloat16[1, 1]"),
         (lambda: sp.argsort(in_one, axis=1), "argsort of complex64[1, 1]"),
+        (lambda: sp.argsort(nothing, axis=1), "argsort of complex64[1, 0]"),
         (lambda: 2 % sp.array(np.array([True, False]), spec(MESH, "x")), "remainder of 2, bool[2]"),
     ]
     for function, said in cases:

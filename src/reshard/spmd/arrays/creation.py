@@ -187,6 +187,10 @@ def linspace(
 ) -> ShardedArray:
     """`num` evenly spaced numbers."""
     check_device(device)
+    ends: list[Any] = [start, stop]
+    for one in ends:
+        if isinstance(one, ArrayValue):
+            raise UsageError(f"linspace from or to {one!r}; numbers were expected: float(x) is one")
     with explain_errors(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
     ):

@@ -6,6 +6,7 @@ Transformed axes are replicated first; the others stay sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
-from reshard.spmd.functions.array_arguments import of_arrays, whole_number, whole_numbers
+from reshard.spmd.functions.array_arguments import as_whole, of_arrays, whole_number, whole_numbers
 from reshard.spmd.functions.data_types import check_device
 from reshard.spmd.functions.manipulation import read_axes, roll
 from reshard.spmd.rules.shapes import axis_of
@@ -72,7 +73,7 @@ def _make_along_many(name: str, text: str) -> Callable[..., Any]:
 
 
 def _check_norm(norm: str) -> None:
-    if norm not in ("backward", "ortho", "forward"):
+    if not isinstance(norm, str) or norm not in ("backward", "ortho", "forward"):
         raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
 
 
@@ -98,14 +99,15 @@ def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object 
     return _make_frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
-def _make_frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
+def _make_frequencies(function: Any, n: Any, d: Any, dtype: object, device: object) -> Any:
     check_device(device)
-    if not hasattr(n, "__index__") or n < 1 or not d:
+    count = as_whole(n)
+    if count is None or count < 1 or not isinstance(d, Real) or not d:
         raise UsageError(
             f"frequencies of {n!r} samples {d!r} apart; give 1 or more of them, and a distance "
             "that is not 0"
         )
-    found = function(n, d)
+    found = function(count, d)
     return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
 
 

@@ -304,6 +304,11 @@ def array(
             return cast
         data = data.to_dense()
     refuse_traced("sp.array", data)
+    if not isinstance(runner, Runner | None):
+        raise UsageError(
+            f"an array of runner {runner!r}, a {type(runner).__name__}; give sp.in_process() or "
+            "sp.over_processes()"
+        )
     keeper = runner_for(data) if runner is None else runner
     wanted = None if dtype is None else as_dtype(dtype)
     try:

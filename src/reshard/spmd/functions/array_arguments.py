@@ -38,6 +38,8 @@ def of_arrays(function: Function) -> Function:
             # The object that lacked the attribute. Only if the caller passed it is the mistake the
             # caller's.
             found = error.obj
+            if not any(_has_array(one) for one in arguments):
+                found = arguments[0] if arguments else found
             if isinstance(found, ArrayValue) or not any(_contains(one, found) for one in arguments):
                 raise
             raise UsageError(
@@ -59,17 +61,26 @@ def explain_errors(asked: str, expected: str) -> Iterator[None]:
         raise UsageError(f"{asked}: {error}; {expected}") from error
 
 
+def as_whole(value: Any) -> int | None:
+    """A whole number of any type; None for what is none.
+
+    >>> as_whole(True), as_whole(1.5)
+    (1, None)
+    """
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
 def whole_number(what: str, value: Any, least: int = 0) -> int:
     """A number of that kind. Raises UsageError for one below the least, or for none.
 
     >>> whole_number("a stride of", 2, 1)
     2
     """
-    try:
-        found = index(value)
-    except TypeError:
-        found = least - 1
-    if found < least:
+    found = as_whole(value)
+    if found is None or found < least:
         raise UsageError(f"{what} {value!r}; a whole number of {least} or more was expected")
     return found
 
@@ -115,6 +126,12 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
         )
     before_and_after = [whole_numbers(what, one, 2) for one in given]
     return tuple((before, after) for before, after in before_and_after)
+
+
+def _has_array(argument: Any) -> bool:
+    """Whether an argument is an array in shards, or a list with one."""
+    is_list = isinstance(argument, list | tuple)
+    return any(isinstance(one, ArrayValue) for one in (argument if is_list else [argument]))
 
 
 def _contains(argument: Any, found: Any) -> bool:

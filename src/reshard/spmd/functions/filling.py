@@ -11,7 +11,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.functions import elementwise
-from reshard.spmd.functions.array_arguments import explain_errors, of_arrays
+from reshard.spmd.functions.array_arguments import as_whole, explain_errors, of_arrays
 from reshard.spmd.functions.data_types import astype, check_device
 from reshard.spmd.functions.manipulation import broadcast_to
 from reshard.spmd.operators.result_types import BY_KIND
@@ -59,7 +59,7 @@ def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any
 def _take_triangle(x: Any, lower: bool, k: int) -> Any:
     if x.ndim < 2:
         raise SpecError(f"a triangle of shape {list(x.shape)}; matrices were expected")
-    if not hasattr(k, "__index__"):
+    if as_whole(k) is None:
         raise UsageError(f"a triangle from the diagonal {k!r}; a whole number was expected")
     # A column and a row of indices, which broadcast to the mask: [rows, columns] of truth values.
     rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]

@@ -55,6 +55,11 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     """
     place = axis_of(x.ndim, axis)
     x, chosen = places_in(x, place, indices)
+    if chosen.ndim != x.ndim:
+        raise SpecError(
+            f"indices of shape {list(chosen.shape)} along axis {place} of {list(x.shape)}; give "
+            "as many dimensions"
+        )
     shape = broadcast_shapes(
         *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.functions import data_types, elementwise, statistics
-from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.array_arguments import as_whole, of_arrays
 from reshard.spmd.functions.elementwise import matmul, operands, whole
 from reshard.spmd.functions.filling import tril, triu
 from reshard.spmd.functions.manipulation import (
@@ -138,7 +138,10 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
 @of_arrays
 def diagonal(x: Any, /, *, offset: int = 0) -> Any:
     """The diagonal of matrices."""
-    return call("diagonal", (_check_matrices(x, "diagonal", False),), {"offset": int(offset)})
+    place = as_whole(offset)
+    if place is None:
+        raise UsageError(f"the diagonal at {offset!r}; a whole number was expected")
+    return call("diagonal", (_check_matrices(x, "diagonal", False),), {"offset": place})
 
 
 @of_arrays

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.functions import data_types
-from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.array_arguments import as_whole, of_arrays
 from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.rules.shapes import axis_of, broadcast_shape
 from reshard.spmd.shards.array_value import ArrayValue
@@ -24,9 +24,11 @@ Range = tuple[int, int, int]
 
 def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Axes counted from the start, in their order. Raises SpecError for one that is not there."""
-    given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
-    if not all(hasattr(one, "__index__") for one in given):
-        raise SpecError(f"axes {given} of {ndim} dimensions; name them by whole numbers")
+    asked = tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    try:
+        given = tuple(map(index, asked))
+    except TypeError:
+        raise SpecError(f"axes {asked} of {ndim} dimensions; name them by whole numbers") from None
     if any(not -ndim <= one < ndim for one in given):
         raise SpecError(f"axes {given} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
     return tuple(one % ndim for one in given)
@@ -34,7 +36,7 @@ def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The common shape of arrays of these shapes. Raises SpecError if there is none."""
-    return broadcast_shape([tuple(shape) for shape in shapes])
+    return broadcast_shape([tuple(_read_sizes(shape)) for shape in shapes])
 
 
 @of_arrays
@@ -57,10 +59,11 @@ def expand_dims(x: Any, /, axis: int = 0) -> Any:
 
     Raises ArrayIndexError for a place that the result has not.
     """
-    if hasattr(axis, "__index__") and not -x.ndim - 1 <= index(axis) <= x.ndim:
+    place = as_whole(axis)
+    if place is not None and not -x.ndim - 1 <= place <= x.ndim:
         raise ArrayIndexError(
-            f"expand_dims of {x.ndim} dimensions at {axis}; a place from {-x.ndim - 1} to {x.ndim} "
-            "was expected"
+            f"expand_dims of {x.ndim} dimensions at {place}; a place from {-x.ndim - 1} to "
+            f"{x.ndim} was expected"
         )
     return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
 
@@ -103,10 +106,10 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
 
 
 def _read_sizes(shape: int | Sequence[int]) -> list[int]:
-    given = list(shape) if isinstance(shape, Iterable) else [shape]
-    if not all(hasattr(size, "__index__") for size in given):
-        raise SpecError(f"shape {shape!r}; whole numbers were expected")
-    return [int(size) for size in given]
+    try:
+        return [*map(index, shape)] if isinstance(shape, Iterable) else [index(shape)]
+    except TypeError:
+        raise SpecError(f"shape {shape!r}; whole numbers were expected") from None
 
 
 @of_arrays
@@ -146,7 +149,7 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     shifts = tuple(_read_sizes(shift))
     if not axes and len(shifts) <= 1:
         return x
-    if len(shifts) == 1 or len(axes) == 1:
+    if shifts and axes and 1 in (len(shifts), len(axes)):
         # As NumPy broadcasts them: an axis that is named again is moved again.
         count = max(len(shifts), len(axes))
         shifts, axes = shifts * (count // len(shifts)), axes * (count // len(axes))
@@ -156,9 +159,12 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
 
 
 def _promote(arrays: Sequence[Any]) -> list[Any]:
-    if not arrays:
+    if not isinstance(arrays, Iterable) or getattr(arrays, "shape", None) == ():
+        raise SpecError(f"{arrays!r}, a {type(arrays).__name__}, to put together; give arrays")
+    given = list(arrays)
+    if not given:
         raise SpecError("no arrays to put together; give at least one")
-    made = operands(*arrays)
+    made = operands(*given)
     for one in made:
         if not isinstance(one, ArrayValue):
             raise UsageError(
@@ -172,20 +178,20 @@ def _promote(arrays: Sequence[Any]) -> list[Any]:
 @of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Concatenate arrays along an axis; they are flattened first if it is None."""
-    made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    made = _promote(arrays)
     if axis is None:
         # Flattened one by one, so that each keeps what cuts it can.
         made, axis = [reshape(one, (-1,)) for one in made], 0
-    return call("concat", made, {"axis": read_axes(axis, made[0].ndim)[0]})
+    return call("concat", made, {"axis": axis_of(made[0].ndim, axis)})
 
 
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     """Join arrays of one shape along a new axis."""
-    made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    made = _promote(arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
-    place = read_axes(axis, made[0].ndim + 1)[0]
+    place = axis_of(made[0].ndim + 1, axis)
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
@@ -205,7 +211,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """Split into the arrays along an axis, and remove the axis."""
-    place = read_axes(axis, x.ndim)[0]
+    place = axis_of(x.ndim, axis)
     return tuple(
         squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
         for index in range(x.shape[place])
@@ -234,7 +240,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
-    place = read_axes(axis, x.ndim)[0]
+    place = axis_of(x.ndim, axis)
     if isinstance(repeats, int):
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")
@@ -268,6 +274,9 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
     dims = list(range(count))
     if indexing == "xy" and count > 1:
         dims[:2] = [1, 0]
+    if any(one.ndim != 1 for one in arrays):
+        shapes = ", ".join(str(list(one.shape)) for one in arrays)
+        raise SpecError(f"meshgrid of shapes {shapes}; vectors were expected")
     shape = [0] * count
     for one, dim in zip(arrays, dims, strict=True):
         shape[dim] = one.shape[0]

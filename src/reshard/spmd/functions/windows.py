@@ -159,6 +159,8 @@ def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
 
 def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
     """The operands, where a rectangle begins among them: whole numbers. Raises UsageError."""
+    if not isinstance(starts, Iterable) or getattr(starts, "shape", None) == ():
+        raise UsageError(f"a rectangle that begins at {starts!r}; give a start for each dimension")
     given = operands(*arrays, *starts)
     for start in given[len(arrays) :]:
         kind = kind_of(start.type.dtype) if isinstance(start, ArrayValue) else ""

@@ -96,9 +96,10 @@ class Library:
             return data.to(dtype=own, device=device)
         # By way of NumPy, so that numbers get the same types in both libraries.
         found = np.array(data, order="C")
+        # Raises for what no array in shards has: texts, objects.
+        kind = as_dtype(found.dtype)
         if found.dtype.isbuiltin == 2:
             # A type of ml_dtypes: PyTorch takes the bits, and its own name for them.
-            kind = as_dtype(found.dtype)
             made = torch.from_numpy(found.view(kind.storage)).view(self.own_dtype(kind))
         else:
             made = torch.from_numpy(found)

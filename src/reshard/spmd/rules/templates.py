@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
@@ -382,9 +383,11 @@ def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
     >>> dimensions(3, [-1, 0])
     (0, 2)
     """
-    given = tuple(dims)
-    if not all(hasattr(dim, "__index__") for dim in given):
-        raise SpecError(f"dimensions {given} of {rank}; name them by whole numbers")
+    asked = tuple(dims)
+    try:
+        given = tuple(map(index, asked))
+    except TypeError:
+        raise SpecError(f"dimensions {asked} of {rank}; name them by whole numbers") from None
     found = sorted(dim + rank if dim < 0 else dim for dim in given)
     if len(set(found)) != len(found) or any(not 0 <= dim < rank for dim in found):
         raise SpecError(f"dimensions {given} of {rank}; name some of 0 to {rank - 1}, each once")

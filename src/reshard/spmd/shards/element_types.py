@@ -34,6 +34,7 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
     """The functions of an operator, in NumPy, computing in `float32` where a type is narrow.
 
     >>> import ml_dtypes
+    >>> from reshard.spmd.local.library import library
     >>> from reshard.spmd.operators.table import operators
     >>> numbers = np.array([1, 3], ml_dtypes.bfloat16)
     >>> kind = ArrayType((2,), as_dtype("bfloat16"))

@@ -65,8 +65,8 @@ def check_types(
 
 
 def _lacks_elements(work: LocalWork) -> bool:
-    """Whether some operand has elements, but none on the ranks that are here."""
-    return any(
+    """Whether there is no rank here, or some operand has elements, but none on the ranks here."""
+    return not work.ranks or any(
         one is not None and 0 not in one.shape and all(0 in shape for shape in parts)
         for one, parts in (
             (one, work.operand_shapes_here(number)) for number, one in enumerate(work.operands)
