@@ -153,6 +153,19 @@ def test_gradients_keep_what_would_be_given_up() -> None:
     assert slope.shape == x.to_dense().shape
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_is_given_twice_and_returned_by_its_other_place_is_whole(library: str) -> None:
+    program = sp.jit(lambda x, y: (y, {"x": x}, x + y), donate=0)
+    with sp.running(sp.in_process(library)):
+        for _ in range(3):
+            x = sp.array(np.arange(6.0), spec(MESH, "x"))
+            y, others, total = program(x, x)
+            assert y.to_dense().tolist() == others["x"].to_dense().tolist() == [0, 1, 2, 3, 4, 5]
+            assert total.to_dense().tolist() == [0, 2, 4, 6, 8, 10]
+            with pytest.raises(UsageError, match="given up"):
+                x.to_dense()
+
+
 def test_errors_say_what_is_wrong() -> None:
     for wrong in (-1, "0", 1.5, True, (0, -1), None):
         with pytest.raises(UsageError, match="give the position of an argument"):

@@ -193,11 +193,13 @@ class JittedFunction:
         if not self._donate or recorders:
             # Whoever listens, a gradient's tape for one, keeps the arguments.
             return found.run(arrays, runner)
-        given_up = [n for n in self._find_donated(arguments) if isinstance(arrays[n], ShardedArray)]
-        # One that is given twice is given up once.
-        once = {id(arrays[n]): arrays[n] for n in given_up}
+        donated = [arrays[n] for n in self._find_donated(arguments)]
+        # One that is given twice is given up once, in all its places.
+        once = {id(x): x for x in donated if isinstance(x, ShardedArray)}
+        given_up = [n for n, x in enumerate(arrays) if id(x) in once]
         own = {known: x.given_up() for known, x in once.items()}
         arrays = [own.get(id(x), x) for x in arrays]
+        del donated, once
         del own
         return found.run(arrays, runner, given_up)
 
