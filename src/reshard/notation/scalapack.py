@@ -1,8 +1,8 @@
 """Block-cyclic matrices of ScaLAPACK: array descriptors as shardings, and back.
 
-A matrix of `m` x `n` is cut in blocks of `mb` x `nb`. Blocks are dealt in turn: rows of blocks
-to rows of processes, beginning with row `rsrc`, columns of blocks to columns, beginning with
-`csrc`::
+A matrix of `m` x `n` is divided into blocks of `mb` x `nb`, which are assigned round robin: rows of
+blocks to rows of processes, beginning with row `rsrc`, and columns of blocks to columns of
+processes, beginning with column `csrc`::
 
     m=5 n=7 mb=2 nb=2 over a 2x3 grid in row order
 
@@ -14,7 +14,7 @@ to rows of processes, beginning with row `rsrc`, columns of blocks to columns, b
             +---+---+---+---+
 
 Each dimension is a level with the rule `BlockCyclic` over one axis of a mesh whose ranks follow
-the grid. A sharding has no sizes, so `m` and `n` are checked against a shape, not kept.
+the grid. A sharding has no sizes, so `m` and `n` are checked against a shape, and not stored.
 
 Source: the ScaLAPACK Users' Guide (Blackford et al. 1997), sections 4.1 and 4.3.
 """

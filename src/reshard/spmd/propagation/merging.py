@@ -1,27 +1,27 @@
 """Merging: the sharding of a factor on which conflicting tensors agree.
 
-Each factor of an operator is cut in some way in each of its tensors. A strategy decides what
-propagates along a factor, from all tensors that have it to all others:
+Each tensor of an operator has a sharding for each of its factors. A strategy decides which axes
+propagate along a factor, from all tensors that have it to all others:
 
-BASIC takes the longest beginning on which all agree, and of it what conflicts with nothing: no
-axis that another factor uses in any tensor. All tensors get the same::
+BASIC takes the longest common prefix of all tensors, up to the first axis that conflicts, which is
+one that another factor uses in any tensor. All tensors get the same::
 
     i: a b | a | (none)       a b to all three
     i: a b | a c | (none)     a to the third, nothing to the others
 
-AGGRESSIVE asks of each tensor alone what conflicts there, so that more is cut, at the price of
-reshards. Where two factors want the same axis of one tensor, the one goes first whose source (the
-largest tensor that has the agreed axes already) is larger; for elementwise operators then the one
-with more shards; then that whose source comes first; then the factor that comes first.
+AGGRESSIVE considers conflicts within each tensor only, so that more is sharded, at the cost of
+reshards. If two factors conflict over an axis of a tensor, the factor with the larger source (the
+largest tensor that has the agreed axes already) has precedence; for elementwise operators then the
+one with more shards; then the one whose source comes first; then the first factor.
 
-WIDEST is for tensors that disagree: they agree on the cut into the most parts that have elements,
-that of the larger tensor where several have as many, then that of the first. Where two factors want
-the same axis of one tensor, the one with more parts goes first::
+WIDEST is for tensors that disagree: it takes the sharding with the most parts that have elements,
+of equals that of the larger tensor, then that of the first. If two factors conflict over an axis
+of a tensor, the one with more parts has precedence::
 
     i: a (2) | b (4) | (none)     b to the third
 
-All only ever extend what is there. The answers of the first two are Shardy's: its basic and its
-aggressive factor propagation (OpenXLA, `docs/propagation.md`).
+All strategies only extend existing shardings. The results of the first two are those of Shardy's
+basic and aggressive factor propagation (OpenXLA, `docs/propagation.md`).
 """
 
 from __future__ import annotations

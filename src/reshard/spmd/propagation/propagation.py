@@ -3,20 +3,20 @@
 A user annotates some values with shardings. Propagation extends them over operators, forwards from
 operands to results, backwards and sideways, until nothing changes:
 
-1. for each user priority, lowest first: dimensions of that priority join in; those of higher
-   ones wait, empty and closed, and their axes are taken by nobody;
+1. for each user priority, lowest first: dimensions of that priority take part; those of higher
+   ones are empty and closed until then, and no other dimension takes their axes;
 2. for each stage of operator priority: operators whose data passes through unchanged come before
    products and reductions, and those before broadcasts;
-3. each operator whose values changed is asked again: what does its rule carry from one of its
-   tensors to the others (`factor_shardings`), and what of it where they disagree (`merging`)?
+3. each operator whose values changed is evaluated again: its rule propagates shardings between
+   its tensors (`factor_shardings`), and a strategy resolves conflicts (`merging`).
 
     x [{a}, {}]      x @ w : [{a, ?}, {b, ?}]      exp(x @ w) : [{a, ?}, {b, ?}]
     w [{}, {b}]
 
 If values still conflict, each keeps its sharding: `explicit_reshards` lists the reshards.
 
-Stages, and the order in which operators are asked, are Shardy's (OpenXLA), so that conflicts end
-alike. Strategy "cost" settles them by estimated seconds: see `cost_propagation`.
+The stages and the order of operators are those of Shardy (OpenXLA), so conflicts are resolved in
+the same way. Strategy "cost" resolves them by estimated time: see `cost_propagation`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Copies of shards between layouts within one process, as views where possible.
 
-A change of layouts says which boxes go where. Arrays of `spmd` are never changed, so most of it
-needs no copy, and works on any device and under any library's gradients:
+A change of layouts says which boxes each rank needs. Arrays of `spmd` are immutable, so most
+changes need no copy, and work on any device and with the gradients of any library:
 
-1. ranks that want the same box share one array;
-2. a box that lies within one shard is a view of it;
-3. boxes that follow one another along one dimension are joined by one call;
-4. where every rank wants pieces of all, and the source is cut along one dimension, that is joined
-   once, and each rank gets a view of the whole;
-5. contributions to one whole shard are combined as they are;
-6. what is left is written box by box into a new array.
+1. ranks that need the same box share one array;
+2. a box within one shard is a view of it;
+3. boxes that are adjacent along one dimension are concatenated by one call;
+4. if every rank needs pieces of all shards, and the source is sharded along one dimension, the
+   shards are concatenated once, and each rank gets a view of the whole;
+5. contributions to one whole shard are reduced directly;
+6. everything else is written box by box into a new array.
 
-What has padding, means, or contributions on its target side goes through the engine of
-`reshard.execution`, which always writes new arrays, in CPU memory; tensors whose gradients are
-wanted, or that are on a device, are written box by box like the rest.
+Changes with padding, means, or contributions in the target use the engine of
+`reshard.execution`, which always writes new arrays in CPU memory; but tensors that require
+gradients, or that are on a device, are written box by box.
 """
 
 from __future__ import annotations
