@@ -398,24 +398,36 @@ def trainer_dies() -> None:
     expect(time.monotonic() - begun_s < 10, "in time")
 
 
-def trainer_raises() -> None:
-    """One of its ranks raises while the other computes: engines that wait hear it, and why."""
-    board, heard = open_board(), [f"heard by {number}" for number in (2, 3, 4)]
+def trainer_raises(raising: int = 1) -> None:
+    """One of its ranks raises while the other computes: the other and engines hear why."""
+    board = open_board()
+    engines = [f"heard by {number}" for number in (2, 3, 4)]
     with contextlib.suppress(ValueError), link() as end:
         model = own_model()
         sync = end.prepare(model)
         sync.run()
-        if SIDE == "trainer":
-            if RANK == 1:
-                raise ValueError("the loss is nan\nand more lines")
-            board.wait(heard)
-            refused(sync.run, LinkError, "rank 1 of the trainer has ended, or closed the link")
-            return
+        if SIDE == "trainer" and raising == RANK:
+            raise ValueError("the loss is nan\nand more lines")
         told = refused(sync.run, LinkError, "closed the link after ValueError: the loss is nan")
-        expect("rank 1 (host " in told and "more lines" not in told, told)
-        expect("still has version 0" in told and sync.version == 0, told)
-        expect_values(model, 0)
+        expect("more lines" not in told, told)
+        if SIDE == "trainer":
+            expect(f"rank {raising} of the trainer (host " in told, told)
+        else:
+            expect(f"rank {raising} (host " in told, told)
+            expect("still has version 0" in told and sync.version == 0, told)
+            expect_values(model, 0)
+        if SIDE == "trainer":
+            # That this one leaves must not be what engines hear.
+            board.wait(engines)
         board.set(f"heard by {NUMBER}", "")
+    if RANK == raising == 0 and SIDE == "trainer":
+        # The board is in this process.
+        board.wait([*engines, "heard by 1"])
+
+
+def first_rank_raises() -> None:
+    """The first rank of the trainer, in whose process the store is, raises."""
+    trainer_raises(0)
 
 
 def secrets() -> None:

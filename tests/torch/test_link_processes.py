@@ -26,6 +26,7 @@ CASES = (
     "engine_dies",
     "trainer_dies",
     "trainer_raises",
+    "first_rank_raises",
     "secrets",
     "changes",
     "quantised",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -59,7 +61,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
     found = together(*[lambda rank=rank: announce(store, "a", rank, 3, 20) for rank in (2, 1, 0)])
-    told = Announcement(0, "a", 3, tokens=found[0].tokens, release=reshard.__version__)
+    process = f"host {socket.gethostname()}, process {os.getpid()}"
+    told = Announcement(0, "a", 3, 3, found[0].tokens, reshard.__version__, (process,) * 3)
     assert found == [told] * 3
     assert len(set(found[0].tokens)) == 3
     assert find_engines(store, set()) == found[:1]

@@ -19,15 +19,17 @@ Source: challenge and response as in RFC 2195.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from reshard import __version__
-from reshard.errors import LinkError
+from reshard.errors import LinkError, ReshardError
 from reshard.log import LOGGER
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.meeting import card_key
@@ -43,7 +45,7 @@ _CODE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A side as its first rank tells of it."""
+    """A side as its first rank tells of it: of each rank a token, and its host and process."""
 
     number: int
     name: str
@@ -51,6 +53,7 @@ class Announcement:
     protocol: int = PROTOCOL
     tokens: tuple[str, ...] = ()
     release: str = ""
+    processes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, text: bytes) -> Announcement:
@@ -60,13 +63,26 @@ class Announcement:
             # Other protocols may say more.
             found = cls(**{one.name: told[one.name] for one in fields(cls) if one.name in told})
             object.__setattr__(found, "tokens", tuple(found.tokens))
+            object.__setattr__(found, "processes", tuple(found.processes))
         except (TypeError, ValueError) as error:
             raise LinkError(f"{text[:80]!r} announces no side of a link") from error
         numbers = (found.number, found.ranks, found.protocol)
-        is_told = all(isinstance(one, str) for one in (found.name, found.release, *found.tokens))
+        texts = (found.name, found.release, *found.tokens, *found.processes)
+        is_told = all(isinstance(one, str) for one in texts)
         if not is_told or not all(type(one) is int and one >= 0 for one in numbers):
             raise LinkError(f"{text[:80]!r} announces no side of a link")
         return found
+
+    def name_rank(self, rank: int) -> str:
+        """A rank as errors name it.
+
+        >>> Announcement(0, TRAINER, 2, processes=("host a, process 7", "host b, process 9")
+        ... ).name_rank(1)
+        'rank 1 of the trainer (host b, process 9)'
+        """
+        side = "the trainer" if self.name == TRAINER else self.name
+        where = f" ({self.processes[rank]})" if rank < len(self.processes) else ""
+        return f"rank {rank} of {side}{where}"
 
     def check_protocol(self) -> None:
         """Raises LinkError where that side speaks another protocol."""
@@ -96,19 +112,27 @@ def announce(
         return _ask_to_be_let_in(store, name, rank, ranks, deadline_s, presence)
     number = store.add("sides", 1) - 1
     store.set(f"side/{name}", str(number))
-    tokens = [presence.token]
+    tokens, processes = [presence.token], [_name_process()]
     for other in range(1, ranks):
         claim = f"claim/{number}/{other}"
         if not _comes(lambda claim=claim: store.check([claim]), deadline_s, presence):  # type: ignore[misc]
             raise LinkError(f"rank {other} of {name} did not come within {timeout_s:g} s")
-        token, its_ranks = json.loads(store.get(claim))
+        token, its_ranks, process = json.loads(store.get(claim))
         if its_ranks != ranks:
             problem = f"rank 0 of {name} has ranks={ranks}, rank {other} has ranks={its_ranks}"
             store.set(f"welcome/{number}/{other}", json.dumps(["", problem]))
             raise LinkError(f"{problem}; give all ranks of a side the same")
         store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
         tokens.append(token)
-    found = Announcement(number, name, ranks, tokens=tuple(tokens), release=__version__)
+        processes.append(process)
+    found = Announcement(
+        number,
+        name,
+        ranks,
+        tokens=tuple(tokens),
+        release=__version__,
+        processes=tuple(processes),
+    )
     store.set(f"announcement/{number}", json.dumps(asdict(found)))
     return found
 
@@ -123,7 +147,7 @@ def _ask_to_be_let_in(
         if store.check([current]) and (number := store.get(current).decode()) != claimed:
             # A number of ranks that are no more is followed by another, once they come again.
             claimed, welcome = number, f"welcome/{number}/{rank}"
-            store.set(f"claim/{number}/{rank}", json.dumps([token, ranks]))
+            store.set(f"claim/{number}/{rank}", json.dumps([token, ranks, _name_process()]))
         if welcome and store.check([welcome]):
             found, problem = json.loads(store.get(welcome))
             if problem:
@@ -138,6 +162,34 @@ def _ask_to_be_let_in(
     if not _comes(lambda: store.check([key]), deadline_s, presence):
         raise LinkError(f"rank 0 of {name} did not announce it")
     return Announcement.read(store.get(key))
+
+
+def _name_process() -> str:
+    return f"host {socket.gethostname()}, process {os.getpid()}"
+
+
+def leave(store: SealedStore, side: Announcement, rank: int, reason: str = "") -> None:
+    """Leave a note that a rank has left the link; `reason` reads on from "closed the link"."""
+    store.set(_name_note(side.number, rank), reason)
+
+
+def has_left(store: SealedStore, number: int) -> bool:
+    """Whether the first rank of a side has left such a note."""
+    return store.check([_name_note(number, 0)])
+
+
+def explain_gone(store: SealedStore, side: Announcement, token: str) -> str:
+    """That the process of a token has ended: its rank, its host, and why it left, if it said so."""
+    rank, reason = side.tokens.index(token), ""
+    key = _name_note(side.number, rank)
+    # The store's process may have ended as well.
+    with contextlib.suppress(RuntimeError, ReshardError):
+        reason = store.get(key).decode() if store.check([key]) else ""
+    return f"{side.name_rank(rank)} has ended, or closed the link{reason}"
+
+
+def _name_note(number: int, rank: int) -> str:
+    return f"left/{number}/{rank}"
 
 
 def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
@@ -202,8 +254,7 @@ def wait_for_engines(
 
     def are_here() -> bool:
         if gone := presence.find_gone(trainer.tokens):
-            rank = trainer.tokens.index(gone)
-            raise LinkError(f"rank {rank} of the trainer has ended, or closed the link")
+            raise LinkError(explain_gone(store, trainer, gone))
         announced = find_engines(store, seen)
         seen.update(one.number for one in announced if presence.find_gone(one.tokens))
         found[:] = [one for one in announced if one.number not in seen and waits(one)]
@@ -244,13 +295,13 @@ def wait_for_words(
     for rank, key in keys.items():
         while not store.check([key]):
             waited_s = time.monotonic() - begun_s
+            if store.check_others is not None:
+                store.check_others()
             # It may have written just before it ended.
             if presence.find_gone([side.tokens[rank]]) and not store.check([key]):
-                raise LinkError(f"rank {rank} of the {side.name} has ended, or closed the link")
+                raise LinkError(explain_gone(store, side, side.tokens[rank]))
             if waited_s > timeout_s:
-                raise LinkError(
-                    f"rank {rank} of the {side.name} does not answer for {timeout_s:g} s"
-                )
+                raise LinkError(f"{side.name_rank(rank)} does not answer for {timeout_s:g} s")
             time.sleep(min(waited_s / 8, _LOOK_S))
 
 

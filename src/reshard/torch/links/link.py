@@ -38,6 +38,9 @@ from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,
     Announcement,
+    explain_gone,
+    has_left,
+    leave,
     place_of,
     prove_secret,
     read_announcement,
@@ -97,6 +100,7 @@ class WeightLink:
     ) -> None:
         self._own, self._trainer, self._presence = own, trainer, presence
         self._address, self._store = address, store
+        store.check_others = self._check_first
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self.side: Side = "trainer" if own == trainer else "engine"
         self.name, self.rank, self.ranks = own.name, rank, own.ranks
@@ -244,12 +248,12 @@ class WeightLink:
         if self.is_closed:
             return
         self.is_closed = True
+        reason = _tell_reason(error)
         with contextlib.suppress(RuntimeError, ReshardError):
-            if self.side == "engine":
-                self._store.set(f"left/{self._own.number}/{self.rank}", "")
+            leave(self._store, self._own, self.rank, reason)
         groups = [group for _, group in self._groups.values()]
         self._groups.clear()
-        closed = LinkError(f"{self.name} closed the link{_tell_reason(error)}")
+        closed = LinkError(f"{self.name} closed the link{reason}")
         for group in groups:
             group.break_off(closed)
         for sync in self._engine_syncs:
@@ -287,7 +291,7 @@ class WeightLink:
                 came = wait_for_engines(
                     self._store, self._seen, fewest, self._timeout_s, self._own, self._presence
                 )
-                left = [n for n in self._groups if self._store.check([f"left/{n}/0"])]
+                left = [n for n in self._groups if has_left(self._store, n)]
                 numbers = [one.number for one in came]
                 self._store.set(key, json.dumps({"came": numbers, "left": left}))
             step = json.loads(self._store.get(key))
@@ -390,17 +394,27 @@ class WeightLink:
         prove_secret(group, self._store.key)
         return group
 
+    def _check_first(self) -> None:
+        """Raise LinkError where the trainer's first rank is gone, with the reason that it left."""
+        try:
+            self._presence.check()
+        except LinkError as error:
+            if self._presence.is_cut_off:
+                # So is the store.
+                raise
+            told = explain_gone(self._store, self._trainer, self._trainer.tokens[0])
+            raise LinkError(told) from error
+
     def _find_lost(self, sides: tuple[Announcement, ...]) -> str:
         """Which process of some sides has ended; empty where all are there."""
         try:
-            self._presence.check()
+            self._check_first()
         except LinkError as error:
             return str(error)
         for side in sides:
             token = self._presence.find_gone(side.tokens)
             if token:
-                rank = side.tokens.index(token)
-                return f"rank {rank} of {side.name} has ended, or closed the link"
+                return explain_gone(self._store, side, token)
         return ""
 
     def _find_silent(self, sides: tuple[Announcement, ...]) -> str:
@@ -411,14 +425,14 @@ class WeightLink:
             token = self._presence.find_gone(side.tokens, is_silent=True)
             if token:
                 rank = side.tokens.index(token)
-                return f"the host of rank {rank} of {side.name} gives no sign of life"
+                return f"the host of {side.name_rank(rank)} gives no sign of life"
         return ""
 
     def _give_up(self, number: int, why: str, name: str = "") -> None:
         found = self._groups.get(number)
         with contextlib.suppress(RuntimeError):
             # Its connections are closed before the store says that it left.
-            if self._store.check([f"left/{number}/0"]):
+            if has_left(self._store, number):
                 why = f"it left; {why}"
         self._lost[name or (found[0] if found else str(number))] = why
         self._drop(number, why)
