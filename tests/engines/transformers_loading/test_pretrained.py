@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from engines.judge.family import Family, load_families
 from reshard.checkpoint import plan_for_pretrained, run_conversion
 from reshard.errors import CheckpointError
-from reshard.torch import transformers as by_transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -38,7 +37,7 @@ TRAINED = ("llama", "gemma2", "qwen3_moe", "gpt2", "mixtral", "t5", "qwen2_vl", 
 
 def build(family: Family, **changes: Any) -> Any:
     """A live model with random weights, as its config makes it."""
-    config = by_transformers._read_config(transformers, {**family.config, **changes})
+    config = transformers.AutoConfig.for_model(**{**family.config, **changes})
     model_class = getattr(transformers, family.auto)
     if family.auto.startswith("Auto"):
         model_class = model_class._model_mapping[type(config)]

@@ -60,14 +60,14 @@ def write_model(folder: Path, family: Family) -> None:
     """A checkpoint as the Hub has it, whose every element has its number as its value."""
     import transformers
 
-    made = by_transformers._read_config(transformers, family.config)
+    made = transformers.AutoConfig.for_model(**family.config)
     model_class = getattr(transformers, family.auto)
     if family.auto.startswith("Auto"):
         model_class = model_class._model_mapping[type(made)]
     made.architectures = [model_class.__name__]
     made.save_pretrained(folder)
     tensors, first = {}, 1
-    for name, (_, shape) in by_transformers._list_saved(transformers, made).items():
+    for name, (_, shape) in by_transformers.module_tensors(made, as_saved=True).items():
         count = torch.Size(shape).numel()
         tensors[name] = torch.arange(first, first + count, dtype=torch.float32).reshape(shape)
         first += count
