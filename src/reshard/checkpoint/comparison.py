@@ -17,10 +17,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -53,6 +52,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.training.plain_differences import differing_values
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
 from reshard.errors import FormatError
 
@@ -61,12 +61,16 @@ Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that differs, and how. `elements` counts those whose bits differ, if known."""
+    """One tensor or value that differs, and how.
+
+    `elements` counts those whose bits differ, if known.
+    """
 
     name: str
     problem: str
     elements: int | None = None
     first_index: tuple[int, ...] | None = None
+    is_tensor: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +226,16 @@ def compare(
     total, done = int(mine.tensor_bytes[rows].sum()), 0
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
+        # A format that holds tensors only has lost the rest by its nature: that is no difference.
+        holds_items = all(_can_hold(one.format, Holding.ITEMS) for one in (a, b))
         holds_values = all(_can_hold(one.format, Holding.VALUES) for one in (a, b))
         # One may have pickles of what the other has as values, or of parts of it.
         if holds_values and {*a.items} != {*b.items}:
-            differences += _compare_values(in_plain_values(a), in_plain_values(b))
-        else:
+            a, b = in_plain_values(a), in_plain_values(b)
+        elif holds_items:
             differences += _compare_items(a, b, files_a, files_b)
-            differences += _compare_values(a, b) if holds_values else ()
+        if holds_values:
+            differences += [Difference(*one, is_tensor=False) for one in differing_values(a, b)]
         for one in results:
             blocks.note(one.batch.numbers, one.digests)
             for number, count, first in one.unlike:
@@ -442,50 +449,18 @@ def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) ->
 
 def _compare_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
-) -> list[Difference]:
-    """Differences in items that are not tensors, if both formats can hold such."""
-    # A format that holds tensors only has lost the items by its nature: that is no difference.
-    if not all(_can_hold(checkpoint.format, Holding.ITEMS) for checkpoint in (a, b)):
-        return []
-    differences = []
+) -> Iterator[Difference]:
+    """Items that differ."""
     for name in [*a.items, *(name for name in b.items if name not in a.items)]:
         if name not in a.items or name not in b.items:
-            folder = a.folder if name in a.items else b.folder
-            differences.append(Difference(name, f"is only in {folder}"))
+            where = (a if name in a.items else b).folder
+            yield Difference(name, f"is only in {where}", is_tensor=False)
         elif item_digest(a.items[name], files_a) != item_digest(b.items[name], files_b):
             # A value may be pickled in several ways; as many bytes that differ are damage.
             is_as_long = a.items[name].size_bytes == b.items[name].size_bytes
             (left, _), (right, _) = decode_items(a, [name]), decode_items(b, [name])
             if is_as_long or not left or repr(left) != repr(right):
-                differences.append(Difference(name, "is no tensor, and has other bytes"))
-    return differences
-
-
-def _compare_values(a: Checkpoint, b: Checkpoint) -> list[Difference]:
-    """Differences in plain values beside the tensors."""
-    differences = []
-    # Formats keep a list as one value, or each of what is in it.
-    left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
-    for name in [*left, *(name for name in right if name not in left)]:
-        if name not in left or name not in right:
-            folder = a.folder if name in left else b.folder
-            differences.append(Difference(name, f"is only in {folder}"))
-        # By their texts: a NaN is equal to itself, and True is not 1.
-        elif repr(left[name]) != repr(right[name]):
-            differences.append(Difference(name, f"is {left[name]!r} and {right[name]!r}"))
-    return differences
-
-
-def _list_leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What lists and dicts have in them, by its path; empty ones are values themselves."""
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, list | tuple) and value:
-            yield from _list_leaves(dict(enumerate(value)), f"{path}.")
-        elif isinstance(value, dict) and value:
-            yield from _list_leaves(value, f"{path}.")
-        else:
-            yield path, value
+                yield Difference(name, "is no tensor, and has other bytes", is_tensor=False)
 
 
 def _can_hold(name: str, what: Holding) -> bool:

@@ -81,6 +81,16 @@ def test_hyper_parameters_that_optax_keeps_are_those_of_groups(saved: Path, tmp_
     assert len(group["params"]) == 4
 
 
+def test_as_it_is_in_one_file_of_torch(saved: Path, tmp_path: Path) -> None:
+    """One number of steps is that of every parameter: each has a name of its own."""
+    source = saved / "injected" / "saved"
+    report = checkpoint.convert(source, tmp_path / "made", to="full", format="torch-pickle")
+    assert any("--training torch" in note for note in report.notes)
+    assert checkpoint.compare(source, tmp_path / "made").differences == ()
+    checkpoint.convert(tmp_path / "made", tmp_path / "again", to=2, format="torch-dcp")
+    assert checkpoint.compare(source, tmp_path / "again").differences == ()
+
+
 @pytest.mark.parametrize(
     ("case", "keys"),
     [("adafactor", "v_row, v_col, v"), ("amsgrad", "nu_max"), ("accumulated", "acc_grads")],

@@ -109,8 +109,17 @@ class Conversion:
                 f"not in the target, since {target.name} holds tensors only: "
                 f"{', '.join(items)}; {_name_formats(Holding.ITEMS)}"
             )
-        values = [name for name in self.source.values if name not in self.arrangement.values]
-        if values:
+        values = [
+            name
+            for name, value in self.source.values.items()
+            if name not in self.arrangement.values
+            and not (source is not None and source.is_own_value(name, value))
+        ]
+        if values and Holding.VALUES in target.can_hold:
+            losses.append(
+                f"not in the target, since {target.name} has no place for them: {', '.join(values)}"
+            )
+        elif values:
             losses.append(
                 f"not in the target, since {target.name} holds no values beside tensors: "
                 f"{', '.join(values)}; {_name_formats(Holding.VALUES)}"

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -122,6 +122,14 @@ class CheckpointFormat(ABC):
     def has_file(self, name: str) -> bool:
         """Whether a file of that name would be one of such a checkpoint."""
         return name.endswith(self.suffixes)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether a plain value is the format's own, and says nothing of what was saved.
+
+        Such are those that files have where a checkpoint has none, and how ranks shared the work.
+        Comparisons leave them out.
+        """
+        return False
 
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
         """The files, beside those of tensors, that belong to a checkpoint and are not copied.

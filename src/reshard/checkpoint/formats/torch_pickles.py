@@ -13,7 +13,7 @@ files hold the same nested state again; several with an index hold it flat, as `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from reshard.checkpoint.formats.torch_files.bound_tensors import (
 from reshard.checkpoint.formats.torch_files.nested_states import (
     FlatState,
     flatten_state,
+    settle_paths,
     unflatten_state,
 )
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
@@ -106,7 +107,7 @@ class TorchPickleFormat(CheckpointFormat):
             lambda name: tensor_size_bytes(new.tensors[name].dtype, new.tensors[name].layout.shape),
             new.most_file_bytes,
         )
-        files, stored = [], {}
+        files, stored, moved = [], {}, list[str]()
         for number, names in enumerate(groups, start=1):
             one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
             file_name = SINGLE_FILE if len(groups) == 1 else one_of_many
@@ -116,7 +117,9 @@ class TorchPickleFormat(CheckpointFormat):
             }
             # Values are in the first file.
             leaves = {**tensors, **(new.values if number == 1 else {})}
-            state = unflatten_state(leaves, new.paths if len(groups) == 1 else {})
+            paths = settle_paths(leaves, new.paths) if len(groups) == 1 else {}
+            moved += [name for name, path in paths.items() if path != new.paths.get(name, path)]
+            state = unflatten_state(leaves, paths)
             file = new_torch_file(file_name, state)
             files.append(file)
             for name, tensor in tensors.items():
@@ -125,7 +128,13 @@ class TorchPickleFormat(CheckpointFormat):
                 binding = Binding(planned.layout, {0: address}, {})
                 stored[name] = StoredTensor(name, planned.dtype, binding)
         return Arrangement(
-            self.name, None, stored, tuple(files), paths=dict(new.paths), values=new.values
+            self.name,
+            None,
+            stored,
+            tuple(files),
+            _note_moved(moved),
+            paths=dict(new.paths),
+            values=new.values,
         )
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
@@ -135,6 +144,17 @@ class TorchPickleFormat(CheckpointFormat):
 
 
 FORMAT = TorchPickleFormat()
+
+
+def _note_moved(names: Sequence[str]) -> tuple[str, ...]:
+    """What a user should know of names that are not where the source has them."""
+    if not names:
+        return ()
+    return (
+        f"{len(names)} names (first: {names[0]}) are keys at the top of the state, since their "
+        "places in the source have other names or are taken; --training torch places optimizer "
+        "state as PyTorch's optimizers load it",
+    )
 
 
 def _find_file(folder: Path) -> str | None:

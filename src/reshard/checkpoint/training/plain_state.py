@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from reshard.checkpoint.contents import Checkpoint, StoredItem
 from reshard.checkpoint.files.descriptors import read_range
-from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_files.plain_values import is_plain
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
 from reshard.checkpoint.training.state import TrainingState, bare_name
 from reshard.errors import CheckpointError, FormatError
@@ -97,9 +97,8 @@ def _decode(
     except FormatError as error:
         unread[item.name] = str(error)
         return
-    plain = plain_attributes({"value": value})
-    if "value" in plain:
-        values[item.name] = plain["value"]
+    if is_plain(value):
+        values[item.name] = value
     else:
         unread[item.name] = "an object of a program's own class, or tensors"
 

@@ -239,7 +239,13 @@ def _as_text(found: Comparison, seconds_s: float) -> list[str]:
     same = len(found.digests)
     if found.is_same:
         return [f"the same {count_text(same, 'tensor')}, bit for bit; {compared}"]
-    return [*lines, f"{len(lines)} of {count_text(same + len(lines), 'tensor')} differ; {compared}"]
+    tensors = sum(difference.is_tensor for difference in found.differences)
+    values = len(found.differences) - tensors
+    differ = f"{tensors} of {count_text(same + tensors, 'tensor')} differ"
+    if values:
+        beside = f"{count_text(values, 'value')} beside the tensors"
+        differ = f"{differ}, and {beside}" if tensors else f"{beside} differ{'s' * (values == 1)}"
+    return [*lines, f"{differ}; {compared}"]
 
 
 def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict[str, Any]:

@@ -204,8 +204,7 @@ def test_states_of_single_ranks_stay_whole(tmp_path: Path, ranks: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     states = {f"rank_{rank}.rng.cpu": torch.arange(5) + rank for rank in range(2)}
-    # Of one rank alone, a value is that of all ranks.
-    steps = {f"rank_{rank}.step": 3 + rank for rank in range(2 if ranks > 1 else 0)}
+    steps = {f"rank_{rank}.step": 3 + rank for rank in range(2)}
     weights = {"up.weight": torch.randn(4, 3)}
     torch.save({**weights, **states, **steps}, source / "model.pt")
     # The rule is for all tensors, also for those that only one rank can have.
@@ -223,3 +222,17 @@ def test_states_of_single_ranks_stay_whole(tmp_path: Path, ranks: int) -> None:
     again = tmp_path / "again"
     convert(target, again, to="fsdp=2", rules=["*=fsdp, ..."], format="rank-files")
     assert compare(source, again).is_same
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_values_of_single_ranks_keep_their_names(tmp_path: Path, ranks: int) -> None:
+    """Also where every rank has the same, and a NaN is equal on all ranks."""
+    values = {"rank_0.step": 3, "rank_1.step": 3, "rank_0.seed": 5, "loss": float("nan")}
+    (tmp_path / "source").mkdir()
+    torch.save({"w": torch.ones(4), **values}, tmp_path / "source" / "model.pt")
+    target = tmp_path / "target"
+    convert(tmp_path / "source", target, to=f"fsdp={ranks}", rules=["*=fsdp"], format="rank-files")
+    assert repr(dict(sorted(open_checkpoint(target).values.items()))) == repr(
+        dict(sorted(values.items()))
+    )
+    assert compare(tmp_path / "source", target).is_same

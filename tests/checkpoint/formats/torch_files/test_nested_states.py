@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
+from reshard.checkpoint.formats.torch_files.nested_states import (
+    flatten_state,
+    settle_paths,
+    unflatten_state,
+)
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.errors import FormatError
 
@@ -40,6 +44,22 @@ def test_what_was_flattened_comes_back(state: Any) -> None:
     flat = flatten_state(state, "x", is_leaf)
     assert not flat.unread
     assert unflatten_state({**flat.values, **flat.tensors}, flat.paths) == state
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(["a", "b", "c.d", 0, 1]), min_size=1, max_size=4).map(tuple),
+        st.text(alphabet="ab.", min_size=1, max_size=4) | st.none(),
+        max_size=8,
+    )
+)
+def test_whatever_the_paths_are_the_names_come_back(given: Any) -> None:
+    """Some paths say other names than the leaves have, are taken, or lead through a leaf."""
+    paths = {named or ".".join(map(str, path)): path for path, named in given.items()}
+    leaves = {name: Leaf() for name in paths}
+    state = unflatten_state(leaves, settle_paths(leaves, paths)) if leaves else {}
+    found = flatten_state(state, "x", is_leaf).tensors
+    assert {name: found[name] for name in leaves} == leaves
 
 
 def test_an_optimizer_has_its_own_numbers_again() -> None:

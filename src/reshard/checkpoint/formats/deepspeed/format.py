@@ -6,7 +6,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
@@ -77,6 +77,12 @@ class DeepSpeedFormat(CheckpointFormat):
         """The file that names the save."""
         tag = arrangement.files[0].stored.name.partition("/")[0]
         yield self.pointer, tag.encode()
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether it is the stage, or what files have before a first step."""
+        from reshard.checkpoint.formats.deepspeed.arrangements.new_states import is_own_value
+
+        return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
         """Pointers to saves, and the scripts that DeepSpeed copies beside them."""

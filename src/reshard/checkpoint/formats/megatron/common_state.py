@@ -31,7 +31,11 @@ import numpy as np
 
 from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
+from reshard.checkpoint.formats.torch_files.nested_states import (
+    flatten_state,
+    settle_paths,
+    unflatten_state,
+)
 from reshard.checkpoint.formats.torch_files.new_files import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
@@ -72,6 +76,9 @@ _PARALLELISM = {
     "vp": "virtual_pipeline_model_parallel_size",
     "dp": "data_parallel_size",
 }
+# What files have that nothing else says.
+DEFAULTS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+EXTRA_STATE = "._extra_state/"
 # What tells the groups of a Megatron optimizer apart.
 GROUP_MARKS = {
     "wd_mult": 1.0,
@@ -220,6 +227,17 @@ def step_of(values: Mapping[str, Any]) -> Any:
     return next((group["step"] for group in groups_of(values) if "step" in group), None)
 
 
+def held_values(new: NewCheckpoint) -> dict[str, Any]:
+    """The plain values that Megatron's files have a place for: of an optimizer its own alone."""
+    has_optimizer = any(split_state_name(name) for name in new.tensors)
+    own = (GROUPS, COMMON_STEP, SCALER, f"{SCALER}.")
+    return {
+        name: value
+        for name, value in new.values.items()
+        if not name.startswith("optimizer.") or (has_optimizer and name.startswith(own))
+    }
+
+
 def without_steps(new: NewCheckpoint) -> NewCheckpoint:
     """The contents without steps of parameters: Megatron's groups have them."""
     keys = {name: split_state_name(name) for name in new.tensors}
@@ -347,12 +365,28 @@ def split_groups(
 def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
     """The nested state of plain values, with arguments in a Namespace."""
     known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
-    state: dict[str, Any] = unflatten_state(values, known)
+    state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
     arguments = state.get("args")
     if isinstance(arguments, dict):
         own = {key: _as_type(value) for key, value in arguments.items()}
         state["args"] = Call(_NAMESPACE, (), own, is_new=True)
     return state
+
+
+def is_own_value(name: str, value: Any) -> bool:
+    """Whether a plain value is Megatron's own: of how ranks share the model, or one of defaults.
+
+    >>> is_own_value("iteration", 0), is_own_value("iteration", 7)
+    (True, False)
+    >>> is_own_value("args.tensor_model_parallel_size", 8)
+    True
+    """
+    if name in DEFAULTS:
+        return repr(value) == repr(DEFAULTS[name])
+    if EXTRA_STATE in name:
+        # Of layers without 8-bit floats: nothing.
+        return value is None
+    return name.removeprefix("args.") in _PARALLELISM.values() or (name == "args" and not value)
 
 
 def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,18 @@ def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]
     return {name: number for number, name in enumerate(parameters)}
 
 
+def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
+    """What every rank has with the same value: read under its bare name, it would be of none."""
+    found: dict[str, list[str]] = {}
+    for name, value in values.items():
+        split = split_rank_name(name)
+        if split is not None and split[0] < ranks:
+            found.setdefault(split[1], []).append(repr(value))
+    return frozenset(
+        own for own, texts in found.items() if len(texts) == ranks and len({*texts}) == 1
+    )
+
+
 class _RankFiles:
     """The files of one rank."""
 
@@ -183,6 +195,7 @@ class _RankFiles:
         self._cuts = cuts
         self._numbers = numbers
         self._rank = rank
+        self._alike = _find_alike(new.values, len(mesh.devices))
 
     def files(self) -> list[tuple[NewTorchFile, dict[str, NewTensor]]]:
         """Each file with the tensors in it that are to be filled, by name."""
@@ -249,6 +262,8 @@ class _RankFiles:
         if kind == MODEL or of_rank is None:
             return kind, (name,)
         rank, own = of_rank
+        if not is_tensor and own in self._alike:
+            own = name
         if rank >= len(self._mesh.devices):
             return kind, (name,) if self._rank == 0 else None
         return kind, (own,) if self._rank == rank else None

@@ -65,13 +65,15 @@ def split_rank_name(name: str) -> tuple[int, str] | None:
 def name_of_rank(name: str, rank: int, ranks: int) -> str:
     """The name of what the file of one of `ranks` ranks has under `name`.
 
-    The first rank keeps the state of ranks that are not there.
+    The first rank keeps the state of ranks that are not there; a name may say the rank itself.
 
     >>> name_of_rank("rng.cpu", 3, 4), name_of_rank("rank_7.rng.cpu", 0, 4)
     ('rank_3.rng.cpu', 'rank_7.rng.cpu')
+    >>> name_of_rank("rank_3.step", 3, 4)
+    'rank_3.step'
     """
     split = split_rank_name(name)
-    is_kept = rank == 0 and split is not None and split[0] >= ranks
+    is_kept = split is not None and (split[0] == rank or (rank == 0 and split[0] >= ranks))
     return name if is_kept else f"rank_{rank}.{name}"
 
 

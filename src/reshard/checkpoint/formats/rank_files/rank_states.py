@@ -72,7 +72,10 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         for name, by_rank in values.items():
             name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
             found = [*by_rank.values()]
-            if len(found) == len(files) and all(one == found[0] for one in found):
+            # By their texts too: a NaN is equal to itself.
+            first, text = found[0], repr(found[0])
+            are_equal = all(one == first or repr(one) == text for one in found)
+            if len(found) == len(files) and are_equal:
                 states.values[name] = found[0]
             else:
                 states.values |= {

@@ -19,7 +19,7 @@ On the way back a number makes a list. Keys of the parameters of an optimizer's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +197,37 @@ def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -
             raise FormatError(f"{shortened(name)!r} stands where parts of another leaf are")
         branch[path[-1]] = leaf
     return _finish(top)
+
+
+def settle_paths(names: Iterable[str], paths: Mapping[str, StatePath]) -> dict[str, StatePath]:
+    """Where leaves stand in a nested state, so that it is read again by the same names.
+
+    A leaf keeps a path that says its name, and has no other leaf on its way; the rest stand at the
+    top, and so do those of a list that would miss one of them.
+
+    >>> paths = {"a.b": ("a", "b"), "a": ("a",), "step": ("opt", 0), "c.0": ("c", 0)}
+    >>> settle_paths(paths, paths)
+    {'a.b': ('a.b',), 'a': ('a',), 'step': ('step',), 'c.0': ('c', 0)}
+    """
+    found = {name: paths.get(name) or (name,) for name in names}
+    moved = [name for name, path in found.items() if ".".join(map(str, path)) != name]
+    while True:
+        lists = {
+            found[name][:length]
+            for name in moved
+            for length, part in enumerate(found[name])
+            if type(part) is int
+        }
+        found |= {name: (name,) for name in moved}
+        # A leaf at the top stays, and what would be inside it moves there.
+        closed = lists.union(found.values())
+        moved = [
+            name
+            for name, path in found.items()
+            if any(path[:length] in closed for length in range(1, len(path)))
+        ]
+        if not moved:
+            return found
 
 
 class _Branch(dict[str | int, Any]):

@@ -6,7 +6,7 @@ They mean the same wherever they are read. An object of a class means what its c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
@@ -33,19 +33,31 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any, budget: list[int], depth: int) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is plain. NaN is, though no attribute: it is not equal to itself.
+
+    >>> is_plain([float("nan"), {"loss": 0.5}]), is_plain(Global("os", "system"))
+    (True, False)
+    """
+    return _is_plain(value, [_MOST_VALUES], _MOST_DEPTH, has_nan=True)
+
+
+def _is_plain(value: Any, budget: list[int], depth: int, *, has_nan: bool = False) -> bool:
     budget[0] -= 1
     if budget[0] < 0 or depth == 0:
         return False
+
+    def are_plain(parts: Iterable[Any]) -> bool:
+        return all(_is_plain(one, budget, depth - 1, has_nan=has_nan) for one in parts)
+
     kind = type(value)
     if kind in _SIMPLE:
-        return kind is not float or not math.isnan(value)
+        return has_nan or kind is not float or not math.isnan(value)
     if kind is Call:
         is_size = value.function == _SIZE and value.state is None and not value.is_new
-        return is_size and _is_plain(value.arguments, budget, depth - 1)
+        return is_size and are_plain([value.arguments])
     if kind is dict:
-        keys = all(_is_plain(key, budget, depth - 1) for key in value)
-        return keys and all(_is_plain(one, budget, depth - 1) for one in value.values())
+        return are_plain(value) and are_plain(value.values())
     if kind in (list, tuple):
-        return all(_is_plain(one, budget, depth - 1) for one in value)
+        return are_plain(value)
     return False

@@ -11,7 +11,11 @@ from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
 )
 from reshard.checkpoint.formats.deepspeed.parallel.experts import list_layers
 from reshard.checkpoint.formats.deepspeed.values import SCALER_CLASS
-from reshard.checkpoint.formats.torch_files.nested_states import StatePath, unflatten_state
+from reshard.checkpoint.formats.torch_files.nested_states import (
+    StatePath,
+    settle_paths,
+    unflatten_state,
+)
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
@@ -41,6 +45,38 @@ _NEW_SCALER: dict[str, Any] = {
     "raise_error_at_min_scale": True,
     "dtype": "torch.float16",
 }
+
+# What a file of weights has before a first step.
+_FIRST: Mapping[str, Any] = {
+    "lr_scheduler": None,
+    "data_sampler": None,
+    "random_ltd": None,
+    "skipped_steps": 0,
+    "global_steps": 0,
+    "global_samples": 0,
+}
+_STAGE = f"{CONFIG}.zero_optimization.stage"
+# The loss scaler of an optimizer that scales nothing.
+_NO_SCALER: Mapping[str, Any] = {
+    "optimizer.loss_scaler.class": "LossScaler",
+    "optimizer.loss_scaler.cur_scale": 1.0,
+    "optimizer.loss_scaler.dynamic": False,
+    "optimizer.dynamic_loss_scale": False,
+    "optimizer.overflow": False,
+}
+
+
+def is_own_value(name: str, value: Any) -> bool:
+    """Whether a plain value is DeepSpeed's own: of the stage, or what files have by default.
+
+    >>> is_own_value("global_steps", 0), is_own_value("global_steps", 7)
+    (True, False)
+    >>> is_own_value("ds_config.zero_optimization.stage", 3)
+    True
+    """
+    defaults = {**_FIRST, **_NO_SCALER}
+    is_default = name in defaults and repr(value) == repr(defaults[name])
+    return is_default or name in (_STAGE, "ds_version") or name.split(".")[0] == "buffer_names"
 
 
 def ordered(items: Mapping[str, Any]) -> Call:
@@ -123,7 +159,7 @@ class NewValues:
             if name.startswith((prefix, "lr_scheduler."))
         }
         found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
-        nested = unflatten_state(leaves, found)
+        nested = unflatten_state(leaves, settle_paths(leaves, found))
         experts = list_layers(parts.experts)
         config = nested.get(CONFIG)
         config = dict(config) if isinstance(config, dict) else {}
@@ -142,12 +178,7 @@ class NewValues:
             ),
             "shared_params": dict(parts.shared),
             "frozen_param_fragments": ordered(fragments) if fragments is not None else None,
-            "lr_scheduler": None,
-            "data_sampler": None,
-            "random_ltd": None,
-            "skipped_steps": 0,
-            "global_steps": 0,
-            "global_samples": 0,
+            **_FIRST,
             "ds_version": VERSION,
             **({"num_experts": [*map(len, experts.values())]} if experts else {}),
             **nested,
@@ -156,6 +187,19 @@ class NewValues:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             CONFIG: config,
         }
+
+    def held(self, values: Mapping[str, Any], *, with_clipping: bool) -> dict[str, Any]:
+        """Those of the values of a checkpoint that its new files have a place for."""
+        has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
+        known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
+        if not has_scaler and _CURRENT_SCALE in self._optimizer:
+            known |= {*_NEW_SCALER}
+        unheld = {
+            f"{_OPTIMIZER}{name}"
+            for name in self._optimizer
+            if name not in known and not name.startswith((f"{_SCALER}.", "state."))
+        }
+        return {name: value for name, value in values.items() if name not in unheld}
 
     def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
         """The values of an optimizer: its loss scaler, and what else there is."""

@@ -38,7 +38,9 @@ class UniversalArranger(Arranger):
             for key, value in self.plain_states.get(name, {}).items():
                 self.files.write(self._state_file(name, key), value, 0)
         self._write_optimizer()
-        return self.files.arrange(format_name, self.new, [*self.parts.notes, *self._notes()])
+        values = self.values.held(self.new.values, with_clipping=True)
+        notes = [*self.parts.notes, *self._notes()]
+        return self.files.arrange(format_name, self.new.mesh, values, notes)
 
     def _notes(self) -> list[str]:
         notes = []

@@ -115,8 +115,14 @@ class FileSet:
         """The value of a file, whose tensors were put."""
         self._files[file] = new_torch_file(file, value, rank)
 
-    def arrange(self, format_name: str, new: NewCheckpoint, notes: Iterable[str]) -> Arrangement:
-        """All files, with the tensors bound to them."""
+    def arrange(
+        self,
+        format_name: str,
+        mesh: DeviceMesh | None,
+        values: Mapping[str, Any],
+        notes: Iterable[str],
+    ) -> Arrangement:
+        """All files, with the tensors bound to them, and the values that are in them."""
         stored = {}
         for name, slots in self._places.items():
             planned = self._tensors[name]
@@ -131,11 +137,11 @@ class FileSet:
             stored[name] = StoredTensor(name, planned.dtype, binding)
         return Arrangement(
             format_name,
-            new.mesh,
+            mesh,
             stored,
             tuple(self._files.values()),
             tuple(notes),
-            values=new.values,
+            values=values,
         )
 
 
@@ -194,7 +200,8 @@ class ZeroArranger(Arranger):
                 f"not in the target: the {self.low} weights of {len(unwritten)} parameters, which "
                 "DeepSpeed makes of the float32 ones under stage 3"
             )
-        return self.files.arrange(format_name, self.new, notes)
+        values = self.values.held(self.new.values, with_clipping=self.stage != 3)
+        return self.files.arrange(format_name, self.new.mesh, values, notes)
 
     # Files of weights.
 

@@ -29,11 +29,13 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.megatron.buckets import plan_buffer
 from reshard.checkpoint.formats.megatron.common_state import (
+    DEFAULTS,
     arguments_of,
     describe_decay,
     find_groups,
     groups_of,
     has_stacked_experts,
+    held_values,
     is_expert,
     nest_values,
     scaler_state,
@@ -162,7 +164,7 @@ class _Arranger:
             self.new.mesh,
             tensors,
             tuple(files),
-            values=dict(self.new.values),
+            values=held_values(self.new),
             paths=dict(self.new.paths),
             notes=describe_decay(self.values, self.new.tensors),
         )
@@ -253,9 +255,7 @@ class _Arranger:
         chunks = sizes.vp if sizes.vp > 1 else None
         own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
         state = nest_values(with_parallelism(values, own), self.new.paths)
-        state.setdefault("checkpoint_version", 3.0)
-        state.setdefault("iteration", 0)
-        return state
+        return {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
 
     def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
         """The parameters of each optimizer of the chain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
@@ -76,6 +77,12 @@ class MegatronLegacyFormat(CheckpointFormat):
         from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
 
         return new_files.final_files(arrangement)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether Megatron's files have such a value of their own."""
+        from reshard.checkpoint.formats.megatron.common_state import is_own_value
+
+        return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """The file that names the last step, where the folder of all steps was opened."""

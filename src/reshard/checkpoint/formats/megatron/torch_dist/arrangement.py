@@ -25,8 +25,11 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.megatron.common_state import (
     COMMON_STEP,
+    DEFAULTS,
+    EXTRA_STATE,
     describe_decay,
     groups_of,
+    held_values,
     is_expert,
     nest_values,
     scaler_state,
@@ -81,7 +84,7 @@ def arrange(new: NewCheckpoint) -> Arrangement:
         found,
         format=FORMAT_NAME,
         files=files,
-        values=dict(new.values),
+        values=held_values(new),
         paths=dict(new.paths),
         notes=(*found.notes, *describe_decay(new.values, new.tensors)),
     )
@@ -152,7 +155,7 @@ def _extra_states(
             continue
         index, counts = place.at or (0,), place.counts or (1,)
         shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
-        name = f"{match[1]}._extra_state/{shard}"
+        name = f"{match[1]}{EXTRA_STATE}{shard}"
         if name not in items:
             objects[name] = StoredBytes(OBJECTS_NAME, len(content), len(nothing))
             content += nothing
@@ -167,8 +170,7 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
         if not name.startswith("optimizer.")
     }
     state = nest_values(with_parallelism(values, _axis_sizes(arrangement)), arrangement.paths)
-    state.setdefault("checkpoint_version", 3.0)
-    state.setdefault("iteration", 0)
+    state = {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
     is_distributed = _is_distributed(values)
     if any(split_state_name(name) for name in arrangement.tensors):
         state["optimizer"] = _optimizer_state(arrangement, is_distributed)

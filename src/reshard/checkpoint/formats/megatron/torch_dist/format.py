@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
@@ -49,6 +50,12 @@ class TorchDistFormat(CheckpointFormat):
         from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
         return bind_to_manifest(self.open(folder), manifest)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether Megatron's files have such a value of their own."""
+        from reshard.checkpoint.formats.megatron.common_state import is_own_value
+
+        return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """The states beside the tensors."""
