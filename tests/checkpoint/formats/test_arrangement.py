@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard
 from reshard.checkpoint.formats.arrangement import (
@@ -13,6 +16,8 @@ from reshard.checkpoint.formats.arrangement import (
     NewCheckpoint,
     NewFile,
     PlannedTensor,
+    are_boxes,
+    first_indices,
 )
 from reshard.checkpoint.formats.safetensors import huggingface, sharded
 from reshard.checkpoint.formats.safetensors.header import parse_header
@@ -20,6 +25,8 @@ from reshard.checkpoint.formats.safetensors.values import LENGTH_BYTES
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
+from reshard.testing.strategies import layouts as layouts_of
+from reshard.testing.strategies import shapes
 
 F32 = dtype("float32")
 
@@ -140,3 +147,33 @@ def test_another_word_for_replicas() -> None:
 def test_nothing_at_all_is_still_a_file() -> None:
     assert len(arrange_shards({}, None).files) == 1
     assert len(huggingface.FORMAT.arrange(NewCheckpoint({})).files) == 1
+
+
+@given(shapes().flatmap(layouts_of), st.data())
+def test_where_shards_begin_is_where_their_boxes_do(layout: Layout, data: st.DataObject) -> None:
+    """Of any layout, also with several cells on a rank, pads, and empty parts."""
+    slots = frozenset(data.draw(st.sets(st.sampled_from(layout.holders), min_size=1)))
+    begins = first_indices(layout, slots)
+    assert {*begins} == slots
+    for slot, begin in begins.items():
+        boxes, local = layout.boxes(slot), layout.local_shapes[slot]
+        if boxes:
+            assert begin == boxes[0].start
+        elif len(local) == layout.ndim:
+            assert begin == tuple(max(0, n - m) for n, m in zip(layout.shape, local, strict=True))
+    if are_boxes(layout, slots):
+        for slot, begin in begins.items():
+            end = tuple(a + n for a, n in zip(begin, layout.local_shapes[slot], strict=True))
+            boxes = layout.boxes(slot)
+            assert boxes == (Box(begin, end),) if boxes else 0 in layout.local_shapes[slot]
+            assert all(map(operator.le, end, layout.shape))
+
+
+def test_of_very_many_ranks_few_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is looked at rank by rank that holds nothing."""
+    asked: list[int] = []
+    real = Layout.boxes
+    monkeypatch.setattr(Layout, "boxes", lambda self, slot: asked.append(slot) or real(self, slot))
+    mesh = reshard.DeviceMesh.of(tp=100_000)
+    assert arranged(mesh, "tp, -", (7, 3)) == tuple(range(7))
+    assert len(asked) < 1000

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.runs import IntArray, RunTable
+from reshard.runs import OWNED, IntArray, RunTable
 
 _Tensor = TypeVar("_Tensor")
 
@@ -182,22 +182,35 @@ def find_storing_ranks(
 @lru_cache(maxsize=4096)
 def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ...]:
     """The slots that hold each shard, and how many elements their memory has."""
-    # For each dimension, the first part with the same runs: equal shards get equal keys.
-    same = [_find_first_equal_parts(table) for table in layout.tables]
-    groups: dict[bytes, list[int]] = {}
-    for slot in layout.holders:
-        cells = layout.cells_of(slot)
-        # An empty shard is the same as no shard, but a tensor must be somewhere.
-        empty = not layout.cell_elements[cells.start : cells.stop].any()
-        parts = layout.cell_part[cells.start : cells.stop]
-        columns = [first[parts[:, d]].tobytes() for d, first in enumerate(same)]
-        # The dot tells the key of a scalar, which has no dimensions, from that of an empty shard.
-        key = b"" if empty else b"".join(columns) + b"."
-        groups.setdefault(key, []).append(slot)
+    # For each dimension, the first part with the same runs: equal shards get equal numbers.
+    columns = [
+        _find_first_equal_parts(table)[layout.cell_part[:, d]]
+        for d, table in enumerate(layout.tables)
+    ]
+    number = _number_rows(np.stack(columns, axis=1)) if columns else layout.cell_slot * 0
+    # An empty shard is the same as no shard, but a tensor must be somewhere.
+    is_filled = layout.cell_elements > 0
+    groups: dict[int | tuple[int, ...], list[int]] = {}
+    if layout.cells == len(layout.holders):
+        own = np.where(is_filled, number, -1).tolist()
+        for slot, shard in zip(layout.holders, own, strict=True):
+            groups.setdefault(shard, []).append(slot)
+    else:
+        for slot in layout.holders:
+            cells = layout.cells_of(slot)
+            held = slice(cells.start, cells.stop)
+            several = tuple(number[held].tolist()) if is_filled[held].any() else -1
+            groups.setdefault(several, []).append(slot)
     if len(groups) > 1:
-        groups.pop(b"", None)
+        groups.pop(-1, None)
     shapes = layout.local_shapes
     return tuple((tuple(slots), math.prod(shapes[slots[0]])) for slots in groups.values())
+
+
+def _number_rows(rows: IntArray) -> IntArray:
+    """Numbers of rows: equal ones have the same."""
+    _, number = np.unique(rows, axis=0, return_inverse=True)
+    return number.reshape(-1)
 
 
 def find_kinds(
@@ -220,10 +233,60 @@ def find_kinds(
 @lru_cache(maxsize=1024)
 def _find_first_equal_parts(table: RunTable) -> IntArray:
     """The first part with the same runs, for each part: several may hold one key/value head."""
-    first: dict[tuple[tuple[int, int, int, int], ...], int] = {}
-    parts = range(table.parts)
-    equal = [first.setdefault(tuple(table.runs_of(part)), part) for part in parts]
-    return np.array(equal, dtype=np.int64)
+    single = table.single_runs()
+    count = np.bincount(single.part, minlength=table.parts)
+    first = np.arange(table.parts)
+    first[count == 0] = int(np.argmin(count))
+    # Nearly all parts are one run each, and there may be very many.
+    alone = np.flatnonzero(count[single.part] == 1)
+    if len(alone):
+        runs = np.stack([single.start, single.length, single.role], axis=1)[alone]
+        _, at, of = np.unique(runs, axis=0, return_index=True, return_inverse=True)
+        first[single.part[alone]] = single.part[alone][at][of.reshape(-1)]
+    seen: dict[tuple[tuple[int, int, int, int], ...], int] = {}
+    for part in np.flatnonzero(count > 1).tolist():
+        first[part] = seen.setdefault(tuple(table.runs_of(part)), part)
+    return first
+
+
+@dataclass(frozen=True, eq=False)
+class _Owned:
+    """What slots own of a tensor, a row for each.
+
+    Attributes:
+        boxes: how many boxes, shape `(slots,)`.
+        begins, shapes: of the first box where there is one, shape `(slots, dims)`.
+        local: the shape of the memory, shape `(slots, dims)`.
+    """
+
+    boxes: IntArray
+    begins: IntArray
+    shapes: IntArray
+    local: IntArray
+
+
+def _owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
+    """What these slots own, in their order; None where some hold several cells, or none."""
+    given = np.fromiter(slots, np.int64, len(slots))
+    rows = np.searchsorted(layout.cell_slot, given)
+    counts = np.searchsorted(layout.cell_slot, given, side="right") - rows
+    if not (counts == 1).all():
+        return None
+    columns = []
+    for d, table in enumerate(layout.tables):
+        single = table.single_runs()
+        own = single.take(single.role == OWNED)
+        found = np.zeros((3, table.parts), dtype=np.int64)
+        found[0] = np.bincount(own.part, minlength=table.parts)
+        # Of several the first is written last.
+        found[1, own.part[::-1]] = own.start[::-1]
+        found[2, own.part[::-1]] = own.length[::-1]
+        columns.append(found[:, layout.cell_part[rows, d]])
+    count, begins, shapes = (
+        np.array([column[n] for column in columns], np.int64).reshape(layout.ndim, len(given)).T
+        for n in range(3)
+    )
+    return _Owned(count.prod(axis=1), begins, shapes, layout.cell_shape[rows])
 
 
 # Many tensors of a model are cut alike.
@@ -233,30 +296,47 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
 
     PyTorch's reader knows shards by where they begin, so no two may begin at one place.
     """
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    begins = first_indices(layout)
-    for slot in slots:
-        boxes = layout.boxes(slot)
-        shape = layout.local_shapes.get(slot)
-        if shape is None or (boxes and (len(boxes) > 1 or boxes[0].shape != shape)):
-            return False
+    begins = first_indices(layout, slots)
+    if len(begins) < len(slots):
+        return False
+    owned = _owned(layout, slots)
+    if owned is None:
+        are_single = all(_is_box(layout, slot) for slot in slots)
+    else:
+        is_one = (owned.boxes == 1) & (owned.shapes == owned.local).all(axis=1)
         # A part of padding alone is no box, nor is an empty one that is longer than the tensor.
-        if not boxes and (0 not in shape or any(map(operator.gt, shape, layout.shape))):
-            return False
-        if shapes.setdefault(begins[slot], shape) != shape:
-            return False
-    return True
+        fits = (owned.local <= np.array(layout.shape, np.int64)).all(axis=1)
+        is_none = (owned.boxes == 0) & (owned.local == 0).any(axis=1) & fits
+        are_single = bool((is_one | is_none).all())
+    placed = {(begin, layout.local_shapes[slot]) for slot, begin in begins.items()}
+    return are_single and len(placed) == len({*begins.values()})
+
+
+def _is_box(layout: Layout, slot: int) -> bool:
+    """Whether the cells of a slot are one box together."""
+    boxes, shape = layout.boxes(slot), layout.local_shapes[slot]
+    if boxes or len(shape) != layout.ndim:
+        return len(boxes) == 1 and boxes[0].shape == shape
+    return 0 in shape and all(map(operator.le, shape, layout.shape))
 
 
 @lru_cache(maxsize=4096)
-def first_indices(layout: Layout) -> dict[int, tuple[int, ...]]:
-    """Where in the tensor the shard of each slot begins.
+def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Where in the tensor the shards of those slots begin that have one.
 
     An empty shard ends where the tensor does: who knows a tensor by its shards sees it whole.
     """
-    begins = {}
-    for slot in layout.holders:
+    owned = _owned(layout, slots)
+    if owned is not None:
+        ends = np.maximum(np.array(layout.shape, np.int64) - owned.local, 0)
+        begins = np.where(owned.boxes[:, None] > 0, owned.begins, ends)
+        return dict(zip(slots, map(tuple, begins.tolist()), strict=True))
+    found = {}
+    for slot in slots.intersection(layout.holders):
         boxes = layout.boxes(slot)
-        local = zip(layout.shape, layout.local_shapes[slot], strict=True)
-        begins[slot] = boxes[0].start if boxes else tuple(max(0, n - own) for n, own in local)
-    return begins
+        own = layout.local_shapes[slot]
+        # Several cells have no shape together.
+        own = own if len(own) == layout.ndim else (0,) * layout.ndim
+        ends = (max(0, n - size) for n, size in zip(layout.shape, own, strict=True))
+        found[slot] = boxes[0].start if boxes else tuple(ends)
+    return found

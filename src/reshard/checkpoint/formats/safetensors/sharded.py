@@ -150,7 +150,7 @@ class ShardedFormat(CheckpointFormat):
                 np.searchsorted(there, alike[rows]),
                 metadata,
                 offsets_key,
-                [first_indices(cuts[n][1])[rank] for n in there.tolist()],
+                [first_indices(*cuts[n][1:])[rank] for n in there.tolist()],
             )
         many, total = max(map(len, placed.values())), sum(map(len, placed.values()))
         if total > len(ranks) and offsets_key:
