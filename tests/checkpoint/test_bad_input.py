@@ -109,6 +109,27 @@ def test_a_target_inside_the_source_by_another_name(whole: Path) -> None:
     assert os.listdir(whole) == ["model.safetensors"]
 
 
+def test_a_target_that_is_a_link_to_itself(whole: Path) -> None:
+    (whole.parent / "loop").symlink_to("loop")
+    with pytest.raises(ReshardError, match="loop"):
+        checkpoint.plan_conversion(whole, whole.parent / "loop", to="full")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe: not a regular file"):
+        checkpoint.open(tmp_path / "pipe")
+
+
+def test_a_name_that_utf_8_cannot_say(whole: Path) -> None:
+    """What a shell gives that is no text is half of a UTF-16 pair in Python."""
+    for options in ({"to": "full"}, {"to": "tp=2"}):
+        with pytest.raises(UsageError, match="UTF-8"):
+            checkpoint.plan_conversion(
+                whole, whole.parent / "made", rename=["bias=\udcff"], **options
+            )
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_source_inside_the_target(whole: Path, overwrite: bool) -> None:
     with pytest.raises(UsageError, match="inside the target"):

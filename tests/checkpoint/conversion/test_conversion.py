@@ -134,7 +134,7 @@ def test_whole_pages_come_first_and_begin_on_pages(source: Path, to: str) -> Non
 @pytest.mark.parametrize("to", ["full", "tp=2", "3"])
 def test_metadata_and_small_files_are_kept(source: Path, to: str) -> None:
     target = source.parent / "target"
-    checkpoint.convert(source, target, to=to)
+    report = checkpoint.convert(source, target, to=to)
     for path in target.glob("*.safetensors"):
         metadata = read_metadata(path)
         assert (metadata["format"], metadata["trained by"]) == ("pt", "us")
@@ -147,6 +147,9 @@ def test_metadata_and_small_files_are_kept(source: Path, to: str) -> None:
         name: (source / name).read_bytes() for name in ("config.json", "1_Pooling/config.json")
     }
     assert ("pytorch_model.bin", "weights in another format") in checkpoint.open(source).left_out
+    said = [note for note in report.notes if note.startswith("not copied")]
+    assert len(said) == 1
+    assert "pytorch_model.bin (weights in another format)" in said[0]
     assert sorted(os.listdir(source.parent)) == ["source", "target"]
 
 

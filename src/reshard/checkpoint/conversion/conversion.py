@@ -43,6 +43,9 @@ from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
 from reshard.text.quantities import count_text
 
+# Of files that are not copied, so many are named.
+_MOST_FILES = 8
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -136,6 +139,13 @@ class Conversion:
                 f"{', '.join(self.source.attributes)}; {_name_formats(Holding.ATTRIBUTES)}"
             )
         losses += [f"not in the target: {name} ({why})" for name, why in self.source.unread]
+        if self.source.left_out:
+            files = [f"{name} ({why})" for name, why in self.source.left_out[:_MOST_FILES]]
+            more = len(self.source.left_out) - len(files)
+            losses.append(
+                f"not copied, of the files beside the tensors: {', '.join(files)}"
+                + (f", and {more} more (`reshard inspect` lists them)" if more else "")
+            )
         return tuple(losses)
 
     @property

@@ -166,7 +166,11 @@ def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> Arrange
 
 def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
     """Raise UsageError where a target would replace its source, or stand in it."""
-    source, goal = checkpoint.folder.resolve(), target.resolve()
+    try:
+        source, goal = checkpoint.folder.resolve(), target.resolve()
+    except RuntimeError:
+        # So pathlib says it before Python 3.13; what it raises later, the system says.
+        raise UsageError(f"the target {target} is a link that leads back to itself") from None
     if whole_folder and source in goal.parents:
         raise UsageError(
             f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"

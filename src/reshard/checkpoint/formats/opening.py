@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.places.place_path import as_path, walk_folder
+from reshard.checkpoint.files.places.place_path import PlacePath, as_path, walk_folder
 from reshard.checkpoint.files.places.upload_marker import expect_settled
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import FileIdentity
@@ -125,6 +125,12 @@ def _source_cut(
 def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(describe_missing(path))
+    if not (isinstance(path, PlacePath) or path.is_dir() or path.is_file()):
+        # Reading from a pipe would wait for whoever writes.
+        raise CheckpointError(
+            f"{path}: not a regular file, expected the folder or the file of a checkpoint; save "
+            "what comes out of a pipe as a file first"
+        )
     expect_settled(path)
     manifest = read_manifest(path) if path.is_dir() else None
     try:

@@ -200,7 +200,12 @@ def place_rows(
         rows: in the order of the files; within one, tensors of whole pages come first.
         kinds: the kinds that there are, `kind` the number of that of each of the rows.
         metadata, offsets_key, offsets: as in a `NewHeader`.
+
+    Raises:
+        UsageError: a name that a file cannot say.
     """
+    # What UTF-8 cannot say has no length.
+    _check_names("new file", [names[row] for row in rows.tolist()])
     files = 1
     while True:
         placed = []
