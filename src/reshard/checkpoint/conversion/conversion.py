@@ -139,20 +139,24 @@ class Conversion:
                 f"{', '.join(self.source.attributes)}; {_name_formats(Holding.ATTRIBUTES)}"
             )
         losses += [f"not in the target: {name} ({why})" for name, why in self.source.unread]
-        if self.source.left_out:
-            files = [f"{name} ({why})" for name, why in self.source.left_out[:_MOST_FILES]]
-            more = len(self.source.left_out) - len(files)
-            losses.append(
-                f"not copied, of the files beside the tensors: {', '.join(files)}"
-                + (f", and {more} more (`reshard inspect` lists them)" if more else "")
-            )
         return tuple(losses)
+
+    @property
+    def uncopied(self) -> tuple[str, ...]:
+        """A note of the files beside the tensors that the target does not get, if there are any."""
+        left_out = self.source.left_out
+        files = [f"{name} ({why})" for name, why in left_out[:_MOST_FILES]]
+        more = len(left_out) - len(files)
+        note = f"not copied, of the files beside the tensors: {', '.join(files)}"
+        rest = f", and {more} more, which `reshard inspect` lists" if more else ""
+        return (note + rest,) if files else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the result, beside unmatched tensors and unused rules."""
         notes = [
             *self.losses,
+            *self.uncopied,
             *self.source.notes,
             *self.arrangement.notes,
             *(self.assignment.notes if self.assignment else ()),

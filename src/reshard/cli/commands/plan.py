@@ -163,6 +163,7 @@ def _notes(conversion: Conversion) -> list[str]:
     assignment = conversion.assignment
     return [
         *conversion.losses,
+        *conversion.uncopied,
         *conversion.source.notes,
         *conversion.arrangement.notes,
         *(assignment.notes if assignment else ()),
