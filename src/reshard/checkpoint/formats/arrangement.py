@@ -265,7 +265,7 @@ class _Owned:
     local: IntArray
 
 
-def _owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
+def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
     """What these slots own, in their order; None where some hold several cells, or none."""
     given = np.fromiter(slots, np.int64, len(slots))
     rows = np.searchsorted(layout.cell_slot, given)
@@ -299,7 +299,7 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
     begins = first_indices(layout, slots)
     if len(begins) < len(slots):
         return False
-    owned = _owned(layout, slots)
+    owned = _find_owned(layout, slots)
     if owned is None:
         are_single = all(_is_box(layout, slot) for slot in slots)
     else:
@@ -326,7 +326,7 @@ def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int,
 
     An empty shard ends where the tensor does: who knows a tensor by its shards sees it whole.
     """
-    owned = _owned(layout, slots)
+    owned = _find_owned(layout, slots)
     if owned is not None:
         ends = np.maximum(np.array(layout.shape, np.int64) - owned.local, 0)
         begins = np.where(owned.boxes[:, None] > 0, owned.begins, ends)
