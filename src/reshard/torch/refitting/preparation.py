@@ -1,20 +1,15 @@
-"""Preparation of refits of many tensors: what of it need not be done.
+"""Preparation of refits of many tensors: what need not be planned again.
 
-1. *Garbage collection.* Many objects are made and kept, and none of them is garbage. Python's
-   collector looks through all of them again and again meanwhile, for a third of the time that
-   preparing takes; so it waits until the end.
-2. *Planning again.* A trainer prepares one refit for each engine, and engines are much alike. A
-   plan follows from what all ranks say of their models and from the options, so a rank that has
-   planned the same before uses that plan. Nobody else has to: the others find the same.
+A trainer prepares one refit for each engine, and engines are much alike. A plan follows from what
+all ranks say of their models and from the options, so a rank that has planned the same before uses
+that plan. Nobody else has to: the others find the same.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 Plan = TypeVar("Plan")
@@ -63,29 +58,3 @@ def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) 
     for rank, message in messages.items():
         hasher.update(f"\0{rank}\0".encode() + b"".join(digests[id(one)] for one in message))
     return hasher.digest()
-
-
-@contextmanager
-def paused_collection() -> Iterator[None]:
-    """No garbage is collected within, unless somebody asks for it.
-
-    >>> with paused_collection():
-    ...     gc.isenabled()
-    False
-    >>> gc.isenabled()
-    True
-    """
-    # It is of the whole process: whoever finds it off leaves it off.
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        # What was made is kept: it counts as old at once, and is not looked through when the
-        # collector goes on. Unless others keep objects from it, which would be given back too.
-        if not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError
+from reshard.garbage_collection import paused_collection
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.changes import ChangedOnly
@@ -65,7 +66,6 @@ from reshard.torch.refitting.planning import (
     RefitPlanner,
     plan_part,
 )
-from reshard.torch.refitting.preparation import paused_collection
 from reshard.torch.refitting.prepared import PreparedRefit, list_slots
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
@@ -188,7 +188,7 @@ class Refit:
             UsageError: a rank outside the group, or no process groups at all.
         """
         among = rank_group(group)
-        with among.turn(), paused_collection():
+        with among.turn(), paused_collection(are_kept=True):
             return cls._prepare(
                 among,
                 source,

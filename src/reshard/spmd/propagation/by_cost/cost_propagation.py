@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.errors import UsageError
+from reshard.garbage_collection import paused_collection
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING
@@ -68,6 +69,7 @@ class CostedGraph:
     others_s: Mapping[str, float]
 
 
+@paused_collection()
 def propagate_by_cost(
     graph: Graph,
     annotations: Mapping[int, ShardingSpec],
