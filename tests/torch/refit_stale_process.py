@@ -116,9 +116,9 @@ def be_shorter(tensor: Any) -> None:
 
 CHANGES: dict[Callable[[Any], None], str] = {
     **dict.fromkeys((lie_elsewhere, be_another_type, be_longer, be_empty), "is at another address"),
-    be_halves: "elements of torch.float16 with strides (8, 1), and had",
+    be_halves: "dense elements of torch.float16, and had",
     be_turned: "elements of torch.float32 with strides (1, 4), and had",
-    be_shorter: "has 4 elements of torch.float32 with strides (4, 1), and had",
+    be_shorter: "has 4 dense elements of torch.float32, and had",
 }
 
 

@@ -31,8 +31,10 @@ from reshard.torch.models.rosters import Roster
 from reshard.torch.sides import check_writable, find_addresses, list_locals
 
 _DTYPE = operator.attrgetter("dtype")
-# A tensor's elements: their type, their number, and the strides between them.
-_Looks = tuple[list[torch.dtype], list[int], list[tuple[int, ...]]]
+_IS_DENSE: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+_STRIDES: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+# Of tensors' elements: types, numbers, whether they are dense, and the strides where they are not.
+_Looks = tuple[list[torch.dtype], list[int], list[bool], list[tuple[int, ...]]]
 # A tensor's device, first byte, the byte behind its last, and its name.
 _Span = tuple[str, int, int, str]
 
@@ -82,8 +84,8 @@ class LocalTensors:
                     yield name, f"is at another address than when it was prepared ({address:#x})"
         looks = _list_looks(held)
         if looks != self._looks:
-            rows = zip(zip(*self._looks, strict=True), zip(*looks, strict=True), strict=True)
-            for name, (before, after) in zip(self.tensors, rows, strict=True):
+            rows = zip(self.tensors, _list_rows(self._looks), _list_rows(looks), strict=True)
+            for name, before, after in rows:
                 if before != after:
                     yield name, f"has {_say(*after)}, and had {_say(*before)} when it was prepared"
 
@@ -159,13 +161,24 @@ class KnownTensors:
 
 def _list_looks(tensors: Sequence[torch.Tensor]) -> _Looks:
     """What of tensors `t.data = ...` and `t.resize_()` may change in place, in columns."""
-    strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
-    numbers = list(map(torch.Tensor.numel, tensors))
-    return list(map(_DTYPE, tensors)), numbers, list(map(strides, tensors))
+    numbers, dense = list(map(torch.Tensor.numel, tensors)), list(map(_IS_DENSE, tensors))
+    # Strides of dense tensors follow from the rest, and take longer to ask for than all of it.
+    strides = [] if all(dense) else [_STRIDES(one) for one in tensors if not one.is_contiguous()]
+    return list(map(_DTYPE, tensors)), numbers, dense, strides
 
 
-def _say(dtype: torch.dtype, number: int, strides: tuple[int, ...]) -> str:
-    return f"{number} elements of {dtype} with strides {strides}"
+def _list_rows(looks: _Looks) -> Iterator[tuple[torch.dtype, int, tuple[int, ...] | None]]:
+    """The same of each tensor; no strides of those that are dense."""
+    dtypes, numbers, dense, strides = looks
+    loose = iter(strides)
+    for dtype, number, is_dense in zip(dtypes, numbers, dense, strict=True):
+        yield dtype, number, None if is_dense else next(loose)
+
+
+def _say(dtype: torch.dtype, number: int, strides: tuple[int, ...] | None) -> str:
+    return f"{number} {'dense ' * (strides is None)}elements of {dtype}" + (
+        "" if strides is None else f" with strides {strides}"
+    )
 
 
 def check_memory(
