@@ -67,11 +67,6 @@ def agreed_save(
         raise failure or RunError(f"the save to {target} was not begun: {error}") from error
 
 
-def make_writer(target: str | os.PathLike[str], format: str, overwrite: bool) -> StorageWriter:
-    """What writes a format. Raises UsageError for one that it does not know."""
-    return StorageWriter(target, format=format, overwrite=overwrite)
-
-
 def prepare_box_save(
     writer: StorageWriter, saved: Saved, group: Any, is_background: bool
 ) -> Callable[..., None]:

@@ -122,13 +122,14 @@ def _prepare(
 ) -> Callable[..., None]:
     """What writes the arrays; everything that ranks move for it is moved before this returns."""
     if _is_over_processes(arrays):
-        # It imports torch.
-        from reshard.spmd.arrays.box_save import agreed_save, make_writer, prepare_box_save
+        # They import torch.
+        from reshard.spmd.arrays.box_save import agreed_save, prepare_box_save
+        from reshard.torch.storage.writer import StorageWriter
 
         # A rank that raised alone would leave the others waiting for it.
         with agreed_save(target, format, overwrite, group):
             named = _check_arrays(arrays)
-            writer = make_writer(target, format, overwrite)
+            writer = StorageWriter(target, format=format, overwrite=overwrite)
         boxes = {name: _find_shards(x) for name, x in named.items()}
         return prepare_box_save(writer, boxes, group, is_background)
     named = _check_arrays(arrays)

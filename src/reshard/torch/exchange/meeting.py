@@ -356,8 +356,17 @@ def _find_causes(
 
 def _describe(number: int, ranks: Sequence[int], cards: Mapping[int, Card]) -> str:
     card = cards.get(number)
-    where = "" if card is None else f" (host {card.host}, process {card.process})"
+    where = "" if card is None else f" ({name_process(card.host, card.process)})"
     return f"rank {ranks[number]}{where}"
+
+
+def name_process(host: str, process: int) -> str:
+    """A process as errors name it.
+
+    >>> name_process("gpu-3", 4711)
+    'host gpu-3, process 4711'
+    """
+    return f"host {host}, process {process}"
 
 
 def _has_ended(card: Card) -> bool:

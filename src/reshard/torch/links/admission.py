@@ -32,7 +32,7 @@ from reshard import __version__
 from reshard.errors import LinkError, ReshardError
 from reshard.log import LOGGER
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.meeting import card_key
+from reshard.torch.exchange.meeting import card_key, name_process
 from reshard.torch.links.presence import Presence
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
@@ -112,7 +112,7 @@ def announce(
         return _ask_to_be_let_in(store, name, rank, ranks, deadline_s, presence)
     number = store.add("sides", 1) - 1
     store.set(f"side/{name}", str(number))
-    tokens, processes = [presence.token], [_name_process()]
+    tokens, processes = [presence.token], [name_process(socket.gethostname(), os.getpid())]
     for other in range(1, ranks):
         claim = f"claim/{number}/{other}"
         if not _comes(lambda claim=claim: store.check([claim]), deadline_s, presence):  # type: ignore[misc]
@@ -141,13 +141,14 @@ def _ask_to_be_let_in(
     store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float, presence: Presence
 ) -> Announcement:
     token, claimed = presence.token, ""
+    process = name_process(socket.gethostname(), os.getpid())
     current = f"side/{name}"
     welcome = ""
     while True:
         if store.check([current]) and (number := store.get(current).decode()) != claimed:
             # A number of ranks that are no more is followed by another, once they come again.
             claimed, welcome = number, f"welcome/{number}/{rank}"
-            store.set(f"claim/{number}/{rank}", json.dumps([token, ranks, _name_process()]))
+            store.set(f"claim/{number}/{rank}", json.dumps([token, ranks, process]))
         if welcome and store.check([welcome]):
             found, problem = json.loads(store.get(welcome))
             if problem:
@@ -162,10 +163,6 @@ def _ask_to_be_let_in(
     if not _comes(lambda: store.check([key]), deadline_s, presence):
         raise LinkError(f"rank 0 of {name} did not announce it")
     return Announcement.read(store.get(key))
-
-
-def _name_process() -> str:
-    return f"host {socket.gethostname()}, process {os.getpid()}"
 
 
 def leave(store: SealedStore, side: Announcement, rank: int, reason: str = "") -> None:
