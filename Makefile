@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo train venv test check lint bench gpu soak array-api golden engines site package clean
+.PHONY: demo train venv test test-all check lint bench gpu soak array-api golden engines site package clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -45,9 +45,14 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
 
-# Everything; ends with the test files that took longest.
+# Every kind, format, operator, command and page; ends with the tests that took longest.
 test: venv lint
 	$(TESTS)
+
+# The default selection and every case marked exhaustive: before a release, and before a change to
+# what such a case covers is called done.
+test-all: venv
+	$(TESTS) -m ""
 
 # For every edit, in less than two minutes: what all else stands on, formats, rules and command
 # whole, and one job of ranks, one conversion and one page of each kind.
@@ -55,7 +60,7 @@ check: venv lint
 	$(TESTS) $(QUICK)
 
 # Tests start Python hundreds of times: what it has compiled is left for the next.
-test check: export PYTHONDONTWRITEBYTECODE :=
+test test-all check: export PYTHONDONTWRITEBYTECODE :=
 
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \

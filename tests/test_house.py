@@ -11,7 +11,6 @@ import inspect
 import pkgutil
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,22 +22,8 @@ TESTS = ROOT / "tests"
 HOUSE = ROOT / "docs" / "house.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
-MOST_LINES = 500
-MOST_IN_A_FOLDER = 15
-MOST_TERMS = 40
 MOST_FILES_OF_AN_ADDITION = {"recipe": 2, "notation": 2}
 EXCEPTIONS = tomllib.loads((TESTS / "house_exceptions.toml").read_text())
-
-# Participles that do not end in -ed or -en, and verbs and nouns that do.
-IRREGULAR = (
-    "told dealt made held kept sent found said shown drawn known grown thrown begun done gone met "
-    "laid built left lost brought thought caught bound wound struck spent sold stood understood "
-    "meant heard paid led fed lent bent torn worn sworn sunk"
-)
-NOT_PARTICIPLES = (
-    "need seed feed exceed embed shed speed open even ten token listen happen children widen "
-    "flatten tighten lengthen shorten screen len green between"
-)
 
 
 @functools.cache
@@ -51,34 +36,6 @@ def trees() -> dict[Path, ast.Module]:
 def folders() -> list[Path]:
     """The folders with modules, the root apart."""
     return [path.parent for path in trees() if path.name == "__init__.py" and path.parent.parts]
-
-
-def private_functions(tree: ast.Module) -> Iterator[str]:
-    """Names of functions and methods, without properties: those are read like nouns."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
-            if re.match("_[^_]", node.name) and not is_property:
-                yield node.name
-
-
-def is_participle(name: str) -> bool:
-    first = name.strip("_").split("_")[0]
-    is_regular = first.endswith(("ed", "en")) and first not in NOT_PARTICIPLES.split()
-    return is_regular or first in IRREGULAR.split()
-
-
-def test_no_file_is_too_long() -> None:
-    lines = {path: len((SOURCE / path).read_text().splitlines()) for path in trees()}
-    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
-
-
-def test_no_folder_is_too_long() -> None:
-    """Its modules and folders, of which data have no `__init__`."""
-    counts = Counter(path.parent for path in trees() if path.name != "__init__.py")
-    counts.update(folder.parent for folder in folders())
-    del counts[Path()]
-    assert not {folder: count for folder, count in counts.items() if count > MOST_IN_A_FOLDER}
 
 
 def test_every_folder_has_an_init() -> None:
@@ -98,33 +55,6 @@ def test_every_module_opens_with_its_topic() -> None:
     }
     wrong = {str(path) for path, line in openings.items() if not line or line.endswith("?")}
     assert not wrong
-
-
-def test_a_class_name_is_one_thing() -> None:
-    names = Counter(
-        node.name
-        for tree in trees().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    )
-    assert not {name for name, count in names.items() if count > 1}
-
-
-def test_private_functions_are_verbs() -> None:
-    wrong = {
-        f"{path}: {name}"
-        for path, tree in trees().items()
-        for name in private_functions(tree)
-        if is_participle(name)
-    }
-    assert not wrong
-
-
-def test_participles_are_seen() -> None:
-    wrong = ["_told", "_dealt_to", "_moved", "_given", "_cut_by", "_find_cuts", "_open", "_needs"]
-    assert [name for name in wrong if is_participle(name)] == wrong[:4]
-    tree = ast.parse("class A:\n @property\n def _told(self): pass\n def _moved(self): pass")
-    assert [*private_functions(tree)] == ["_moved"]
 
 
 def calls_by_name(tree: ast.Module) -> Iterator[ast.Call]:
@@ -239,9 +169,9 @@ def test_additions_open_few_files() -> None:
         assert re.search(r"`tests/[\w/]*/test_adding_an?_\w+\.py`", text), title
 
 
-def test_the_glossary_is_short_and_sorted_and_used() -> None:
+def test_the_glossary_is_sorted_and_used() -> None:
     terms = re.findall(r"^\*\*(.+?)\*\*", GLOSSARY.read_text(), re.MULTILINE)
-    assert 20 <= len(terms) <= MOST_TERMS
+    assert len(terms) >= 20
     assert terms == sorted(terms, key=str.lower)
     assert len({*terms}) == len(terms)
     words = "\n".join((SOURCE / path).read_text().lower() for path in trees())
