@@ -1,4 +1,4 @@
-"""For all tests: the same examples of Hypothesis in every run, a ctrl-C that is felt, slow files.
+"""For all tests: one thread a process, Hypothesis's same examples in every run, ctrl-C, slow files.
 
 A run of a minute or more ends with a table of the test files that took longest.
 """
@@ -11,6 +11,10 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before NumPy or PyTorch is loaded, here or in a process that a test starts: with several workers
+# on few cores, threads that wait for each other in small kernels cost up to ten times the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background jobs ignore ctrl-C, and their children with them: there it would not be felt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

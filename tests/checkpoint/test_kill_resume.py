@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from checkpoint.killed_conversion import (
 )
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard.checkpoint import convert
+from selection import keep_covering, keep_spread, keep_where
 
 KILLS = 50
 LAST_CALLS = 25
 POWER_FAILURES = 15
+EVERY_KILL = "every point of a run; spread points and the end of the commit are killed by default"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-@pytest.mark.parametrize("kill", range(KILLS))
+@pytest.mark.parametrize("kill", keep_spread(8, range(KILLS), EVERY_KILL))
 def test_killed_at_points_spread_over_the_run(
     case: Case, target: Path, has_old: bool, kill: int
 ) -> None:
@@ -62,7 +65,9 @@ def test_killed_at_points_spread_over_the_run(
         assert again.resumed_bytes > 0 or kill_at < calls * 0.85
 
 
-@pytest.mark.parametrize("from_end", range(1, LAST_CALLS + 1))
+@pytest.mark.parametrize(
+    "from_end", keep_where(lambda call: call <= 6, range(1, LAST_CALLS + 1), EVERY_KILL)
+)
 def test_killed_at_each_of_the_last_calls(
     case: Case, target: Path, has_old: bool, from_end: int
 ) -> None:
@@ -81,8 +86,10 @@ def test_the_last_calls_hold_all_of_the_commit(case: Case) -> None:
         assert {"pwrite", "fdatasync", "fsync", name, "unlink", "rmdir"} <= {*last}
 
 
-@pytest.mark.parametrize("first", [0.3, 0.5, 0.7, 0.8])
-@pytest.mark.parametrize("second", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    keep_covering(1, itertools.product((0.3, 0.5, 0.7, 0.8), (0.1, 0.2, 0.4)), EVERY_KILL),
+)
 def test_killed_once_more_when_it_goes_on(
     case: Case, target: Path, has_old: bool, first: float, second: float
 ) -> None:
@@ -95,7 +102,7 @@ def test_killed_once_more_when_it_goes_on(
     run_again(case, target, has_old, old)
 
 
-@pytest.mark.parametrize("failure", range(POWER_FAILURES))
+@pytest.mark.parametrize("failure", keep_spread(6, range(POWER_FAILURES), EVERY_KILL))
 def test_the_power_fails(case: Case, target: Path, has_old: bool, failure: int) -> None:
     old = contents(target)
     calls = len(case.calls(has_old, 4))

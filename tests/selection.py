@@ -1,0 +1,64 @@
+"""Representative cases of a product: `make test` runs them, `make test-all` the others as well.
+
+Each function returns all cases in their order, for `pytest.mark.parametrize`. Those that are not
+kept carry the mark `exhaustive` with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def keep_where(keep: Callable[[Any], bool], cases: Iterable[Any], reason: str) -> list[Any]:
+    """Keep the cases for which `keep` is true."""
+    cases = list(cases)
+    return _mark(cases, [number for number, case in enumerate(cases) if keep(case)], reason)
+
+
+def keep_spread(count: int, cases: Iterable[Any], reason: str) -> list[Any]:
+    """Keep `count` evenly spaced cases, the first and the last among them."""
+    cases = list(cases)
+    if count >= len(cases):
+        return cases
+    last = len(cases) - 1
+    return _mark(cases, [round(n * last / max(count - 1, 1)) for n in range(count)], reason)
+
+
+def keep_covering(strength: int, cases: Iterable[Sequence[Any]], reason: str) -> list[Any]:
+    """Keep few cases that have every combination of `strength` of their values that any case has.
+
+    With a strength of 1 each value of each parameter is in a case that is kept; with 2, each pair
+    of values of two parameters.
+    """
+    cases = list(cases)
+    covers = [_combinations(case, strength) for case in cases]
+    missing = set().union(*covers)
+    kept = []
+    while missing:
+        best = max(range(len(cases)), key=lambda number: (len(covers[number] & missing), -number))
+        missing -= covers[best]
+        kept.append(best)
+    return _mark(cases, kept, reason)
+
+
+def _combinations(case: Sequence[Any], strength: int) -> set[Any]:
+    values = [(number, repr(value)) for number, value in enumerate(case)]
+    return set(itertools.combinations(values, strength))
+
+
+def _mark(cases: list[Any], kept: Iterable[int], reason: str) -> list[Any]:
+    kept = set(kept)
+    assert kept, "no case is kept"
+    mark = pytest.mark.exhaustive(reason=reason)
+    return [case if n in kept else _with_mark(case, mark) for n, case in enumerate(cases)]
+
+
+def _with_mark(case: Any, mark: pytest.MarkDecorator) -> Any:
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=mark)
