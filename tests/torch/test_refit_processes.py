@@ -24,6 +24,10 @@ def test_what_is_kept_between_runs_is_not_stale(ranks: int) -> None:
     expect_all_end_well(run_ranks("refit_stale_process.py", ranks))
 
 
+def test_modules_that_compute_with_more_than_their_tensors() -> None:
+    expect_all_end_well(run_ranks("refit_modules_process.py", 2))
+
+
 def test_fused_parameters_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_fusion_process.py", 4))
 

@@ -38,6 +38,7 @@ from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
+from reshard.torch.fully_sharded import find_storage, free_gathered
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
     Method,
@@ -467,6 +468,10 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
     local = find_target_local(request.out, after, dtype, own, device, group)
+    if local is not None and request.out is not None:
+        written = {find_storage(local)} - {0}
+        if problem := free_gathered(lambda: written):
+            raise ShardError(f"out is in use: {problem}")
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
         method = "exchange"  # A program would run in `wait`, and not in the background.

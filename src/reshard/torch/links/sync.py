@@ -130,6 +130,7 @@ class WeightSync:
             self.wait()
             version = self._check_version(version)
             self.buckets = self._list_buckets()
+            self._free_gathered()
             if not async_op:
                 self.report = self._run_traced(version, options)
                 return self.report
@@ -175,6 +176,9 @@ class WeightSync:
 
     def _list_buckets(self) -> tuple[BucketEvent, ...]:
         return ()
+
+    def _free_gathered(self) -> None:
+        """Free what FSDP2 gathered of a trainer's shards: later this thread may compute."""
 
     def _run_beside(self, version: int, options: RunOptions) -> None:
         try:

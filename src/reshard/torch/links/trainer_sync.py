@@ -230,7 +230,8 @@ class _Service:
         if self.is_direct:
             refit = self.prepared.refit
             names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
-            refit.run(SentBuckets(self._counter, refit.batch_sent_bytes, names))
+            observer = SentBuckets(self._counter, refit.batch_sent_bytes, names)
+            refit.run(observer, computes=True)
             self.sent_bytes = refit.sent_bytes
         self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
 
@@ -302,6 +303,10 @@ class TrainerSync(WeightSync):
         self._engines.pop(number, None)
         for pair in [pair for pair in self._hand_ons if number in pair]:
             del self._hand_ons[pair]
+
+    def _free_gathered(self) -> None:
+        for engine in self._engines.values():
+            engine.refit.free_gathered()
 
     def _check_version(self, version: int | None) -> int:
         last = -1 if self.version is None else self.version

@@ -15,20 +15,14 @@ a module, a state dict         DTensors as they say; other tensors are whole on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import UsageError
 from reshard.megatron.names import MegatronNames
-
-# What torch calls the state of a module that is no tensor.
-_EXTRA_STATE = "_extra_state"
-# What torch.compile calls the module inside the one that it gives.
-_COMPILED = "_orig_mod."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +74,6 @@ class LaidModel(dict[str, Any]):
 
 
 Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
-
-
-def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors of a module, parameters and persistent buffers, or all that a state dict has.
-
-    Of what torch.compile and DistributedDataParallel make, those of the module inside.
-
-    Raises:
-        UsageError: neither of them.
-
-    >>> [name for name, _ in tensors_of(torch.nn.Linear(2, 2))]
-    ['weight', 'bias']
-    """
-    if isinstance(model, torch.nn.Module):
-        state = {
-            name.replace(_COMPILED, ""): value
-            for name, value in _unwrap(model).state_dict(keep_vars=True).items()
-        }
-        return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
-    if isinstance(model, Mapping):
-        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
-    raise UsageError(
-        f"a model of type {type(model).__name__}; give a module, a state dict, "
-        "{name: (tensor, Layout)}, a MegatronModel, or None"
-    )
-
-
-def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of DistributedDataParallel, whose names have no `module.` in front."""
-    inner: Any = model
-    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
-    return cast(torch.nn.Module, inner)
 
 
 def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:

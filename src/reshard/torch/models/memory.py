@@ -24,6 +24,7 @@ import torch
 
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
+from reshard.torch.fully_sharded import find_storage
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
@@ -104,6 +105,11 @@ class LocalTensors:
     def spans(self) -> list[_Span]:
         """Where tensors with elements lie: their device, first and last byte, and name."""
         return _list_spans(self.locals, self.own_memory)
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """The addresses of the storages that the tensors are in."""
+        return frozenset(map(find_storage, self.tensors.values())) - {0}
 
     @cached_property
     def devices(self) -> set[torch.device]:

@@ -26,7 +26,7 @@ from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.given_models import MegatronModel, Model, chunks_of, tensors_of
+from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
 from reshard.torch.models.hub_names import (
     EMBEDDING,
     OUTPUT,
@@ -44,6 +44,7 @@ from reshard.torch.models.megatron.megatron_groups import (
 )
 from reshard.torch.models.megatron.megatron_parameters import list_parameters
 from reshard.torch.models.memory import LocalTensors
+from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.models.naming import Naming, fitting, renamed
 from reshard.torch.models.parameters import list_tensors
 

@@ -23,13 +23,14 @@ from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_pl
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.given_columns import GivenColumns, is_marked
-from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of, tensors_of
+from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
 from reshard.torch.models.megatron.megatron_parameters import (
     add_attributes,
     cut_members,
     list_parameters,
 )
 from reshard.torch.models.memory import KnownTensors, LocalTensors
+from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
 from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of

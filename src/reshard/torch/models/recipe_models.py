@@ -30,7 +30,8 @@ from reshard.recipes.fusion import Fusion
 from reshard.recipes.local_names import local_names
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.torch.models.given_models import LaidModel, tensors_of
+from reshard.torch.models.given_models import LaidModel
+from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.models.naming import Naming, meaning
 
 

@@ -13,9 +13,10 @@ from reshard.errors import ReshardError, ShardError
 from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.models.memory import LocalTensors
 from reshard.torch.models.model_pairs import GivenNames, ModelPair
-from reshard.torch.models.module_slots import ModuleSlots
+from reshard.torch.models.module_memory import ModuleSlots
 from reshard.torch.models.rosters import Roster
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
@@ -56,14 +57,22 @@ class PreparedRefit:
     target_roster: Roster
     slots: tuple[ModuleSlots, ModuleSlots]
 
+    def free_gathered(self, of_source: bool = True) -> str:
+        """Free what FSDP2 gathered of the target, and of the source; why not, or empty."""
+        problem = free_gathered(lambda: self.after.storages)
+        if of_source:
+            # The shards are what a source has, also where it computes at this moment.
+            free_gathered(lambda: self.before.storages)
+        return problem and f"the target's parameters are in use: {problem}"
+
     def find_change(self) -> str | None:
         """Which tensor is not what it was when this was prepared; None where all are."""
         # Messages are views of the tensors' memory, so a tensor must still be where it was.
         for side in (self.before, self.after):
             for name, change in side.list_changes():
                 return f"{name} {change}; give it its memory back, or prepare again"
-        for slots in self.slots:
-            if name := slots.find_replaced():
+        for slots, may_compute in zip(self.slots, (True, False), strict=True):
+            if name := slots.find_replaced(may_compute):
                 return (
                     f"the module has another tensor as {name} than when it was prepared; copy "
                     "into the one that was there, or prepare again"

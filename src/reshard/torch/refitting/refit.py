@@ -298,13 +298,27 @@ class Refit:
             raise RunError("nothing was moved: no messages could be prepared")
         return cls(prepared, batches, group)
 
-    def run(self, observer: BatchObserver | None = None, *, checks_source: bool = True) -> None:
+    def free_gathered(self) -> None:
+        """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
+
+        For runs in another thread, called with `computes=True`, while this one computes.
+        """
+        self._prepared.free_gathered()
+
+    def run(
+        self,
+        observer: BatchObserver | None = None,
+        *,
+        checks_source: bool = True,
+        computes: bool = False,
+    ) -> None:
         """Copy the source's current values into the target. All ranks of the group call this.
 
         Args:
             observer: is notified of every batch.
             checks_source: whether to require that the source's tensors are usable when the run
                 begins.
+            computes: whether the source may be computing in another thread.
 
         Raises:
             RunError: on every rank, if a rank fails or does not answer within the group's timeout.
@@ -312,11 +326,11 @@ class Refit:
             PlanError: on every rank, if ranks run different refits.
         """
         with self._group.turn():
-            self._run(observer, checks_source)
+            self._run(observer, checks_source, computes)
 
-    def _run(self, observer: BatchObserver | None, checks_source: bool) -> None:
+    def _run(self, observer: BatchObserver | None, checks_source: bool, computes: bool) -> None:
         # Before each run, since a rank may have failed, or its tensors may have moved.
-        problem = self._problem(checks_source)
+        problem = self._problem(checks_source, computes or not checks_source)
         targets = self._prepared.after.tensors.values()
         # Where any rank has other than what the last run left, all of it is sent.
         is_new = not self._batches.is_complete or self._left != self._see_written()
@@ -351,6 +365,9 @@ class Refit:
         torch.autograd.graph.increment_version(targets)
         unmark(targets)
         count_runs(self._uncounted)
+        # A forward of another thread may have gathered shards meanwhile.
+        self._prepared.free_gathered(of_source=False)
+        torch.clear_autocast_cache()
         self._left = self._see_written()
         self.is_usable = True
 
@@ -387,13 +404,15 @@ class Refit:
         agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
         return found
 
-    def _problem(self, checks_source: bool = True) -> str | None:
-        """Why this rank cannot run; None where it can."""
+    def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:
+        """Why this rank cannot run; None where it can. The source's copies are freed, or kept."""
         if not self.is_usable:
             return (
                 "an earlier run failed, and messages of it may still be on their way; call "
                 "renew(group) with a new process group"
             )
+        if problem := self._prepared.free_gathered(of_source=not computes):
+            return problem
         if change := self._prepared.find_change():
             return change
         if checks_source:

@@ -19,11 +19,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ShardError
+from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
-from reshard.torch.models.given_models import tensors_of
+from reshard.torch.fully_sharded import find_storage, free_gathered
+from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def load(
         checkpoint = open_checkpoint(checkpoint)
     tensors = {name: t for name, t in tensors_of(target) if isinstance(t, torch.Tensor)}
     _check_fit(checkpoint, tensors, strict)
+    if problem := free_gathered(lambda: set(map(find_storage, tensors.values())) - {0}):
+        raise UsageError(f"the target's parameters are in use: {problem}")
     local_bytes = 0
     # One call, plain tensors too: processes that share reads meet once.
     rank = max(map(rank_of, tensors.values()), default=0)

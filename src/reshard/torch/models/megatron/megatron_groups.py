@@ -25,8 +25,9 @@ from reshard.megatron.layers import PipelineLayers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import places_along
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.given_models import MegatronModel, chunks_of, tensors_of
+from reshard.torch.models.given_models import MegatronModel, chunks_of
 from reshard.torch.models.megatron.megatron_configs import unwrap
+from reshard.torch.models.module_memory import tensors_of
 
 # What Megatron calls the groups, by axis.
 _CALLED = {"etp": "expt_tp", "edp": "expt_dp"}

@@ -23,7 +23,7 @@ from reshard.errors import UsageError
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.rosters import LocalParameter
 from reshard.recipes.fusion import Fusion
-from reshard.torch.models.given_models import tensors_of
+from reshard.torch.models.module_memory import tensors_of
 
 _GROUPED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.weight(?P<number>[12])")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard.torch.models.given_models import tensors_of
+from reshard.torch.models.module_memory import tensors_of
 
 
 @pytest.fixture

@@ -1,0 +1,157 @@
+"""Memory of modules: the tensors that a module computes with, as parameters and buffers.
+
+A module's state dict is not always its memory: a hook, or a quantised module, may put copies into
+it. So tensors are taken from a module only where they are parameters and buffers of its parts.
+
+A refit reads and writes the tensors that a module had when it was prepared. Code that puts another
+parameter in the place of one, such as `module.weight = torch.nn.Parameter(...)`, leaves it with one
+that nobody computes with any more. So before each run the slots of modules are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard.errors import ShardError, UsageError
+from reshard.torch.fully_sharded import find_storage
+from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
+
+# What torch calls the state of a module that is no tensor.
+_EXTRA_STATE = "_extra_state"
+# What torch.compile calls the module inside the one that it gives.
+_COMPILED = "_orig_mod."
+_SHOWN = 4
+
+
+def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors of a module, parameters and persistent buffers, or all that a state dict has.
+
+    Of what torch.compile and DistributedDataParallel make, those of the module inside.
+
+    Raises:
+        UsageError: neither of them.
+        ShardError: a module whose state dict has tensors that are not its memory.
+
+    >>> [name for name, _ in tensors_of(torch.nn.Linear(2, 2))]
+    ['weight', 'bias']
+    """
+    if isinstance(model, torch.nn.Module):
+        return iter(_list_memory(_unwrap(model)).items())
+    if isinstance(model, Mapping):
+        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
+    raise UsageError(
+        f"a model of type {type(model).__name__}; give a module, a state dict, "
+        "{name: (tensor, Layout)}, a MegatronModel, or None"
+    )
+
+
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of DistributedDataParallel, whose names have no `module.` in front."""
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    return cast(torch.nn.Module, inner)
+
+
+def _list_memory(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's tensors by the names of its state dict, each a parameter or a buffer of its parts.
+
+    Raises ShardError for tensors of the state dict that are in other memory.
+    """
+    found = {
+        name.replace(_COMPILED, ""): value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
+    }
+    own = {
+        id(tensor): tensor
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    }
+    odd = {name: value for name, value in found.items() if id(value) not in own}
+    if odd:
+        # A view of a parameter is its memory; the parameter itself counts its writes.
+        by_view = {_describe_view(tensor): tensor for tensor in own.values()}
+        storages = set(map(find_storage, own.values())) - {0}
+        found |= {name: by_view.get(_describe_view(value), value) for name, value in odd.items()}
+        copies = [name for name, value in odd.items() if find_storage(value) not in storages]
+        if copies:
+            shown = ", ".join(copies[:_SHOWN]) + ", ..." * (len(copies) > _SHOWN)
+            raise ShardError(
+                f"{shown}: in the state dict of {type(module).__name__}, but not its parameters or "
+                "buffers: copies that a state dict hook or a quantised module makes, which its "
+                "forward does not use. Give the tensors that it uses, by name, in place of the "
+                "module, such as dict(module.named_parameters())"
+            )
+    return found
+
+
+def _describe_view(tensor: torch.Tensor) -> object:
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not find_storage(local):
+        return id(tensor)
+    where = local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
+    return (type(tensor) is DTensor, tuple(tensor.shape), *where)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleSlots:
+    """Slots: the table of a submodule, the name in it, the tensor that was there, its whole name.
+
+    >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> slots = ModuleSlots.of(module, module.parameters())
+    >>> slots.find_replaced()
+    ''
+    >>> module[0].bias = torch.nn.Parameter(torch.zeros(2))
+    >>> slots.find_replaced()
+    '0.bias'
+    """
+
+    slots: tuple[tuple[dict[str, Any], str, torch.Tensor, str], ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, used: Iterable[torch.Tensor]) -> ModuleSlots:
+        """Those of tensors of a model that are used; none where the model is no module."""
+        if isinstance(model, MegatronModel):
+            modules = chunks_of(model)
+        elif isinstance(model, torch.nn.Module):
+            modules = [model]
+        else:
+            return cls()
+        chosen = set(map(id, used))
+        return cls(
+            tuple(
+                (table, key, tensor, f"{path}.{key}" if path else key)
+                for module in modules
+                for path, part in module.named_modules()
+                for table in (part._parameters, part._buffers)
+                for key, tensor in table.items()
+                if tensor is not None and id(tensor) in chosen
+            )
+        )
+
+    def find_replaced(self, may_compute: bool = False) -> str:
+        """The name of the first slot that has another tensor; empty where none has.
+
+        A module that may compute at the moment may have what FSDP2 gathered in place of a shard.
+        """
+        for table, key, tensor, name in self.slots:
+            now = table.get(key)
+            if now is not tensor and not (may_compute and _is_gathered(now, tensor)):
+                return name
+        return ""
+
+
+def _is_gathered(now: object, tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 may have put `now` into the place of a sharded parameter while it computes."""
+    if type(tensor) is not DTensor or now is None:
+        return False
+    return not isinstance(now, DTensor) or now._spec != tensor._spec

@@ -1,0 +1,179 @@
+"""One rank of a job of two, whose models are modules that compute with more than their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+import reshard.torch
+from rank_cases import run_cases
+from refit_models import expect, refused
+from reshard.errors import RunError, ShardError
+from reshard.torch import Refit, redistribute
+
+TOKENS = torch.arange(7)
+
+
+class Net(torch.nn.Module):
+    """An embedding, two layers and a head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(7, 4)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def sharded(seed: int, **options: Any) -> Any:
+    """The model by FSDP2, each layer a unit of its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Net(seed)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def expect_output(model: Any, whole: Net, what: str) -> None:
+    """The module computes what one of the same weights does; FSDP2's root stays unsharded."""
+    with torch.no_grad():
+        expect(torch.equal(model(TOKENS), whole(TOKENS)), f"{what}: not the new weights")
+
+
+def fill(source: Net, value: float) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(source.parameters()):
+            parameter.copy_(torch.full_like(parameter, value + number / 8))
+
+
+def targets_left_unsharded() -> None:
+    """A forward without gradients leaves a copy, which a run must not leave to the next one."""
+    source = Net(1)
+    for what, options in (("root", {}), ("all", {"reshard_after_forward": False})):
+        target = sharded(2, **options)
+        given: dict[str, Any] = {"module": target, "state dict": target.state_dict()}
+        for kind, model in given.items():
+            expect_output(target, Net(2), "before")
+            refit = Refit.prepare(source, model)
+            for step in range(2):
+                fill(source, step)
+                refit.run()
+                expect_output(target, source, f"{what}, {kind}")
+                refit.verify()
+                expect_output(target, source, f"{what}, {kind}, verified")
+            fill(target.reshard() or source, 9)
+            torch.manual_seed(2)
+            reshard.torch.refit(Net(2), target)
+
+
+def gathered_ahead() -> None:
+    """An all-gather that was begun before a run has the old weights."""
+    source, target = Net(1), sharded(2)
+    refit = Refit.prepare(source, target)
+    target.unshard(async_op=True)
+    refit.run()
+    expect_output(target, source, "unshard(async_op=True)")
+
+
+def sources_left_unsharded() -> None:
+    """A source computes with the weights that it sent, whoever wrote into which copy."""
+    source, target = sharded(1), Net(2)
+    refit = Refit.prepare(source, target)
+    with torch.no_grad():
+        source(TOKENS)
+        source.head.weight.add_(1)
+    refit.run()
+    expect_output(source, target, "a source's copy")
+
+
+def targets_that_compute() -> None:
+    """Within a forward of a target its copies cannot be freed: nothing is written."""
+    source, target = Net(1), sharded(2)
+    refit = Refit.prepare(source, target)
+    found: list[str] = []
+    hook = target.layers[0].register_forward_hook(
+        lambda *_: found.append(refused(refit.run, RunError, "the target's parameters are in use"))
+    )
+    expect_output(target, Net(2), "a run within a forward")
+    hook.remove()
+    expect("FSDP2 computes with" in found[0], found[0])
+    refit.run()
+    expect_output(target, source, "a run after a forward")
+
+
+def replaced_shards() -> None:
+    """A module that got other DTensors computes with the shards that FSDP2 knows."""
+    source, target = Net(1), sharded(2)
+    refit = Refit.prepare(source, target)
+    refit.run()
+    old = target.head.weight
+    target.head.weight = torch.nn.Parameter(torch.zeros_like(old))
+    refused(refit.run, RunError, "the module has another tensor as head.weight")
+
+
+def other_doors() -> None:
+    """Parameters of a module, filled by a redistribution and from a file."""
+    source, target = Net(1), sharded(2)
+    expect_output(target, Net(2), "before")
+    for name, parameter in target.state_dict(keep_vars=True).items():
+        target(TOKENS)
+        out, mesh = parameter.detach(), parameter.device_mesh
+        whole = DTensor.from_local(source.state_dict()[name], mesh, [Replicate()])
+        redistribute(whole, (mesh, parameter.placements), out=out)
+        with torch.no_grad():
+            target(TOKENS)
+    expect_output(target, source, "redistribute")
+    fill(source, 3)
+    with TemporaryDirectory() as folder:
+        save_file(source.state_dict(), str(Path(folder) / "model.safetensors"))
+        reshard.torch.load(folder, target)
+    expect_output(target, source, "load")
+
+
+def state_dicts_of_copies() -> None:
+    """Tensors that a state dict hook makes are refused, and views of parameters are not."""
+
+    def hook(change: Callable[[torch.Tensor], torch.Tensor]) -> Net:
+        model = Net(2)
+
+        def put(_module: object, state: dict[str, torch.Tensor], *_: object) -> None:
+            state.update({name: change(tensor) for name, tensor in state.items()})
+
+        model.register_state_dict_post_hook(put)
+        return model
+
+    for pair in ((Net(1), hook(torch.clone)), (hook(torch.clone), Net(1))):
+        told = refused(lambda pair=pair: Refit.prepare(*pair), ShardError, "state dict of Net")
+        expect("embed.weight, layers.0.weight" in told, told)
+    viewed = hook(torch.Tensor.detach)
+    reshard.torch.refit(Net(1), viewed)
+    expect_output(viewed, Net(1), "a hook that detaches")
+
+
+if __name__ == "__main__":
+    run_cases(
+        (
+            targets_left_unsharded,
+            gathered_ahead,
+            sources_left_unsharded,
+            targets_that_compute,
+            replaced_shards,
+            other_doors,
+            state_dicts_of_copies,
+        )
+    )
