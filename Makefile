@@ -1,6 +1,9 @@
 # Set-up and checks. `make demo` and `make test` work on a fresh machine with Python 3.11 or later.
 PYTHON ?= python3
-VENV := .venv
+# One environment for each version of Python: `make test PYTHON=python3.13` has .venv-3.13.
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(or $(shell \
+	$(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),$(error \
+	PYTHON=$(PYTHON) does not run; give the name or path of a Python 3.11 or later)))
 DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
@@ -46,17 +49,20 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # Every kind, format, operator, command and page; ends with the tests that took longest.
-test: venv lint
+test: venv
+	@$(VENV)/bin/python tools/print_versions.py
 	$(TESTS)
 
 # The default selection and every case marked exhaustive: before a release, and before a change to
 # what such a case covers is called done.
 test-all: venv
+	@$(VENV)/bin/python tools/print_versions.py
 	$(TESTS) -m ""
 
 # For every edit, in less than two minutes: what all else stands on, formats, rules and command
 # whole, and one job of ranks, one conversion and one page of each kind.
-check: venv lint
+check: venv
+	@$(VENV)/bin/python tools/print_versions.py
 	$(TESTS) $(QUICK)
 
 # Tests start Python hundreds of times: what it has compiled is left for the next.
@@ -177,4 +183,4 @@ engines: $(ENGINES:%=.engines/%/.installed)
 	touch $@
 
 clean:
-	rm -rf .engines $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .engines .venv .venv-* $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath, PurePath
 from typing import IO, Any, NoReturn, TypeVar
@@ -165,13 +165,12 @@ class PlacePath(PosixPath):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self))
         return iter([self / name for name in sorted({*found.objects, *found.folders})])
 
-    def glob(self, pattern: str, **options: Any) -> Iterator[PlacePath]:  # type: ignore[override]
-        """What of the folder has a name of a pattern without folders. Raises OSError."""
+    def glob(self, pattern: str, **options: Any) -> Generator[PlacePath]:
+        """Yield the entries whose name matches a pattern without folders. Raises OSError."""
         if "/" in pattern or "**" in pattern:
             raise UsageError(f"the pattern {pattern!r} in {self}; give one of names in the folder")
-        if not self.is_dir():
-            return iter(())
-        return iter([one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern)])
+        entries = self.iterdir() if self.is_dir() else ()
+        return (entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
     def open(  # type: ignore[override]
         self,
