@@ -169,5 +169,5 @@ def test_a_folder_that_vanishes_every_time_is_given_up(
 
 def test_a_name_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "staging").touch()
-    with pytest.raises(RunError, match=r"cannot lock the folder: .*staging: File exists"):
+    with pytest.raises(RunError, match="staging is a file"):
         folders.FolderLock.acquire(tmp_path / "staging")

@@ -320,6 +320,11 @@ class BatchWriter(_BatchAccess):
         rows = [(self._file_numbers[files[at]], at, *ends[at]) for at in ends]
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
+    def has_copies(self, kind: int, block: int) -> bool:
+        """Whether a block of the tensors of a kind is written more than once, or with padding."""
+        written = int(self.extents(kind, block)[:, 4].sum())
+        return written != self.grid(kind).size_bytes(block)
+
     def write(
         self, sections: Sequence[Section], blocks: Sequence[BlockMemory], workspace: Workspace
     ) -> set[str]:

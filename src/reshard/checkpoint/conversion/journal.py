@@ -33,6 +33,7 @@ import numpy as np
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder, write_all
+from reshard.checkpoint.files.own_files import open_new, open_own, read_own
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
 
@@ -120,13 +121,16 @@ class Commit:
 class JournalRecord:
     """The contents of a journal on disk, up to its first invalid frame.
 
-    `valid_bytes` is where the valid frames end, `checksum` the checksum of the last of them.
+    `folder_inode` is the inode number of the folder that the journal was begun in, None if it was
+    not recorded. `valid_bytes` is where the valid frames end, `checksum` the checksum of the last
+    of them.
     """
 
     conversion_id: str
     description: Any
     finished: FinishedBlocks
     commit: Commit | None
+    folder_inode: int | None
     valid_bytes: int
     checksum: int
 
@@ -146,17 +150,27 @@ class Journal(Closing):
     (True, [(0, 0), (0, 1)])
     """
 
-    __slots__ = ("_checksum", "_descriptor", "_end", "_lock", "finished", "path", "resumed")
+    __slots__ = (
+        "_checksum",
+        "_descriptor",
+        "_end",
+        "_lock",
+        "finished",
+        "folder_inode",
+        "path",
+        "resumed",
+    )
 
     def __init__(self, path: Path, record: JournalRecord, resumed: bool) -> None:
         self.path = path
         self.finished = record.finished
         self.resumed = resumed
+        self.folder_inode = record.folder_inode
         self._end = record.valid_bytes
         self._checksum = record.checksum
         # Re-entrant: an append that fails closes the journal while it has the lock.
         self._lock = threading.RLock()
-        self._descriptor: int | None = os.open(path, os.O_RDWR)
+        self._descriptor: int | None = open_own(path, os.O_RDWR)
 
     @classmethod
     def open(cls, path: Path, conversion_id: str, description: Any) -> Journal:
@@ -252,7 +266,7 @@ def read_journal(path: Path) -> JournalRecord | None:
     """
     with refusals_explained("read the journal", path):
         try:
-            data = path.read_bytes()
+            data = read_own(path)
         except FileNotFoundError:
             return None
     # 1. The head: a journal without a good one is damaged, not torn.
@@ -286,20 +300,23 @@ def read_journal(path: Path) -> JournalRecord | None:
         description=header.get("description"),
         finished=FinishedBlocks(b"".join(blocks)),
         commit=commit,
+        folder_inode=header.get("folder_inode"),
         valid_bytes=end,
         checksum=checksum,
     )
 
 
 def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
+    folder_inode = os.lstat(path.parent).st_ino
     header = {
         "format_version": _FORMAT_VERSION,
+        "folder_inode": folder_inode,
         "conversion_id": conversion_id,
         "description": description,
     }
     frame, checksum = _make_frame(_HEADER_KIND, json.dumps(header).encode(), zlib.crc32(_MAGIC))
     unfinished = path.with_name(path.name + ".new")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = open_new(unfinished, 0o600)
     try:
         write_all(descriptor, _MAGIC + frame, 0)
         os.fsync(descriptor)
@@ -313,6 +330,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
         description=description,
         finished=FinishedBlocks(b""),
         commit=None,
+        folder_inode=folder_inode,
         valid_bytes=len(_MAGIC) + len(frame),
         checksum=checksum,
     )

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.checkpoint.blocks.batches import BatchWriter
+from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.batched import ChangedReader
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
@@ -40,10 +41,10 @@ from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.conversion.uploading import ConversionUpload, HostBlocks
 from reshard.checkpoint.files.folders import (
     refusals_explained,
-    sync_file,
     sync_folders_under,
     write_files,
 )
+from reshard.checkpoint.files.own_files import open_new
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.places.place_path import PlacePath
@@ -120,6 +121,7 @@ class _ConversionRun:
         self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
         self.buffers_by_process: tuple[int, ...] = (0,)
         self.counts = CastCounts()
+        self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def _open(self, checksums: FileChecksums | None) -> tuple[ChangedReader, BatchWriter]:
@@ -156,6 +158,8 @@ class _ConversionRun:
         """Make the files, and share with the other processes which blocks are done already."""
         if self.staging.owner is not None:
             self._make_files()
+            if not self.staging.is_untouched and self.finished.any():
+                self._compare_staged()
         if self.upload is not None:
             self.upload.begin(self.staging, self.moves, self.writer, self.targets, self.finished)
         # One bit a block keeps the message to the other processes small.
@@ -190,6 +194,38 @@ class _ConversionRun:
                 target.sync()
             with refusals_explained("sync the staging folder", self.staging.content):
                 sync_folders_under(self.staging.content)
+
+    def _compare_staged(self) -> None:
+        """Do again the staged blocks whose bytes do not have the digests in the journal."""
+        numbers = np.flatnonzero(self.finished)
+
+        def find_changed(batch: Batch, workspace: Workspace) -> IntArray:
+            found = reader.read(batch.written, workspace)
+            digests = [block_digest(block) for blocks in found for block in blocks]
+            # Of several copies one is read, so the others are unknown.
+            has_copies = [
+                self.writer.has_copies(section.kind, section.block)
+                for section in batch.written
+                for _ in section.rows
+            ]
+            expected = map(bytes, self.digests.found[batch.numbers])
+            same = [a == b for a, b in zip(digests, expected, strict=True)]
+            changed: IntArray = batch.numbers[~np.array(same) | np.array(has_copies)]
+            return changed
+
+        def new_workspace() -> Workspace:
+            return self.conversion.new_workspace(self.extra_bytes)
+
+        with contextlib.closing(self.checksums.staged()) as staged:
+            reader = BatchReader(self.moves.target, staged)
+            batches = self._batches(numbers)
+            changed = [*run_in_threads(batches, find_changed, new_workspace, self.threads)]
+        again = np.concatenate(changed)
+        self.finished[again] = False
+        self.notes += (
+            f"others could have changed what an earlier run staged: {len(numbers)} blocks were "
+            f"compared with their digests, {len(again)} of them were done again",
+        )
 
     def _share(self, numbers: IntArray) -> IntArray:
         """This process's share of blocks, in the order of the source's tensors.
@@ -355,9 +391,10 @@ class _ConversionRun:
                 tuple(self.conversion.companions),
                 items,
             )
-            with (content / MANIFEST_NAME).open("wb") as file:
+            with os.fdopen(open_new(content / MANIFEST_NAME), "wb") as file:
                 file.writelines(piece.encode() for piece in manifest.json_pieces())
-            sync_file(content / MANIFEST_NAME)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def run_conversion(
@@ -491,7 +528,7 @@ def _report(
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
         complete,
-        (*conversion.notes, *(describe_counts(run.counts) if run else ())),
+        (*conversion.notes, *((*run.notes, *describe_counts(run.counts)) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),
     )

@@ -25,6 +25,10 @@ with that number is the new checkpoint, under whichever name it is found.
 
 Several processes share one staging folder: process 0 opens it and owns it, and each of the others
 begins a journal of its own (`journal.1`, `journal.2`, ...). At the end process 0 reads them all.
+The folder is this user's alone, with mode 0700; links, and folders of other users, are refused
+(`own_files`). Where an earlier run's folder was open to others, or is a copy of the one that its
+journal was begun in, staged blocks count only if their bytes have the digests in the journal.
+
 What journals of other processes an earlier run left, process 0 takes over into its own, so that a
 run may go on with another number of processes.
 """
@@ -56,6 +60,7 @@ from reshard.checkpoint.files.folders import (
     sync_folder,
     sync_folders_under,
 )
+from reshard.checkpoint.files.own_files import expect_own_folder
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import ReshardError, RunError, UsageError
 
@@ -117,7 +122,7 @@ class Staging(Closing):
         with refusals_explained("look at the target", target):
             target = _check_target(target, overwrite)
             root = staging_folder(target)
-            if not root.exists():
+            if not os.path.lexists(root):
                 _refuse_existing(target, overwrite)
             lock = FolderLock.acquire(root)
             try:
@@ -164,13 +169,18 @@ class Staging(Closing):
                 sync_folder(root)
                 sync_folder(root.parent)
         journal = Journal.open(root / "journal", conversion_id, description)
-        if not (root / "content").is_dir():
+        try:
+            with refusals_explained("look at the staged files", root):
+                expect_own_folder(root / "content")
+        except BaseException as error:
             journal.close()
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
             raise RunError(
                 f"the staged files are gone: {root / 'content'}\n"
                 "expected the files of the run that the journal beside it records: "
                 "--restart starts over"
-            )
+            ) from error
         return cls(target, lock, journal, overwrite)
 
     @property
@@ -187,6 +197,14 @@ class Staging(Closing):
     def resumed(self) -> bool:
         """Whether an earlier run began this conversion and this one goes on with it."""
         return self._journal is not None and self._journal.resumed
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody else can have changed what an earlier run staged.
+
+        The folder is the one that the journal was begun in, and this user's alone.
+        """
+        return self._lock.is_exclusive and self.journal.folder_inode == self._lock.inode
 
     @property
     def journal(self) -> Journal:
@@ -207,6 +225,7 @@ class Staging(Closing):
         """
         journal, root = self.journal, self._lock.folder
         with refusals_explained("put the new checkpoint in its place", self.target):
+            self._lock.expect_in_place()
             # The names of files must be durable before the commit record says that all is written.
             sync_folders_under(self.content)
             # Another program may have made it since `open` looked.
@@ -258,7 +277,9 @@ def check_target(target: Path, overwrite: bool, restart: bool) -> Path | None:
     with refusals_explained("look at the target", target):
         target = _check_target(target, overwrite)
         root = staging_folder(target)
-        is_begun = root.exists()
+        is_begun = os.path.lexists(root)
+        if is_begun:
+            expect_own_folder(root)
         if not is_begun or restart:
             _refuse_existing(target, overwrite)
         return root if is_begun else None
@@ -401,13 +422,15 @@ class SharedStaging:
     """A staging folder, seen from one process. Only process 0 has the `owner`.
 
     `journal` is this process's own, None when an earlier run had done everything. `finished`
-    are the blocks that earlier runs recorded; only process 0 knows them.
+    are the blocks that earlier runs recorded, `is_untouched` whether nobody else can have changed
+    them; only process 0 knows these.
     """
 
     content: Path
     journal: Journal | None
     owner: Staging | None
     finished: FinishedBlocks = field(default_factory=lambda: FinishedBlocks(b""))
+    is_untouched: bool = True
 
     @property
     def already_complete(self) -> bool:
@@ -473,22 +496,26 @@ def open_shared(
             processes.share((None, str(staging.target), True))
             yield SharedStaging(staging.target, None, staging)
             return
-        finished = _take_over(staging, conversion_id)
-        shared = SharedStaging(staging.content, staging.journal, staging, finished)
+        finished, is_untouched = _take_over(staging, conversion_id)
+        shared = SharedStaging(staging.content, staging.journal, staging, finished, is_untouched)
         processes.share((None, str(staging.content), False))
         yield shared
 
 
-def _take_over(staging: Staging, conversion_id: str) -> FinishedBlocks:
-    """Append the journals of other processes to that of process 0, and return all its blocks."""
-    journal = staging.journal
+def _take_over(staging: Staging, conversion_id: str) -> tuple[FinishedBlocks, bool]:
+    """Append the journals of other processes to that of process 0.
+
+    Returns all its blocks, and whether they must be as earlier runs left them.
+    """
+    journal, is_untouched = staging.journal, staging.is_untouched
     root = staging.content.parent
     with refusals_explained("take over the journals of an earlier run", root):
         for path in sorted(root.glob("journal.*")):
             record = None if path.name.endswith(".new") else read_journal(path)
             if record is not None and record.conversion_id == conversion_id:
                 journal.append_columns(*record.finished.columns())
+                is_untouched &= record.folder_inode == journal.folder_inode
             # All that counts of it is durable in process 0's journal by this line.
             path.unlink()
     record = read_journal(journal.path)
-    return record.finished if record is not None else journal.finished
+    return record.finished if record is not None else journal.finished, is_untouched

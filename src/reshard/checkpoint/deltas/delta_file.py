@@ -36,6 +36,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.deltas.beside import decode_value, is_plain_path
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.files.own_files import open_new
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.dtypes import DType
@@ -373,7 +374,7 @@ class DeltaWriter:
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
         self.payload_bytes = 0
         with refusals_explained("write the delta", self._temporary):
-            self._file = self._temporary.open("wb")
+            self._file = os.fdopen(open_new(self._temporary), "wb")
             self._file.write(bytes(HEADER_BYTES))
 
     def __enter__(self) -> DeltaWriter:

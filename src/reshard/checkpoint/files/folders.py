@@ -18,14 +18,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import io
 import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.own_files import is_exclusive, make_own_folder, open_new, open_own
 from reshard.errors import RunError
 
 # AT_FDCWD and RENAME_EXCHANGE of Linux, which Python does not name.
@@ -68,26 +70,18 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
     """Write files below a folder, or copy them from wherever they are, until they are on the disk.
 
-    Raises `OSError`.
+    Raises `OSError`, and `RunError` for names that are links.
     """
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            with content.open("rb") as file, path.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
-        sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with ExitStack() as opened:
+            file = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            opened.enter_context(file)
+            copy = opened.enter_context(os.fdopen(open_new(path), "wb"))
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,29 +148,32 @@ class FolderLock(Closing):
     True
     """
 
-    __slots__ = ("_descriptor", "folder")
+    __slots__ = ("_descriptor", "_state", "folder")
 
-    def __init__(self, folder: Path, descriptor: int) -> None:
+    def __init__(self, folder: Path, state: os.stat_result, descriptor: int) -> None:
         self.folder = folder
+        self._state = state
         self._descriptor: int | None = descriptor
 
     @classmethod
     def acquire(cls, folder: Path) -> FolderLock:
         """Lock `folder`, which is created if missing (its parent must exist).
 
-        Raises `RunError` where another process holds it, naming that process, and where the
-        folder cannot be made or locked.
+        Raises `RunError` where another process holds it, naming that process, where the folder
+        or its lock is a link or another user's, and where they cannot be made or locked.
         """
         with refusals_explained("lock the folder", folder):
             for _ in range(_ATTEMPTS):
-                folder.mkdir(exist_ok=True)
                 try:
-                    descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+                    state = make_own_folder(folder)
+                    descriptor = open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
                 except FileNotFoundError:
+                    if not folder.parent.is_dir():
+                        raise
                     continue  # removed by its earlier holder since the line above
                 try:
                     if _lock_and_sign(descriptor, folder):
-                        return cls(folder, descriptor)
+                        return cls(folder, state, descriptor)
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -185,6 +182,25 @@ class FolderLock(Closing):
             f"cannot lock the folder: {folder}: it is removed as often as it is made\n"
             "another process uses the same folder: wait for it to end, then run this again"
         )
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether only this user could look into the folder and write there."""
+        return is_exclusive(self._state)
+
+    @property
+    def inode(self) -> int:
+        """The inode number of the folder."""
+        return self._state.st_ino
+
+    def expect_in_place(self) -> None:
+        """Raise `RunError` where another folder, or a link, has the name of the folder by now."""
+        if not os.path.samestat(os.lstat(self.folder), self._state):
+            raise RunError(
+                f"another folder took the place of {self.folder} during the run\n"
+                "expected nobody else to rename it: see who can write to its parent folder, then "
+                "run this again"
+            )
 
     def remove_folder(self) -> None:
         """Remove the emptied folder, lock file and all, and release. Raises `OSError`."""
@@ -220,7 +236,7 @@ def _lock_and_sign(descriptor: int, folder: Path) -> bool:
     try:
         # The lock is on the open file; its name may belong to another one by now, which a third
         # process could lock.
-        named = os.stat(folder / _LOCK_NAME)
+        named = os.lstat(folder / _LOCK_NAME)
     except FileNotFoundError:
         return False
     if not os.path.samestat(os.fstat(descriptor), named):

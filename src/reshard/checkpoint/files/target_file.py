@@ -41,6 +41,7 @@ from reshard.checkpoint.files.descriptors import (
     punch_hole,
     reason,
 )
+from reshard.checkpoint.files.own_files import open_own
 from reshard.errors import RunError, UsageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -84,10 +85,10 @@ class TargetFile(Closing):
         self._written_bytes = 0
         self._descriptor = self._direct = -1
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             self._allocate()
             if mmap.PAGESIZE <= PAGE_BYTES:
-                self._direct = open_direct(self.path, os.O_WRONLY)
+                self._direct = open_direct(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         except OSError as error:
             self.close()
             raise self._explain_refusal(f"cannot create with {size_bytes} bytes", error) from error

@@ -26,6 +26,7 @@ from reshard.cli.output import (
     mesh_json,
     name_columns,
     name_text,
+    noted,
     printable,
     write,
     write_error,
@@ -185,7 +186,12 @@ def _report_lines(
             lines.append(
                 f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
             )
-    return lines + matching_lines(conversion)
+    return lines + matching_lines(conversion) + noted(_run_notes(conversion, report))
+
+
+def _run_notes(conversion: Conversion, report: ConversionReport) -> list[str]:
+    """Return the notes that only a run can give, such as of elements that overflowed."""
+    return [note for note in report.notes if note not in conversion.notes]
 
 
 def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> list[str]:
@@ -266,7 +272,7 @@ def _bytes_per_s(report: ConversionReport) -> float | None:
 def _report_json(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> dict[str, Any]:
-    arrangement = conversion.arrangement
+    arrangement, matching = conversion.arrangement, matching_json(conversion)
     return {
         "source": source,
         "target": target,
@@ -286,5 +292,6 @@ def _report_json(
             for read, written, buffers in _by_process(report)
         ],
         "files": [file_json(file.stored) for file in arrangement.files],
-        **matching_json(conversion),
+        **matching,
+        "notes": [*matching["notes"], *_run_notes(conversion, report)],
     }

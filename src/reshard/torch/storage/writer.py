@@ -42,6 +42,7 @@ from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.folders import refusals_explained, remove_folder
 from reshard.checkpoint.files.host_memory import name_host
+from reshard.checkpoint.files.own_files import open_new
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
@@ -405,7 +406,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
     def _write_file(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with os.fdopen(open_new(path), "wb") as file:
             file.write(content)
             file.flush()
             if self.sync_files:

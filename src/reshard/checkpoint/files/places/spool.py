@@ -16,6 +16,7 @@ from pathlib import Path
 
 from reshard.checkpoint.files.descriptors import Closing, close_descriptor
 from reshard.checkpoint.files.folders import refusals_explained, write_all
+from reshard.checkpoint.files.own_files import open_own, read_own
 from reshard.checkpoint.files.places.place_path import PlacePath
 
 _FOLDER = ".reshard"
@@ -67,7 +68,7 @@ class GivenBack(Closing):
         self._descriptor = -1
         with refusals_explained("note what was sent", self._path):
             self._path.parent.mkdir(exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._descriptor = open_own(self._path, os.O_WRONLY | os.O_CREAT)
             size = os.fstat(self._descriptor).st_size
             self._end = size - size % _RECORD.size
 
@@ -88,7 +89,7 @@ def read_given_back(content: Path) -> Iterator[tuple[int, int, int]]:
     """The ranges of files that earlier runs noted: file, first byte and end. Raises RunError."""
     with refusals_explained("read what an earlier run sent", content):
         for path in sorted((content / _FOLDER).glob("given_back.*")):
-            noted = path.read_bytes()
+            noted = read_own(path)
             for at in range(0, len(noted) - len(noted) % _RECORD.size, _RECORD.size):
                 yield _RECORD.unpack_from(noted, at)
 

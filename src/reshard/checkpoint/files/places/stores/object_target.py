@@ -96,7 +96,7 @@ class FileStream(io.RawIOBase):
 
     def __init__(self, path: Path, start_bytes: int, stop_bytes: int) -> None:
         super().__init__()
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._start, self.size_bytes = start_bytes, stop_bytes - start_bytes
         self._at = 0
 
