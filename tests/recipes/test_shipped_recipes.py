@@ -9,7 +9,7 @@ import pytest
 from recipes.published_models import LLAMA_3_8B, MINI_LM, TINY_LLAMA, PublishedModel
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
 from reshard.sharding_text import spec
 
 
@@ -200,3 +200,13 @@ def test_a_mesh_without_tp_holds_copies(model: PublishedModel) -> None:
     assert found.unmatched == ()
     for name, shape in model.shapes.items():
         assert found.specs[name] is spec(DeviceMesh.of(dp=2), "...", ndim=len(shape))
+
+
+@pytest.mark.parametrize("name", sorted(one for one in shipped_recipes() if load_recipe(one).names))
+def test_a_name_of_two_conventions_is_the_same_tensor(name: str) -> None:
+    # Which of them a checkpoint is in cannot be told by its names.
+    meanings: dict[str, set[str]] = {}
+    for table in load_recipe(name).names.values():
+        for pattern, meaning in table.items():
+            meanings.setdefault(pattern, set()).add(repr(meaning))
+    assert {pattern: found for pattern, found in meanings.items() if len(found) > 1} == {}

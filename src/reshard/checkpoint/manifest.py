@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,17 @@ class Manifest:
     tensors: Mapping[str, ManifestTensor]
     carried: tuple[str, ...]
     items: Mapping[str, bytes] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Manifest:
+        """Return the manifest with other names of its tensors; those not in `names` stay."""
+        tensors = ManifestTensors.of(self.tensors)
+        renamed = ManifestTensors(
+            (names.get(name, name) for name in tensors.names),
+            tensors.kinds,
+            tensors.kind,
+            tensors.digests,
+        )
+        return replace(self, tensors=renamed)
 
     def to_json(self) -> str:
         """The text of the manifest file."""

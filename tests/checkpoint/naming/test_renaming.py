@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -478,3 +479,18 @@ def test_optimizer_state_of_another_shape_is_not_fused(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(RecipeError, match="state of another shape"):
         plan_conversion(source, tmp_path / "t", to="full", recipe="llama", target_names="megatron")
+
+
+def test_numbered_optimizer_state_has_no_other_names(tmp_path: Path) -> None:
+    names = ["layers.0.gate", "layers.0.up", "norm"]
+    state = {"model": {one: torch.zeros(4, 3) for one in names}}
+    state["optimizer"] = {
+        "state": {n: {"exp_avg": torch.zeros(4, 3)} for n in range(3)},
+        "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
+    }
+    torch.save(state, tmp_path / "state.pt")
+    table = {"layers.*.fused": Fusion(("layers.*.gate", "layers.*.up")), "last": "norm"}
+    with pytest.raises(
+        RecipeError, match=r"state\.0\.exp_avg' has a number for .*--training fsdp2"
+    ):
+        plan_conversion(tmp_path / "state.pt", tmp_path / "out", to="full", target_names=table)

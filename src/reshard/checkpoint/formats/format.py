@@ -108,6 +108,14 @@ class CheckpointFormat(ABC):
         """
         return check_against_manifest(self.open(folder), manifest)
 
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Map names of tensors that were written to those that `open` gives them.
+
+        A format whose files have names of their own may read a tensor under another name than it
+        was written under. Names that stay the same may be left out.
+        """
+        return {}
+
     def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
         """Describe a checkpoint whose files do not say how its tensors are cut; `cut` does.
 

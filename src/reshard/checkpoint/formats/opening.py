@@ -198,7 +198,9 @@ def _open_with_manifest(format: CheckpointFormat, folder: Path, manifest: Manife
                 f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
                 "that belong to this checkpoint"
             )
-    return format.open_with_manifest(folder, manifest)
+    # The manifest has the names of the conversion, the files those of their format.
+    read = format.find_read_names(manifest.tensors)
+    return format.open_with_manifest(folder, manifest.renamed(read) if read else manifest)
 
 
 def _identify(checkpoint: Checkpoint) -> Checkpoint:

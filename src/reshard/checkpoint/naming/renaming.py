@@ -209,7 +209,17 @@ class _Tensors:
         """What stands before and behind a parameter's name in that of a tensor, and the name."""
         if self._state is None or name not in self._state.tensors:
             return "", "", name
-        return *self._state.around(name), self._state.tensors[name].parameter
+        before, behind = self._state.around(name)
+        parameter = self._state.tensors[name].parameter
+        if not behind and before == name:
+            # Nothing of the parameter is in the name, but its number.
+            raise RecipeError(
+                f"{name!r} has a number for {parameter!r}: numbered optimizer state cannot be "
+                "given other names, as fused parameters are counted otherwise. Convert it to names "
+                "first (--training fsdp2 --format torch-dcp), or leave it out (--exclude "
+                "'optimizer.*')"
+            )
+        return before, behind, parameter
 
     def is_common(self, name: str) -> bool:
         """Whether members of a fused parameter have it in common: a number of steps or the like."""

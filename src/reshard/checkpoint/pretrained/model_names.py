@@ -89,12 +89,13 @@ def find_model_names(
     prefixes = [""] if keeps_prefix else _list_prefixes(kinds)
     if recipe is None:
         return _take_as_saved(kinds, config, containers, keeps_prefix)
-    own = _find_best(kinds, prefixes, _matcher_of(recipe))
-    best, convention = own, None
+    is_own = _matcher_of(recipe)
+    best, convention = _find_best(kinds, prefixes, is_own), None
     for name, patterns in recipe.names.items():
         if name == STACKED:
             continue
-        found = _find_best(kinds, prefixes, _matches_any(patterns))
+        # A table may list only names that differ from the recipe's, such as fused parameters.
+        found = _find_best(kinds, prefixes, _matches_either(_matches_any(patterns), is_own))
         if found.matched > best.matched:
             best, convention = found, name
     if convention is not None:
@@ -155,6 +156,12 @@ def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
 def _matches_any(patterns: Iterable[str]) -> Callable[[str], bool]:
     compiled = [compile_pattern(one) for one in patterns]
     return lambda name: any(one.fullmatch(name) for one in compiled)
+
+
+def _matches_either(
+    first: Callable[[str], bool], second: Callable[[str], bool]
+) -> Callable[[str], bool]:
+    return lambda name: first(name) or second(name)
 
 
 def _choose(

@@ -21,7 +21,7 @@ from checkpoint.checkpoint_files import (
 )
 from reshard import checkpoint
 from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_file_name
-from reshard.errors import CoverageError
+from reshard.errors import CheckpointError, CoverageError
 from reshard.layout import Box
 from reshard.testing.strategies import partitions_into_boxes, shapes
 
@@ -188,3 +188,17 @@ def test_names_of_files(rank: int) -> None:
 )
 def test_names_of_other_files(name: str) -> None:
     assert rank_of_file(name) is None
+
+
+@pytest.mark.parametrize("gone", [(), (1,)])
+def test_files_of_ranks_are_no_whole_tensors(tmp_path: Path, gone: tuple[int, ...]) -> None:
+    # Interleaved shards have no offsets in their files: alone they would pass for the tensor.
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    write_file(source / "model.safetensors", {"w": tensor("float32", (8, 3))})
+    checkpoint.convert(source, target, to="tp=2", rules=["w=tp@cyclic2, -"])
+    (target / "reshard.manifest.json").unlink()
+    for rank in gone:
+        (target / shard_file_name(rank)).unlink()
+    with pytest.raises(CheckpointError, match=r"reshard\.manifest\.json does, and it is missing"):
+        checkpoint.open(target)

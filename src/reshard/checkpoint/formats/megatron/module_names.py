@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
 from reshard.errors import RecipeError
 
 _NORM = re.compile(r"^(.*layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
@@ -55,6 +56,27 @@ def engine_name(name: str, names: Collection[str]) -> str:
             return f"{behind}.layer_norm_{match[3]}"
         return name
     return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
+
+
+def find_read_names(names: Collection[str]) -> dict[str, str]:
+    """Map names of weights and optimizer state to those that a reader of Megatron's files gives.
+
+    Files have one name for the norm of a layer, and one for an expert's weight, by whichever
+    implementation of layers they were called before.
+
+    >>> find_read_names(["decoder.layers.0.input_layernorm.weight",
+    ...                  "decoder.layers.0.self_attention.linear_qkv.weight"])
+    {'decoder.layers.0.input_layernorm.weight': \
+'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'}
+    """
+    parts = {name: split_state_name(name) or (name, "") for name in names}
+    known = {parameter for parameter, _ in parts.values()}
+    found = {}
+    for name, (parameter, key) in parts.items():
+        read = engine_name(parameter, known)
+        if read != parameter:
+            found[name] = state_name(read, key) if key else read
+    return found
 
 
 def local_name(name: str) -> str:

@@ -58,7 +58,13 @@ from reshard.checkpoint.formats.safetensors.new_header import (
     place_rows,
 )
 from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET, HeaderTensors
-from reshard.checkpoint.manifest import Manifest, ManifestTensor, ManifestTensors, can_describe
+from reshard.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ManifestTensor,
+    ManifestTensors,
+    can_describe,
+)
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
@@ -76,7 +82,7 @@ class ShardedFormat(CheckpointFormat):
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:
-        """Whether a file says where in their tensors its shards begin.
+        """Whether a file says where in their tensors its shards begin, or is named as a rank's.
 
         A folder with an index is one of whole tensors.
 
@@ -84,8 +90,9 @@ class ShardedFormat(CheckpointFormat):
             FormatError: a file in the folder that is no safetensors file.
         """
         if path.is_dir():
-            has_index = (path / INDEX_NAME).exists()
-            return not has_index and any(_is_sharded(path / name) for name in list_files(path))
+            names = [] if (path / INDEX_NAME).exists() else list_files(path)
+            is_named = bool(names) and all(rank_of_file(name) is not None for name in names)
+            return is_named or any(_is_sharded(path / name) for name in names)
         try:
             return _is_sharded(path)
         except CheckpointError:
@@ -95,7 +102,15 @@ class ShardedFormat(CheckpointFormat):
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint from its files alone."""
         if path.is_dir():
-            return read_without_manifest(path, list_files(path))
+            names = list_files(path)
+            if not any(_is_sharded(path / name) for name in names):
+                raise CheckpointError(
+                    f"{len(names)} files of ranks in {path} ({', '.join(names[:3])}) do not say "
+                    f"where in their tensors their shards are; {MANIFEST_NAME} does, and it is "
+                    "missing. Fetch it again: shards that are interleaved or padded, such as those "
+                    "of fused parameters, are described nowhere else"
+                )
+            return read_without_manifest(path, names)
         return read_without_manifest(path.parent, [path.name])
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:

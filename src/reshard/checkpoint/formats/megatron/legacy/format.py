@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ class MegatronLegacyFormat(CheckpointFormat):
         from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
 
         return new_files.final_files(arrangement)
+
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Name norms and experts as the reader does, by whichever layers they were written."""
+        from reshard.checkpoint.formats.megatron.module_names import find_read_names
+
+        return find_read_names(names)
 
     def is_own_value(self, name: str, value: Any) -> bool:
         """Whether Megatron's files have such a value of their own."""

@@ -120,10 +120,9 @@ def _find_all_places(
         by_key.setdefault(key, {})[parameter] = name
     master = "param" if _is_distributed(values) else "fp32_param"
     is_local = values.get("args.transformer_impl") == "local"
-    weights: Collection[str] = by_key.get("", {})
+    known = {parameter for names in by_key.values() for parameter in names}
     places = {}
     for key, names in by_key.items():
-        known = weights or names
         # The same places as the weights', so that all that Megatron asks for has one form.
         keyed = {
             parameter: keyed_name(engine_name(parameter, known), is_local=is_local)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ class TorchDistFormat(CheckpointFormat):
         from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
         return bind_to_manifest(self.open(folder), manifest)
+
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Name norms and experts as the reader does, by whichever layers they were written."""
+        from reshard.checkpoint.formats.megatron.module_names import find_read_names
+
+        return find_read_names(names)
 
     def is_own_value(self, name: str, value: Any) -> bool:
         """Whether Megatron's files have such a value of their own."""

@@ -149,7 +149,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
                 yield dataclasses.replace(one, name=f"{state[1]}\0{one.name}")
 
     named = [*join_halves(name_all())]
-    known = {one.name for one in named}
+    known = {one.name.rpartition("\0")[2] for one in named}
     seen: set[str] = set()
     for tensor in named:
         key, mark, parameter = tensor.name.rpartition("\0")
