@@ -49,9 +49,10 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # Every kind, format, operator, command and page; ends with the tests that took longest.
+# PART=checkpoint, or any other package: the tests and pages whose imports reach it.
 test: venv
 	@$(VENV)/bin/python tools/print_versions.py
-	$(TESTS)
+	@files=$$($(VENV)/bin/python tools/part_tests.py $(PART)) && set -x && $(TESTS) $$files
 
 # The default selection and every case marked exhaustive: before a release, and before a change to
 # what such a case covers is called done.

@@ -1,13 +1,18 @@
-"""For all tests: one thread a process, Hypothesis's same examples in every run, ctrl-C, slow files.
+"""Set-up of all tests: a thread a process, equal Hypothesis examples in every run, ctrl-C, costs.
 
-A run of a minute or more ends with a table of the test files that took longest.
+A run of a minute of processor time or more ends with a table of the dearest items and with those
+that are new: over two seconds, and not listed in `dear_tests.toml`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import resource
 import signal
-from collections import Counter
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,27 +37,73 @@ settings.register_profile(
 )
 settings.load_profile("reshard")
 
-SLOW_FILES = 12
-LEAST_S = 60.0
+BEGUN_S = pytest.StashKey[float]()
+MAX_LISTED = 10
+MIN_RUN_S = 60.0
+MAX_ITEM_S = 2.0
+DEAR_TESTS = Path(__file__).parent / "dear_tests.toml"
 
-seconds_by_file: Counter[str] = Counter()
-tests_by_file: Counter[str] = Counter()
+processor_seconds: dict[str, float] = {}
+exhaustive: set[str] = set()
+
+
+def processor_time_s() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[BEGUN_S] = processor_time_s()
+    yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Attach the processor time of an item, fixtures included, to its last report.
+
+    Properties of a report are what pytest-xdist carries from a worker to the process that prints.
+    """
+    if call.when == "teardown":
+        is_exhaustive = item.get_closest_marker("exhaustive") is not None
+        cost = (processor_time_s() - item.stash[BEGUN_S], is_exhaustive)
+        item.user_properties.append(("processor_time_s", cost))
+    yield
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count what a test took, here where all workers of a parallel run report."""
-    file = report.nodeid.split("::")[0]
-    seconds_by_file[file] += report.duration
-    tests_by_file[file] += report.when == "call"
+    for name, value in report.user_properties:
+        if name == "processor_time_s" and report.when == "teardown":
+            processor_seconds[report.nodeid], is_exhaustive = value
+            if is_exhaustive:
+                exhaustive.add(report.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    total_s = sum(seconds_by_file.values())
-    if total_s < LEAST_S:
+    """Print the dearest items, and dear ones that `dear_tests.toml` does not list with a reason."""
+    total_s = sum(processor_seconds.values())
+    if total_s < MIN_RUN_S:
         return
-    terminalreporter.section(f"slow files of {total_s:.0f} s", sep="-")
-    for file, taken_s in seconds_by_file.most_common(SLOW_FILES):
-        share = 100 * taken_s / total_s
+    dearest = sorted(processor_seconds, key=processor_seconds.__getitem__, reverse=True)
+    terminalreporter.section(f"{total_s:.0f} s of processor time, the dearest items", sep="-")
+    for item in dearest[:MAX_LISTED]:
+        terminalreporter.write_line(f"{processor_seconds[item]:6.1f} s  {item}")
+    listed = tomllib.loads(DEAR_TESTS.read_text())
+    new = [
+        item
+        for item in dearest
+        if processor_seconds[item] > MAX_ITEM_S
+        and item not in exhaustive
+        and not any(fnmatch.fnmatchcase(item, escape_brackets(name)) for name in listed)
+    ]
+    for item in new:
         terminalreporter.write_line(
-            f"{taken_s:6.1f} s {share:3.0f} % {tests_by_file[file]:5} tests  {file}"
+            f"new: {processor_seconds[item]:.1f} s of processor time: {item}; make it cheaper, or"
+            f" list it in tests/{DEAR_TESTS.name} with the reason"
         )
+
+
+def escape_brackets(name: str) -> str:
+    """Return a pattern in which `*` is the only wildcard: items have brackets in their names."""
+    return name.replace("[", "[[]")
