@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 import reshard.torch
@@ -21,6 +27,7 @@ from reshard.errors import RunError, ShardError
 from reshard.torch import Refit, redistribute
 
 TOKENS = torch.arange(7)
+WRAPPER = "_fsdp_wrapped_module."
 
 
 class Net(torch.nn.Module):
@@ -30,14 +37,11 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = torch.nn.Embedding(7, 4)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         self.head = torch.nn.Linear(4, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+        return self.head(torch.tanh(self.layers(self.embed(tokens))))
 
 
 def sharded(seed: int, **options: Any) -> Any:
@@ -111,7 +115,7 @@ def targets_that_compute() -> None:
     )
     expect_output(target, Net(2), "a run within a forward")
     hook.remove()
-    expect("FSDP2 computes with" in found[0], found[0])
+    expect("FSDP computes with" in found[0], found[0])
     refit.run()
     expect_output(target, source, "a run after a forward")
 
@@ -145,6 +149,61 @@ def other_doors() -> None:
     expect_output(target, source, "load")
 
 
+def flat_parameters() -> None:
+    """FSDP1: ranks have ranges of flat parameters, some of them none of a parameter."""
+    lower = MixedPrecision(param_dtype=torch.bfloat16)
+    for options in (
+        {"use_orig_params": True},
+        {"use_orig_params": False, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"use_orig_params": True, "mixed_precision": lower},
+    ):
+
+        def flat(model: Net, options: Any = options) -> Any:
+            layers, cpu = ModuleWrapPolicy({torch.nn.Sequential}), torch.device("cpu")
+            return FullyShardedDataParallel(
+                model, auto_wrap_policy=layers, device_id=cpu, **options
+            )
+
+        source, engine, target = flat(Net(1)), Net(2), flat(Net(3))
+        there, back = Refit.prepare(source, engine), Refit.prepare(engine, target)
+        optimizer = torch.optim.SGD(source.parameters(), 0.5)
+        for _ in range(2):
+            source(TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for refit in (there, back):
+                refit.run()
+                refit.verify()
+            with torch.no_grad():
+                expect(torch.equal(source(TOKENS), target(TOKENS)), f"{options}: not the new")
+        with FullyShardedDataParallel.summon_full_params(source):
+            whole = dict(engine.named_parameters())
+            for name, parameter in source.named_parameters():
+                expect(torch.equal(parameter, whole[name.replace(WRAPPER, "")]), name)
+        fill(engine, 4)
+        with TemporaryDirectory() as folder:
+            save_file(engine.state_dict(), str(Path(folder) / "model.safetensors"))
+            reshard.torch.load(folder, target)
+        reshard.torch.refit(engine, source)
+        with torch.no_grad():
+            expect(torch.equal(source(TOKENS), target(TOKENS)), f"{options}: not what was loaded")
+
+
+def moved_flat_parameters() -> None:
+    """A parameter that was given other memory is what FSDP1 computes with; a moved shard is not."""
+    source = FullyShardedDataParallel(Net(1), device_id=torch.device("cpu"), use_orig_params=True)
+    target = Net(2)
+    refit = Refit.prepare(source, target)
+    for parameter in source.parameters():
+        parameter.data = torch.ones_like(parameter)
+    refit.run()
+    expect(all(bool((one == 1).all()) for one in target.parameters()), "other memory")
+    flat = source._handle.flat_param
+    flat.data = flat.data.clone()
+    refused(refit.run, RunError, "another tensor as the flat parameter of Net")
+
+
 def state_dicts_of_copies() -> None:
     """Tensors that a state dict hook makes are refused, and views of parameters are not."""
 
@@ -173,6 +232,8 @@ if __name__ == "__main__":
             sources_left_unsharded,
             targets_that_compute,
             replaced_shards,
+            flat_parameters,
+            moved_flat_parameters,
             other_doors,
             state_dicts_of_copies,
         )

@@ -1,6 +1,6 @@
-"""FSDP2's parameters: their shards, and the gathered copies that forwards compute with.
+"""FSDP's parameters: their shards, and the gathered copies that forwards compute with.
 
-After a forward without a backward, FSDP2 leaves the root's parameters unsharded, and the next
+After a forward without a backward, the parameters of FSDP's root stay unsharded, and the next
 forward uses that copy::
 
     shards            written by a refit           read by the next all-gather
@@ -8,16 +8,33 @@ forward uses that copy::
 
 Before shards are read or written, the copies made of them are freed. That needs no communication:
 the next forward gathers again. All ranks that share the parameters have to do it alike.
+
+FSDP1 concatenates the parameters of a unit, and cuts the flat parameter into one range for each
+rank, wherever the parameters begin::
+
+    parameters   | weight 3 x 4              | bias 4    | pad |
+    ranks        | 0               | 1                   |       weight: 0:9 on 0, 9:12 on 1
+
+So a rank has a range of each parameter, in the memory of its shard, which layouts describe.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _composable_state
+
+from reshard.errors import ShardError
+from reshard.layout import Layout
 
 # Several refits may run at the same time, each in a thread of its own.
 _TURN = threading.Lock()
@@ -34,7 +51,8 @@ def free_gathered(storages: Callable[[], Collection[int]]) -> str:
     Returns:
         Why a copy has to stay; empty where none is left.
     """
-    stale = [group for group in _list_groups() if _has_copy(group)]
+    groups = chain(_list_groups(), map(_FlatGroup, list(_LISTED)))
+    stale = [group for group in groups if _has_copy(group)]
     if not stale:
         return ""
     wanted = storages()
@@ -44,7 +62,7 @@ def free_gathered(storages: Callable[[], Collection[int]]) -> str:
                 continue
             if group._training_state.name != _IDLE:
                 return (
-                    f"FSDP2 computes with {group._module_fqn or 'the root'} "
+                    f"FSDP computes with {group._module_fqn or 'the root'} "
                     f"({group._training_state.name}); run between a step's forward and backward "
                     "passes, not within them"
                 )
@@ -74,6 +92,149 @@ def _has_copy(group: Any) -> bool:
 def _storages_of(group: Any) -> set[int]:
     """The addresses of the storages that a group's shards are in."""
     return set(map(find_storage, (one.sharded_param for one in group.fsdp_params))) - {0}
+
+
+class _FlatGroup:
+    """A flat parameter of FSDP1, asked and freed like a parameter group of FSDP2."""
+
+    _all_gather_result = None
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.sharded_param = find_shard(handle)
+        self.fsdp_params = (self,)
+        self._module_fqn = type(handle._fully_sharded_module).__name__
+
+    @property
+    def _training_state(self) -> Any:
+        return self._handle._training_state
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether forwards gather anew, from what the shard has."""
+        if self._handle._use_orig_params and self._training_state.name == _IDLE:
+            # Parameters that were given other memory are copied into the shard, as by a forward.
+            begin = self.sharded_param.data_ptr()
+            end = begin + self.sharded_param.nbytes
+            own = (one.data_ptr() for one in self._handle.flat_param._params or () if one.numel())
+            if any(not begin <= address < end for address in own):
+                return False
+        return not any(one.untyped_storage().size() for one in _list_gathered(self._handle))
+
+    def wait_for_unshard(self) -> None:
+        """Copy parameters that were given other memory into the shard."""
+        if self._handle._use_orig_params and not self._handle._skip_writeback_check:
+            self._handle._writeback_orig_params()
+
+    def reshard(self) -> None:
+        """Free the gathered copies."""
+        handle = self._handle
+        # Before the first forward nothing was gathered.
+        if not handle.uses_sharded_strategy or not _list_gathered(handle):
+            return
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
+        for copy in _list_gathered(handle):
+            copy.untyped_storage().resize_(0)
+
+
+def _list_gathered(handle: Any) -> list[torch.Tensor]:
+    """The memory that FSDP1 gathers a flat parameter in; none before the first forward."""
+    names = ("_full_param_padded", "_full_prec_full_param_padded")
+    found = (getattr(handle.flat_param, name, None) for name in names)
+    return [one for one in found if one is not None] if handle.uses_sharded_strategy else []
+
+
+# Flat parameters that were listed, with the address of the shard, and what was found then.
+_LISTED: weakref.WeakKeyDictionary[Any, tuple[int, list[tuple[Any, str, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def list_handles(module: torch.nn.Module) -> list[Any]:
+    """The flat parameters of a module's parts that are FSDP1's.
+
+    >>> list_handles(torch.nn.Linear(2, 2))
+    []
+    """
+    # Who has not imported it has no such module; to import it takes long.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is None:
+        return []
+    parts = (one for one in module.modules() if isinstance(one, fsdp.FullyShardedDataParallel))
+    return [one._handle for one in parts if one._handle is not None]
+
+
+def find_shard(handle: Any) -> torch.Tensor:
+    """The memory of this rank's range of a flat parameter."""
+    flat = handle.flat_param
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return shard.detach()
+
+
+def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
+    """The parameters of a flat parameter: the module, the name in it, and `(tensor, Layout)`.
+
+    The tensor is a view of the shard, and None where this rank has no part; ranks of the layout are
+    those of this process's job. Parameters of one tensor have one view.
+
+    Raises ShardError for parameters that are not dense, or are cut by DTensors as well.
+    """
+    shard = find_shard(handle)
+    known = _LISTED.get(handle)
+    if known is not None and known[0] == shard.data_ptr():
+        return known[1]
+    flat = handle.flat_param
+    ranks = dist.get_process_group_ranks(handle.process_group)
+    is_cut = handle.uses_sharded_strategy
+    own = dist.get_rank()
+    listed: list[tuple[torch.nn.Module, str, Any]] = []
+    views: dict[tuple[int, str], Any] = {}
+    ends = accumulate(flat._numels_with_padding, initial=0)
+    pads = zip(ends, flat._is_padding_mask, strict=False)
+    begins = [begin for begin, is_pad in pads if not is_pad]
+    forms = zip(flat._shapes, flat._contiguities, flat._param_extensions, strict=True)
+    for (name, part, _), begin, form in zip(flat._param_infos, begins, forms, strict=True):
+        shape, is_dense, extension = form
+        if not is_dense or extension is not None:
+            raise ShardError(
+                f"{name} of {type(part).__name__}: FSDP1 has it with strides, or sharded by "
+                "DTensors as well, which is not supported; use fully_shard (FSDP2)"
+            )
+        layout = _lay_out(tuple(shape), begin, shard.numel() if is_cut else 0, tuple(ranks))
+        expected = layout.local_shape(own) if own < layout.slots else None
+        view = None
+        if expected is not None:
+            at = max(begin - ranks.index(own) * shard.numel(), 0) if is_cut else begin
+            view = shard[at : at + math.prod(expected)].view(expected)
+        views[id(part), name] = view, layout
+        listed.append((part, name, views[id(part), name]))
+    for name, part, _, first_name, first, _ in flat._shared_param_infos:
+        listed.append((part, name, views[id(first), first_name]))
+    _LISTED[handle] = shard.data_ptr(), listed
+    return listed
+
+
+@lru_cache(maxsize=4096)
+def _lay_out(shape: tuple[int, ...], begin: int, length: int, ranks: tuple[int, ...]) -> Layout:
+    """The layout of a parameter at `begin` of a flat one, of which each rank has `length` elements.
+
+    All ranks have all of it where that is 0.
+
+    >>> _lay_out((2, 3), 1, 4, (0, 1)).boxes(1)
+    (Box(start=(1, 0), stop=(2, 3)),)
+    """
+    slots = max(ranks) + 1
+    count = math.prod(shape)
+    if not length or not count:
+        return Layout.whole(shape, sorted(ranks), slots)
+    ranges = {}
+    for number, rank in enumerate(ranks):
+        low, high = (min(max(end * length - begin, 0), count) for end in (number, number + 1))
+        if low < high:
+            ranges[rank] = low, high
+    return Layout.flat_ranges(shape, ranges, slots=slots)
 
 
 def find_storage(tensor: torch.Tensor) -> int:

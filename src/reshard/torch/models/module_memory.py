@@ -10,8 +10,9 @@ that nobody computes with any more. So before each run the slots of modules are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ShardError, UsageError
-from reshard.torch.fully_sharded import find_storage
+from reshard.torch.fully_sharded import find_shard, find_storage, list_flat_parameters, list_handles
 from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
 
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
 # What torch.compile calls the module inside the one that it gives.
 _COMPILED = "_orig_mod."
+# What FSDP1 and activation checkpointing call the module inside.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", _COMPILED)
 _SHOWN = 4
 
 
@@ -59,11 +62,16 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return cast(torch.nn.Module, inner)
 
 
-def _list_memory(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
     """A module's tensors by the names of its state dict, each a parameter or a buffer of its parts.
+
+    Parameters that FSDP1 has in flat ones are `(tensor, Layout)`.
 
     Raises ShardError for tensors of the state dict that are in other memory.
     """
+    handles = list_handles(module)
+    if handles:
+        return _list_flat_memory(module, handles)
     found = {
         name.replace(_COMPILED, ""): value
         for name, value in module.state_dict(keep_vars=True).items()
@@ -94,6 +102,36 @@ def _list_memory(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def _list_flat_memory(module: torch.nn.Module, handles: Sequence[Any]) -> dict[str, Any]:
+    """The same of a module of FSDP1, whose state dict gathers copies."""
+    flat = {
+        (id(part), name): value
+        for handle in handles
+        for part, name, value in list_flat_parameters(handle)
+    }
+    own = {id(handle.flat_param) for handle in handles}
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        tables = chain(part._parameters.items(), part._buffers.items())
+        values: dict[str, Any] = {
+            name: tensor
+            for name, tensor in tables
+            if tensor is not None
+            and id(tensor) not in own
+            and name not in part._non_persistent_buffers_set
+        }
+        values |= {name: value for (of, name), value in flat.items() if of == id(part)}
+        found |= {_clean_name(f"{path}.{name}" if path else name): v for name, v in values.items()}
+    return found
+
+
+def _clean_name(name: str) -> str:
+    """A tensor's name without those of modules that wrap others."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def _describe_view(tensor: torch.Tensor) -> object:
     local = getattr(tensor, "_local_tensor", tensor)
     if not find_storage(local):
@@ -106,6 +144,8 @@ def _describe_view(tensor: torch.Tensor) -> object:
 class ModuleSlots:
     """Slots: the table of a submodule, the name in it, the tensor that was there, its whole name.
 
+    Shards: a flat parameter of FSDP1, where its shard was, and the type of the module that has it.
+
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     >>> slots = ModuleSlots.of(module, module.parameters())
     >>> slots.find_replaced()
@@ -116,6 +156,7 @@ class ModuleSlots:
     """
 
     slots: tuple[tuple[dict[str, Any], str, torch.Tensor, str], ...] = ()
+    shards: tuple[tuple[Any, int, str], ...] = ()
 
     @classmethod
     def of(cls, model: Model, used: Iterable[torch.Tensor]) -> ModuleSlots:
@@ -135,7 +176,12 @@ class ModuleSlots:
                 for table in (part._parameters, part._buffers)
                 for key, tensor in table.items()
                 if tensor is not None and id(tensor) in chosen
-            )
+            ),
+            tuple(
+                (handle, find_shard(handle).data_ptr(), type(handle._fully_sharded_module).__name__)
+                for module in modules
+                for handle in list_handles(module)
+            ),
         )
 
     def find_replaced(self, may_compute: bool = False) -> str:
@@ -147,6 +193,9 @@ class ModuleSlots:
             now = table.get(key)
             if now is not tensor and not (may_compute and _is_gathered(now, tensor)):
                 return name
+        for handle, address, name in self.shards:
+            if find_shard(handle).data_ptr() != address:
+                return f"the flat parameter of {name}"
         return ""
 
 

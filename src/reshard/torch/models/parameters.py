@@ -21,6 +21,7 @@ from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.fully_sharded import list_handles
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.given_columns import GivenColumns, is_marked
 from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
@@ -98,9 +99,13 @@ def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
         and any(issubclass(kind, tuple) for kind in set(map(type, model.values())))
     )
     laid = model if isinstance(model, LaidModel) else None
-    if not counts or (offset is not None and laid is None):
+    # FSDP1 has ranks of this job, as DTensors have, whatever the offset of other tensors.
+    is_flat = isinstance(model, torch.nn.Module) and bool(list_handles(model))
+    if not (counts or is_flat) or (offset is not None and counts and laid is None):
         return offset or 0
     home = laid.first_rank if laid is not None else 0
+    if is_flat:
+        return group.find_offset(0)
     found = home + group.find_offset(home)
     if offset not in (None, found):
         raise ShardError(

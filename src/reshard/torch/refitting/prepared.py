@@ -59,10 +59,14 @@ class PreparedRefit:
 
     def free_gathered(self, of_source: bool = True) -> str:
         """Free what FSDP2 gathered of the target, and of the source; why not, or empty."""
-        problem = free_gathered(lambda: self.after.storages)
-        if of_source:
-            # The shards are what a source has, also where it computes at this moment.
-            free_gathered(lambda: self.before.storages)
+        try:
+            problem = free_gathered(lambda: self.after.storages)
+            if of_source:
+                # The shards are what a source has, also where it computes at this moment.
+                free_gathered(lambda: self.before.storages)
+        except Exception as error:
+            # What fails within FSDP here: the other ranks wait for this.
+            return f"{type(error).__name__}: {error}"
         return problem and f"the target's parameters are in use: {problem}"
 
     def find_change(self) -> str | None:

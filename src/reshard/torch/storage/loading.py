@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from reshard.dtypes import dtype as as_dtype
@@ -77,20 +78,30 @@ def load(
 
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    tensors = {name: t for name, t in tensors_of(target) if isinstance(t, torch.Tensor)}
-    _check_fit(checkpoint, tensors, strict)
-    if problem := free_gathered(lambda: set(map(find_storage, tensors.values())) - {0}):
+    given = dict(tensors_of(target))
+    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    # Parameters that FSDP1 has in flat ones, of which this rank may have no part.
+    flat = {
+        name: value
+        for name, value in given.items()
+        if isinstance(target, torch.nn.Module) and isinstance(value, tuple)
+    }
+    _check_fit(checkpoint, tensors, flat, strict)
+    parts = {name: part for name, (part, _) in flat.items() if part is not None}
+    written = {**tensors, **parts}
+    if problem := free_gathered(lambda: set(map(find_storage, written.values())) - {0}):
         raise UsageError(f"the target's parameters are in use: {problem}")
     local_bytes = 0
     # One call, plain tensors too: processes that share reads meet once.
-    rank = max(map(rank_of, tensors.values()), default=0)
+    rank = dist.get_rank() if flat else max(map(rank_of, tensors.values()), default=0)
     layouts = {
         name: layout_of(tensor)
         if isinstance(tensor, DTensor)
         else Layout.whole(tuple(tensor.shape), [rank], rank + 1)
         for name, tensor in tensors.items()
     }
-    locals_ = {name: _find_local(tensor) for name, tensor in tensors.items()}
+    layouts |= {name: flat[name][1] for name in parts}
+    locals_ = {name: _find_local(tensor) for name, tensor in written.items()}
     beside = {
         name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
         for name, local in locals_.items()
@@ -106,8 +117,8 @@ def load(
         elif not locals_[name].is_inference():
             # What reads a file writes behind autograd's back.
             torch.autograd.graph.increment_version(locals_[name])
-    unused = tuple(name for name in checkpoint.tensors if name not in tensors)
-    return LoadReport(len(tensors), local_bytes, unused)
+    unused = tuple(name for name in checkpoint.tensors if name not in given)
+    return LoadReport(len(tensors) + len(flat), local_bytes, unused)
 
 
 def _find_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,22 +137,32 @@ def _find_write_problems(name: str, local: torch.Tensor) -> Iterator[str]:
         yield f"{name}: {error}"
 
 
-def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
+def _check_fit(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, torch.Tensor],
+    flat: Mapping[str, tuple[torch.Tensor | None, Layout]],
+    strict: bool,
+) -> None:
     problems = [
-        f"{name}: not in the checkpoint" for name in tensors if name not in checkpoint.tensors
+        f"{name}: not in the checkpoint"
+        for name in (*tensors, *flat)
+        if name not in checkpoint.tensors
     ]
     for name, stored in checkpoint.tensors.items():
-        if name not in tensors:
+        if name not in tensors and name not in flat:
             problems += [f"{name}: in the checkpoint only"] * strict
             continue
-        tensor = tensors[name]
-        if tuple(tensor.shape) != stored.shape:
-            problems.append(f"{name}: shape {list(tensor.shape)}, stored {list(stored.shape)}")
+        tensor, layout = flat[name] if name in flat else (tensors[name], None)
+        shape = tensors[name].shape if layout is None else layout.shape
+        if tuple(shape) != stored.shape:
+            problems.append(f"{name}: shape {list(shape)}, stored {list(stored.shape)}")
+        elif tensor is None:
+            continue
         elif as_dtype(tensor.dtype) is not stored.dtype:
             problems.append(
                 f"{name}: dtype {as_dtype(tensor.dtype).name}, stored {stored.dtype.name}"
             )
-        elif layout_of(tensor).contributions > 1:
+        elif layout is None and layout_of(tensor).contributions > 1:
             problems.append(f"{name}: partial, while a checkpoint holds values")
         else:
             problems += _find_write_problems(name, _find_local(tensor))
