@@ -25,7 +25,7 @@ def _recipe(*rules: tuple[str, str], axes: tuple[str, ...] = ("tp", "fsdp")) -> 
 
 def test_the_first_rule_that_matches_decides() -> None:
     rules = [Rule("a.*", "tp, ..."), Rule("*.weight", "-, dp tp")]
-    found = assign(SHAPES, MESH, rules, allow=["unmatched"])
+    found = assign(SHAPES, MESH, rules, allow=["unknown"])
     assert list(found.specs) == list(found.layouts) == list(SHAPES)
     assert found.specs == {
         "a.weight": spec(MESH, "tp, -"),
@@ -36,14 +36,14 @@ def test_the_first_rule_that_matches_decides() -> None:
     for name, shape in SHAPES.items():
         assert found.layouts[name] is found.specs[name].layout(shape)
     assert found.matched == {"a.weight": rules[0], "a.bias": rules[0], "b.weight": rules[1]}
-    assert found.unmatched == ("step",)
+    assert found.unknown == ("step",)
     assert found.unused == ()
     assert found.unused_axes == ()
 
 
 def test_without_rules_everything_is_replicated_and_listed() -> None:
     found = assign(SHAPES, MESH)
-    assert found.unmatched == tuple(SHAPES)
+    assert found.unknown == tuple(SHAPES)
     assert found.matched == {}
     assert found.unused_axes == ("dp", "tp")
     for name, shape in SHAPES.items():
@@ -58,7 +58,7 @@ def test_rules_given_by_hand_come_before_the_recipe() -> None:
     assert found.specs["b.weight"] is spec(MESH, "-, tp")
     assert found.matched["a.weight"] is by_hand
     assert found.matched["step"] is recipe.rules[2]
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 def test_unused_rules_are_kept_apart() -> None:
@@ -163,7 +163,7 @@ def test_a_recipe_rule_that_does_not_fit_names_tensor_rule_and_recipe(
     where = f"tensor 'a.weight' of shape [8, 6], recipe 'mine', rule `a.weight={text}`: "
     assert str(caught.value).startswith(where)
     # Where it matches nothing, a recipe's rule need not fit.
-    assign({"other": (2,)}, MESH, (), recipe, {"zero": 0}, allow=["unmatched"])
+    assign({"other": (2,)}, MESH, (), recipe, {"zero": 0}, allow=["unknown"])
 
 
 def test_no_config_at_all_is_said() -> None:

@@ -98,7 +98,7 @@ def test_layers_that_predict_further_tokens(
         }
     shapes |= list_predicting_layer("model.layers.2.", 4096, 151552)
     found = assign_over(shapes, config, pp=2, tp=4, ep=2)
-    assert not found.unmatched
+    assert not found.unknown
     # Ranks 0 to 7 are the first stage, 8 to 15 the last, which predicts.
     assert held(found, "model.layers.2.eh_proj.weight", 0) is None
     assert held(found, "model.layers.2.eh_proj.weight", 8) == (4096, 8192)
@@ -146,7 +146,7 @@ def test_llama_4_with_its_vision_tower() -> None:
         "multi_modal_projector.linear_1.weight": (5120, 4096),
     }
     found = assign_over(shapes, config, pp=2, ep=2, tp=4)
-    assert not found.unmatched
+    assert not found.unknown
     # Stage 0 is ranks 0 to 7; in it experts 0 to 7 are on ranks 0 to 3.
     assert held(found, f"{seen}self_attn.q_proj.weight", 0) == (352, 1408)
     assert held(found, f"{seen}mlp.fc2.weight", 8) is None
@@ -184,7 +184,7 @@ def test_gpt_oss_in_four_bits(tp: int) -> None:
         f"{of}mlp.experts.down_proj_bias": (32, 2880),
     }
     found = assign_over(shapes, config, tp=tp)
-    assert not found.unmatched
+    assert not found.unknown
     groups = -(-90 // tp)
     for rank in range(tp):
         here = min(groups, 90 - groups * rank)

@@ -71,7 +71,7 @@ SHAPES = {
 
 def test_what_a_rank_has_is_counted_from_zero() -> None:
     mesh = DeviceMesh.of(pp=2, ep=2)
-    found = assign(SHAPES, mesh, (), load_recipe("qwen3_moe"), CONFIG, allow=["unmatched"])
+    found = assign(SHAPES, mesh, (), load_recipe("qwen3_moe"), CONFIG, allow=["unknown"])
     # Five layers on two stages are 3 and 2. Rank 3 is on stage 1, and has experts 2 and 3.
     names = local_names(found, 3)
     layer, expert = "model.layers.{}.input_layernorm.weight", "model.layers.{}.mlp.experts.{}"

@@ -55,7 +55,7 @@ def test_numbers_and_ends_say_where() -> None:
         "tp, - | only(pp=1)",
         "tp, - | only(pp=0 ep=1)",
     ]
-    assert (found.unmatched, found.unused, found.unused_axes) == ((), (RULES[3],), ())
+    assert (found.unknown, found.unused, found.unused_axes) == ((), (RULES[3],), ())
     assert found.notes == ("in: tied with out",)
     assert found.layouts["l.3.e.5.w"].holders == (10, 11)
 

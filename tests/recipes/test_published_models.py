@@ -118,7 +118,7 @@ def test_every_tensor_of_a_short_deepseek_v3_is_reported_and_whole(text: str) ->
 def check_places(model: PublishedModel, mesh: DeviceMesh) -> None:
     """Every tensor is on its stage and with its expert, and cut without holes."""
     found = assigned(model, mesh)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     kind = str(model.config["model_type"])
     expected_axes = {"tp", "fsdp", "pp"} | ({"ep", "etp"} if kind in EXPERTS else set())
     assert set(found.unused_axes) == set(mesh.axis_names) - expected_axes
@@ -389,7 +389,7 @@ def test_gpt2_names_with_and_without_a_prefix(prefix: str) -> None:
     shapes = {f"{prefix}{name}": shape for name, shape in GPT2.shapes.items()}
     shapes["lm_head.weight"] = (50257, 768)
     found = assign(shapes, DeviceMesh.of(pp=2, tp=4), (), load_recipe("gpt2"), GPT2.config)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     assert str(found.specs["lm_head.weight"]) == "tp, - | only(pp=1)"
     assert str(found.specs[f"{prefix}wte.weight"]) == "tp, -"
     assert found.notes == (

@@ -38,7 +38,7 @@ def test_the_parameter_lists_have_the_published_sizes() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 16])
 def test_no_tensor_is_unmatched_or_cut_short(model: PublishedModel, tp: int) -> None:
     found = _assigned(model, dp=2, tp=tp)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     assert found.unused_axes == ("dp",)
     for name, layout in found.layouts.items():
         for dimension, table in enumerate(layout.tables):
@@ -100,7 +100,7 @@ def test_bert_names_with_a_prefix(prefix: str) -> None:
     found = assign(shapes, mesh, (), recipe, MINI_LM.config)
     plain = assign(MINI_LM.shapes, mesh, (), recipe, MINI_LM.config)
     assert found.specs == {f"{prefix}{name}": cut for name, cut in plain.specs.items()}
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 def test_bert_heads_for_tasks() -> None:
@@ -131,7 +131,7 @@ def test_bert_heads_for_tasks() -> None:
     assert {name: str(cut) for name, cut in found.specs.items()} == {
         name: text for name, (_, text) in expected.items()
     }
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_llama_before_grouped_queries() -> None:
     assert {name: str(cut) for name, cut in found.specs.items()} == {
         name: text for name, (_, text) in expected.items()
     }
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize("model", [MINI_LM, TINY_LLAMA])
 def test_a_mesh_without_tp_holds_copies(model: PublishedModel) -> None:
     found = _assigned(model, dp=2)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     for name, shape in model.shapes.items():
         assert found.specs[name] is spec(DeviceMesh.of(dp=2), "...", ndim=len(shape))
 

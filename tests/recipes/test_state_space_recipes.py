@@ -68,7 +68,7 @@ def assigned(config: Mapping[str, object], mesh: str, **shapes: tuple[int, ...])
     assert recipe is not None
     named = {name.replace("__", "."): shape for name, shape in shapes.items()}
     found = assign(named, DeviceMesh.parse(mesh), (), recipe, config)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     return found
 
 

@@ -16,7 +16,7 @@ from reshard.checkpoint.training.styles import STYLES
 from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
-from reshard.recipes.coupling.allowances import ALLOWANCES
+from reshard.recipes.coupling.allowances import ALLOWANCES, FORMER_ALLOWANCES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -156,9 +156,12 @@ option_option = click.option(
 allow_option = click.option(
     "--allow",
     multiple=True,
-    type=click.Choice(ALLOWANCES),
-    help="Accept what is otherwise an error: cuts that ranks cannot compute with, or tensors that "
-    "no rule matches (every rank gets them whole). Repeatable.",
+    type=click.Choice((*ALLOWANCES, *FORMER_ALLOWANCES)),
+    metavar=f"[{'|'.join(ALLOWANCES)}]",
+    callback=lambda context, parameter, words: tuple(FORMER_ALLOWANCES.get(w, w) for w in words),
+    help="Accept an error: cuts that ranks cannot compute with (uncomputable), tensors that no "
+    "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
+    "(incomplete). Repeatable.",
 )
 dtype_option = click.option(
     "--dtype",

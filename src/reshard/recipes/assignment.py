@@ -20,7 +20,7 @@
    is read.
 8. It is an error if ranks could not compute with what they hold
    (`reshard.recipes.coupling.inspection`), or if no rule matches a tensor. A user who allows it
-   gets a list instead, and unmatched tensors are replicated.
+   gets a list instead, and unknown tensors are replicated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
 from reshard.recipes.config.variables import expand, fill_in, variables
-from reshard.recipes.coupling.allowances import describe_unmatched, parse_allowed
+from reshard.recipes.coupling.allowances import describe_unknown, parse_allowed
 from reshard.recipes.coupling.cut_marks import marks_of
 from reshard.recipes.coupling.held_blocks import HeldBlock, HeldBlockReader
 from reshard.recipes.coupling.inspection import Inspection
@@ -72,7 +72,7 @@ class Assignment:
     """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
-    those that one matched. `unmatched` tensors are replicated, and `uncomputable` says with which
+    those that one matched. `unknown` tensors are replicated, and `uncomputable` says with which
     ranks could not compute; both are empty unless allowed. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
     all. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
@@ -81,7 +81,7 @@ class Assignment:
     specs: dict[str, ShardingSpec]
     layouts: dict[str, Layout]
     matched: dict[str, Rule]
-    unmatched: tuple[str, ...]
+    unknown: tuple[str, ...]
     unused_rules: tuple[Rule, ...]
     unused_recipe_rules: tuple[Rule, ...]
     unused_axes: tuple[str, ...]
@@ -388,7 +388,7 @@ def assign(
             when None.
         logical_shapes: of quantised weights whose stored tensors do not tell it (bitsandbytes
             4-bit), by the weight's name.
-        allow: what else would be an error: `uncomputable` cuts, `unmatched` tensors.
+        allow: what else would be an error: `uncomputable` cuts, `unknown` tensors.
         aliases: other names of tensors, which rules match as well: those of a recipe, for tensors
             with a prefix before it.
 
@@ -402,8 +402,8 @@ def assign(
 
     >>> shapes = {"up.weight": (8, 4), "up.bias": (8,), "norm": (4,)}
     >>> rules = [Rule("up.*", "tp, ...")]
-    >>> found = assign(shapes, DeviceMesh.of(tp=2), rules, allow=["unmatched"])
-    >>> print(found.specs["up.weight"], found.specs["up.bias"], found.unmatched, sep=" | ")
+    >>> found = assign(shapes, DeviceMesh.of(tp=2), rules, allow=["unknown"])
+    >>> print(found.specs["up.weight"], found.specs["up.bias"], found.unknown, sep=" | ")
     tp, - | tp | ('norm',)
     """
     allowed = parse_allowed(allow)
@@ -452,11 +452,11 @@ def assign(
         decided |= dict.fromkeys(found, builder.rules[match.number])
     specs = {name: cut[name][0] for name in shapes}
     layouts = {name: cut[name][1] for name in shapes}
-    unmatched = tuple(name for name in shapes if name not in decided)
+    unknown = tuple(name for name in shapes if name not in decided)
     # Without rules and a recipe, copies of everything are what is asked for.
-    if unmatched and (rules or recipe) and "unmatched" not in allowed:
+    if unknown and (rules or recipe) and "unknown" not in allowed:
         by = f"of the recipe {recipe.name!r}" if recipe else "given"
-        raise UnmatchedError(describe_unmatched(unmatched, len(shapes), by))
+        raise UnmatchedError(describe_unknown(unknown, len(shapes), by))
     uncomputable = (*map(str, inspection.findings), *cut_through)
     if uncomputable and "uncomputable" not in allowed:
         more = f" (and {len(uncomputable) - 1} more such)" if len(uncomputable) > 1 else ""
@@ -471,7 +471,7 @@ def assign(
         specs,
         layouts,
         {name: decided[name] for name in shapes if name in decided},
-        unmatched=unmatched,
+        unknown=unknown,
         unused_rules=tuple(builder.rules[n] for n in unused if n < builder.by_hand),
         unused_recipe_rules=tuple(builder.rules[n] for n in unused if n >= builder.by_hand),
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),

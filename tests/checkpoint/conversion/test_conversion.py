@@ -251,10 +251,10 @@ def test_tensors_no_rule_matches_and_rules_that_match_none(source: Path) -> None
     target, rules = source.parent / "target", ["page*=tp, -", "absent=tp"]
     with pytest.raises(UnmatchedError, match="no rule given matches 4 of 6 tensors: small, sc"):
         checkpoint.convert(source, target, to="tp=2", rules=rules)
-    with pytest.raises(UsageError, match="'all' cannot be allowed; what can is uncomputable and"):
+    with pytest.raises(UsageError, match="'all' cannot be allowed; choose from incomplete"):
         checkpoint.convert(source, target, to="tp=2", allow=["all"])
-    plan = checkpoint.plan_conversion(source, target, to="tp=2", rules=rules, allow=["unmatched"])
-    assert set(plan.unmatched) == {"small", "scalar", "empty", "odd"}
+    plan = checkpoint.plan_conversion(source, target, to="tp=2", rules=rules, allow=["unknown"])
+    assert set(plan.unknown) == {"small", "scalar", "empty", "odd"}
     assert [rule.pattern for rule in plan.unused_rules] == ["absent"]
     assert os.listdir(source.parent) == ["source"], "planning writes nothing"
 

@@ -24,7 +24,7 @@ WHOLE = {
     "step": tensor("int64", (), 3),
 }
 # Tensors that no rule matches were copied when these journals were written.
-COPIED = {"allow": ["unmatched"]}
+COPIED = {"allow": ["unknown"]}
 HALVES = {"to": "tp=2", "rules": ["*.weight=tp, -"], **COPIED}
 ARCHIVES = {"to": "tp=2", "rules": ["*.weight=-, tp"], "format": "torch-dcp", **COPIED}
 SHARDS = {

@@ -81,7 +81,7 @@ def test_a_recipe_cuts_weights_behind_a_prefix_and_their_state(
             assert found[f"{container}.state.{name}.{key}"] == expected[name]
         assert found[f"{container}.state.{name}.step"] == ""
     assert found["rng_state"] == "-"
-    assert not conversion.unmatched
+    assert not conversion.unknown
     assert expected["model.layers.0.self_attn.q_proj.weight"] != "-, -"
 
 

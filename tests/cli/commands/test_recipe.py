@@ -240,7 +240,7 @@ def test_what_ranks_cannot_compute_with_is_refused_before_anything_is_written(co
     assert "sizes that would do: 1, 2, 5, 10, 20, 40" in found.errors
     assert sorted(Path().rglob("*")) == there
     assert run_here(*arguments, "--json").json["error"]["kind"] == "UncomputableError"
-    assert run_here(*arguments, "--allow", "unmatched").code == 2
+    assert run_here(*arguments, "--allow", "unknown").code == 2
     assert not Path("new").exists()
     assert run_here(*arguments, "--allow", "uncomputable").code == 0
     assert Path("new").exists() == (command == "convert")
@@ -254,7 +254,7 @@ def test_what_ranks_cannot_compute_with_is_reported() -> None:
     (text,) = run("check", "phi", "--to", "tp=4", "--json").json["uncomputable"]
     assert "use 2-4; tp has size 4" in text
     assert run("check", "phi", "--to", "tp=4", "--allow", "uncomputable").code == 0
-    assert run("check", "phi", "--to", "tp=4", "--allow", "unmatched").code == 1
+    assert run("check", "phi", "--to", "tp=4", "--allow", "unknown").code == 1
     assert run("check", "phi", "--to", "tp=5").code == 0
     planned = run_here(
         *("plan", "phi", "--to", "tp=4", "--recipe", "auto", "--allow", "uncomputable")
@@ -269,12 +269,12 @@ def test_a_part_of_a_model_that_no_rule_names_is_refused() -> None:
     assert (found.code, Path("new").exists()) == (2, False)
     assert "no rule of the recipe 'llama' matches 1 of 5 tensors: odd. Give rules" in found.errors
     assert run("check", "more", "--to", "tp=2").code == 1
-    assert run("check", "more", "--to", "tp=2", "--allow", "unmatched").code == 0
+    assert run("check", "more", "--to", "tp=2", "--allow", "unknown").code == 0
     found = run_here("convert", "phi", "new", "--to", "tp=2", "--rule", "nothing=tp, -")
     assert found.code == 2 and "no rule given matches 4 of 4 tensors" in found.errors
     found = run_here(*arguments, "--allow", "everything")
     assert found.code == 2 and "'everything' is not one of" in found.errors
-    assert run_here(*arguments, "--allow", "unmatched").code == 0
+    assert run_here(*arguments, "--allow", "unknown").code == 0
     assert run_here("convert", "more", "all", *arguments[3:], "--rule", "odd=-").code == 0
 
 

@@ -103,8 +103,8 @@ def cut_case(case: Case, parallelism: str, tensors: dict[str, Array]) -> CutMode
     mesh, options = parse_parallelism(parallelism)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     assignment = assign_case(case.recipe, parallelism, case.config, shapes)
-    if assignment.unmatched:
-        raise JudgeError(f"no rule matches {list(assignment.unmatched)}")
+    if assignment.unknown:
+        raise JudgeError(f"no rule matches {list(assignment.unknown)}")
     return CutModel(mesh, case.recipe.with_options(options), assignment, tensors)
 
 

@@ -45,7 +45,7 @@ def describe_unmatched(record: dict[str, Any]) -> Iterator[str]:
             if len(found) > number
         }
         found = assign(
-            *(shapes, DeviceMesh.of(tp=1), (), recipe, record["config"]), allow=["unmatched"]
+            *(shapes, DeviceMesh.of(tp=1), (), recipe, record["config"]), allow=["unknown"]
         )
-        for name in found.unmatched:
+        for name in found.unknown:
             yield f"{name} {list(shapes[name])}"

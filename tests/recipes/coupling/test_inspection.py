@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from reshard.errors import UncomputableError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.library import load_recipe
 from reshard.recipes.recipe import Recipe
@@ -181,10 +182,10 @@ def test_an_option_or_a_mapping_of_axes_that_breaks_an_operator() -> None:
 
 
 def test_what_cannot_be_allowed() -> None:
-    with pytest.raises(UsageError, match="'all' cannot be allowed; what can is uncomputable and"):
+    with pytest.raises(UsageError, match="'all' cannot be allowed; choose from incomplete"):
         assign_llama(8, 2, "tp=2", allow=("all",))
-    with pytest.raises(UsageError, match=r"allow 'unmatched'; give a list"):
-        assign({"a": (2,)}, DeviceMesh.of(tp=2), allow="unmatched")
+    with pytest.raises(UsageError, match=r"allow 'unknown'; give a list"):
+        assign({"a": (2,)}, DeviceMesh.of(tp=2), allow="unknown")
 
 
 EXPERTS = Recipe(
@@ -326,3 +327,8 @@ def test_layers_with_other_numbers_of_heads() -> None:
     with pytest.raises(UncomputableError, match=r" of l\.1\.k") as caught:
         assign(shapes, DeviceMesh.of(tp=2), [Rule("l.1.k", "tp@cyclic2, -")], recipe, recipe_config)
     assert "2 ranks along tp" in str(caught.value)
+
+
+def test_a_former_word_still_counts_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="'unmatched' is now 'unknown'"):
+        assert parse_allowed(["unmatched"]) == {"unknown"}

@@ -65,7 +65,7 @@ def test_blocks_of_deepseek_stay_with_their_scales(mesh: str) -> None:
     found = cut(with_scales(DEEPSEEK), mesh, "deepseek_v3", num_attention_heads=128)
     for name in DEEPSEEK:
         expect_groups(found.layouts[name], found.layouts[f"{name}_scale_inv"], 128, 128)
-    assert not found.unmatched
+    assert not found.unknown
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=8", "tp=4,fsdp=5", "tp=2,pp=1,dp=2"])
@@ -126,8 +126,8 @@ def test_rules_for_every_tensor_count_for_logical_weights() -> None:
 
 def test_without_a_rule_the_stored_tensors_are_unmatched() -> None:
     shapes = with_scales({"up.weight": (384, 256)})
-    found = assign(shapes, DeviceMesh.of(tp=2), [Rule("down.*", "tp, -")], allow=["unmatched"])
-    assert found.unmatched == tuple(shapes)
+    found = assign(shapes, DeviceMesh.of(tp=2), [Rule("down.*", "tp, -")], allow=["unknown"])
+    assert found.unknown == tuple(shapes)
 
 
 def test_bytes_of_layers_count_what_is_stored() -> None:

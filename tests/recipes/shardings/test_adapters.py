@@ -101,7 +101,7 @@ def test_products_of_ranks_are_their_parts_of_the_change(mesh: str) -> None:
     devices, recipe = DeviceMesh.parse(mesh), load_recipe("llama")
     base = assign(WEIGHTS, devices, (), recipe, LLAMA)
     found = assign(adapters_of(WEIGHTS), devices, (), recipe, LLAMA)
-    assert found.unmatched == ()
+    assert found.unknown == ()
     check_products(WEIGHTS, base, found)
 
 
@@ -158,7 +158,7 @@ def test_other_tensors_of_an_adapter() -> None:
     assert [str(cut) for cut in found.specs.values()] == [
         *("-, -", "tp@heads12, -", "tp@heads12", "tp@heads12", "-, -"),
     ]
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 def test_rules_by_hand_come_first() -> None:
@@ -173,15 +173,15 @@ def test_what_no_rule_of_the_base_matches() -> None:
     mesh, recipe = DeviceMesh.of(tp=2), load_recipe("llama")
     with pytest.raises(UnmatchedError, match=r"model\.strange\.weight"):
         assign(shapes, mesh, (), recipe, LLAMA)
-    found = assign(shapes, mesh, (), recipe, LLAMA, allow=["unmatched"])
-    assert found.unmatched == tuple(shapes)
+    found = assign(shapes, mesh, (), recipe, LLAMA, allow=["unknown"])
+    assert found.unknown == tuple(shapes)
 
 
 def test_layers_by_bytes() -> None:
     recipe = load_recipe("llama").with_options({"layer": "bytes"})
     shapes = adapters_of(WEIGHTS)
     found = assign(shapes, DeviceMesh.of(pp=2), (), recipe, LLAMA, dict.fromkeys(shapes, 2))
-    assert found.unmatched == ()
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize(

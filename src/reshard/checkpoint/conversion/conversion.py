@@ -87,9 +87,9 @@ class Conversion:
         return {**carried, **self.rewritten}
 
     @property
-    def unmatched(self) -> tuple[str, ...]:
+    def unknown(self) -> tuple[str, ...]:
         """Tensors that no rule matched: they are replicated."""
-        return self.assignment.unmatched if self.assignment else ()
+        return self.assignment.unknown if self.assignment else ()
 
     @property
     def uncomputable(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the result, beside unmatched tensors and unused rules."""
+        """What a user should know about the result, beside unknown tensors and unused rules."""
         notes = [
             *self.losses,
             *self.uncopied,

@@ -123,7 +123,7 @@ class ConversionRequest:
         layout: of an engine, or the file that has it: every rank of the target holds what that
             engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
         allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
-            with, and `unmatched` tensors, which every rank gets whole.
+            with, and `unknown` tensors, which every rank gets whole.
         include, exclude: globs on the source's names; what is taken of it, and what of that is left
             out.
         strip_prefix: prefixes that names lose, before anything else looks at them.

@@ -167,7 +167,7 @@ class StateFollowers:
             specs={name: specs[name] for name in self.shapes},
             layouts={name: layouts[name] for name in self.shapes},
             matched={name: matched[name] for name in self.shapes if name in matched},
-            unmatched=tuple(name for name in found.unmatched if name in self.shapes),
+            unknown=tuple(name for name in found.unknown if name in self.shapes),
             notes=(*found.notes, *self._notes),
         )
 

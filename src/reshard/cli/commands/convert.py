@@ -91,7 +91,7 @@ def convert(
       tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
       seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]
-      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+      unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
 

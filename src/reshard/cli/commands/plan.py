@@ -92,7 +92,7 @@ def plan(
       extra_bytes (of buffers), peak_bytes (of all that is resident), threads
       tensors [{name, dtype, shape, cut_before, cut, size_bytes}]
       files [{name, rank, size_bytes}]
-      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+      unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     from reshard.checkpoint.conversion.planning import unwritten_target
 
@@ -144,15 +144,15 @@ class PeakMemory:
 
 def matching_lines(conversion: Conversion) -> list[str]:
     """What the user should know of how rules matched: tensors, rules and axes left over."""
-    unmatched, total = conversion.unmatched, len(conversion.arrangement.tensors)
+    unknown, total = conversion.unknown, len(conversion.arrangement.tensors)
     lines = []
-    if unmatched and len(unmatched) == total:
+    if unknown and len(unknown) == total:
         lines.append(
             f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
             "--rule to shard them"
         )
     else:
-        lines += listing("replicated, no rule matched", unmatched)
+        lines += listing("replicated, no rule matched", unknown)
         if conversion.assignment is not None:
             lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
@@ -175,7 +175,7 @@ def matching_json(conversion: Conversion) -> dict[str, Any]:
     """The same for `--json`."""
     assignment = conversion.assignment
     return {
-        "unmatched": list(conversion.unmatched),
+        "unknown": list(conversion.unknown),
         "unused_rules": [str(rule) for rule in conversion.unused_rules],
         "unused_recipe_rules": [
             str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())

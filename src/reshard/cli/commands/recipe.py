@@ -127,7 +127,7 @@ def check(
       path, mesh {text, axes, devices}, recipe, options, size_bytes
       rules [{pattern, spec, by_hand, tensors, size_bytes, example, cut}]
       ranks [{rank, tensors, size_bytes}]
-      uncomputable, unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+      uncomputable, unknown, unused_rules, unused_recipe_rules, unused_axes, notes
       against {engine, version, mesh, same, differences, unread, unknown}
     """
     from reshard.checkpoint.conversion.placement import assign_tensors
@@ -168,7 +168,7 @@ def check(
         title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
         by_engine_lines = [] if compared is None else compared.as_text()
         write("\n".join([printable(title), *report.as_text(), *by_engine_lines]))
-    refused = {"uncomputable": found.uncomputable, "unmatched": found.unmatched}
+    refused = {"uncomputable": found.uncomputable, "unknown": found.unknown}
     is_refused = any(refused[word] for word in refused.keys() - {*allow})
     is_same = compared is None or compared.is_same
     return DONE if is_same and not is_refused else DIFFERS
@@ -276,7 +276,7 @@ class _Report:
         ]
         lines += ["", table(rows, ("ranks", "tensors", "each holds"), "lrr"), ""]
         lines += [f"not computable: {printable(text)}" for text in self.found.uncomputable]
-        lines += listing("replicated, no rule matched", self.found.unmatched)
+        lines += listing("replicated, no rule matched", self.found.unknown)
         lines += listing("mesh axes that cut nothing", self.found.unused_axes)
         lines += listing("rules that decided no tensor", map(str, self.found.unused_rules))
         lines += listing(
@@ -284,7 +284,7 @@ class _Report:
             (rule.pattern for rule in self.found.unused_recipe_rules),
         )
         lines += [f"note: {printable(note)}" for note in self.found.notes]
-        if not self.found.unmatched:
+        if not self.found.unknown:
             lines.append("every tensor is matched by a rule")
         return lines
 
@@ -308,7 +308,7 @@ class _Report:
                 for rank, count, held in self.ranks
             ],
             "uncomputable": list(self.found.uncomputable),
-            "unmatched": list(self.found.unmatched),
+            "unknown": list(self.found.unknown),
             "unused_rules": [str(rule) for rule in self.found.unused_rules],
             "unused_recipe_rules": [str(rule) for rule in self.found.unused_recipe_rules],
             "unused_axes": list(self.found.unused_axes),

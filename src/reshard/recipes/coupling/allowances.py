@@ -1,38 +1,49 @@
-"""Allowances: what a user may accept that is an error otherwise."""
+"""Allowances: conditions that a user may accept and that are errors otherwise."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 
-ALLOWANCES = ("uncomputable", "unmatched")
+ALLOWANCES = ("incomplete", "uncomputable", "unknown")
+FORMER_ALLOWANCES = {"unmatched": "unknown"}
+"""Words of earlier versions, with those that replace them."""
 
 
 def parse_allowed(allow: Iterable[str]) -> frozenset[str]:
-    """The words of `allow`.
+    """Read the words of `allow`.
 
     Raises:
-        UsageError: a word that is none, or what is no list of them.
+        UsageError: a word that cannot be allowed, or an object that is not a list of words.
 
-    >>> parse_allowed(["unmatched"])
-    frozenset({'unmatched'})
+    >>> parse_allowed(["unknown"])
+    frozenset({'unknown'})
     """
     if isinstance(allow, str) or not isinstance(allow, Iterable):
         raise UsageError(f"allow {allow!r}; give a list, such as ['{ALLOWANCES[0]}']")
-    words = list(allow)
-    for word in words:
+    words = []
+    for word in allow:
+        if word in FORMER_ALLOWANCES:
+            new = FORMER_ALLOWANCES[word]
+            warnings.warn(f"allow {word!r} is now {new!r}", DeprecationWarning, stacklevel=2)
+            word = new
         if word not in ALLOWANCES:
-            raise UsageError(f"{word!r} cannot be allowed; what can is {' and '.join(ALLOWANCES)}")
+            raise UsageError(
+                f"{word!r} cannot be allowed; choose from {', '.join(ALLOWANCES[:-1])} and "
+                f"{ALLOWANCES[-1]}"
+            )
+        words.append(word)
     return frozenset(words)
 
 
-def describe_unmatched(names: Sequence[str], total: int, by: str) -> str:
-    """The error of tensors that no rule matches; `by` says whose rules these are."""
+def describe_unknown(names: Sequence[str], total: int, by: str) -> str:
+    """Describe tensors that no rule matches, as an error; `by` says whose rules these are."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: {shown}. Give rules "
-        "for them, `*=...` behind all others for copies on every rank, or accept such copies: "
-        "--allow unmatched, in Python allow=['unmatched']"
+        "for them, `*=...` after all others for copies on every rank, or accept such copies: "
+        "--allow unknown, in Python allow=['unknown']"
     )

@@ -174,7 +174,7 @@ class LowRankAdapters:
                 for name, base in bases.items()
                 if base in matched
             },
-            "unmatched": tuple(name for name, base in bases.items() if base not in matched),
+            "unknown": tuple(name for name, base in bases.items() if base not in matched),
         }
 
     def _restrict(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
