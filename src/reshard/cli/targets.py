@@ -73,7 +73,7 @@ _TARGETS = {
     "hf": _Target(
         (
             *("to", "config", "recipe", "source_names", "dtype", "adapters", "most_file_bytes"),
-            *("source_layout", *_SELECTION),
+            *("source_layout", "allow", *_SELECTION),
         ),
         "a model folder has whole weights, in the names and files that transformers reads",
         _plan_for_hf,

@@ -17,7 +17,9 @@ Source: transformers 5.23, `distributed` and `core_model_loading`.
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -75,7 +77,7 @@ def layouts(
     sizes = {axis: as_integer(given[axis], axis, UsageError, least=1) for axis in _AXES}
     ep = as_integer(ep, "ep", UsageError, least=1)
     engine = _import_transformers()
-    with _explain_errors("read the config"):
+    with explain_errors("read the config"):
         made = _read_config(engine, config)
     if getattr(made, "quantization_config", None) is not None:
         raise UsageError(
@@ -87,9 +89,9 @@ def layouts(
         sources = {name: (one.dtype, one.shape) for name, one in tensors.items()}
     ranks = sizes["pp"] * sizes["dp"] * sizes["fsdp"] * sizes["tp"]
     found = []
-    with _silence(engine):
+    with silence(engine):
         if sources is None:
-            with _explain_errors("build the model"):
+            with explain_errors("build the model"):
                 sources = _list_saved(engine, _build_whole(engine, made))
         for rank in range(ranks):
             with pretend_rank(rank, ranks):
@@ -116,8 +118,8 @@ def module_tensors(
         MissingExtraError: transformers is not installed.
         RunError: transformers has no such module, in its own words.
     """
-    engine = _import_module_code()
-    with _explain_errors("build the model"):
+    engine = import_module_code()
+    with explain_errors("build the model"):
         model = _build_whole(engine, config, dtype)
         if as_saved:
             return _list_saved(engine, model)
@@ -135,8 +137,8 @@ def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
         MissingExtraError: transformers is not installed.
         RunError: transformers has no such module, in its own words.
     """
-    engine = _import_module_code()
-    with _explain_errors("build the model"):
+    engine = import_module_code()
+    with explain_errors("build the model"):
         model = _build_whole(engine, config)
     found: dict[str, torch.Tensor] = engine.core_model_loading.revert_weight_conversion(
         model, dict(tensors)
@@ -144,12 +146,20 @@ def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
     return found
 
 
-def _import_module_code() -> Any:
+def import_module_code() -> Any:
+    # Packages that transformers imports log what they lack, which is not the user's concern here.
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
-        import transformers
-        import transformers.core_model_loading
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+            import transformers.core_model_loading
+            import transformers.modeling_utils
     except ImportError as error:
         raise MissingExtraError(f"names of a module need transformers 5: {error}") from error
+    finally:
+        logging.disable(level)
     return transformers
 
 
@@ -167,7 +177,7 @@ def _import_transformers() -> Any:
 
 
 @contextmanager
-def _silence(engine: Any) -> Iterator[None]:
+def silence(engine: Any) -> Iterator[None]:
     """Without its progress bars, its advice about meshes, and its threads."""
     # Nothing can follow what other threads load.
     threads = os.environ.get(_ASYNC)
@@ -189,7 +199,7 @@ def _silence(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _explain_errors(what: str) -> Iterator[None]:
+def explain_errors(what: str) -> Iterator[None]:
     """Say of an error of transformers' what it was doing."""
     try:
         yield
@@ -262,12 +272,12 @@ def _trace_rank(
     targets: dict[str, torch.Tensor] = {}
 
     def load(weights: dict[str, torch.Tensor]) -> None:
-        with _explain_errors(f"load rank {rank} of {dict(sizes)}, ep={ep}"):
+        with explain_errors(f"load rank {rank} of {dict(sizes)}, ep={ep}"):
             device = next(iter(weights.values())).device
             targets.update(_load_rank(engine, config, sizes, ep, weights, device))
 
     # Names and shapes of what is filled are those that the model has before.
-    with _explain_errors(f"build the model of rank {rank} of {dict(sizes)}, ep={ep}"):
+    with explain_errors(f"build the model of rank {rank} of {dict(sizes)}, ep={ep}"):
         targets.update(_list_locals(_build_rank(engine, config, sizes, ep)[0]))
     return trace_loading(load, sources, targets, rank=rank, form="dict")
 

@@ -107,13 +107,13 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
-        meaning = _find_meaning(name, table)
+        meaning = find_meaning(name, table)
         if meaning != name:
             before, behind, parameter = "", "", name
         else:
             # Optimizer state, and weights behind a prefix, are called as the parameter is.
             before, behind, parameter = new.take_apart(name)
-            meaning = _find_meaning(parameter, table)
+            meaning = find_meaning(parameter, table)
         if isinstance(meaning, str):
             new.add(dataclasses.replace(tensor, name=f"{before}{meaning}{behind}"), name)
         elif new.is_common(name):
@@ -126,6 +126,11 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
                 new.add(dataclasses.replace(member, name=f"{before}{member.name}{behind}"), name)
     new.expect_change(table)
     return new.checkpoint()
+
+
+def find_meaning(name: str, table: Mapping[str, Meaning]) -> Meaning:
+    """Return what a name is in a recipe's names: by an exact entry, else by the first pattern."""
+    return table[name] if name in table else find_by_pattern(name, table)
 
 
 def in_names_of(
@@ -167,11 +172,6 @@ def in_names_of(
             new.add(fuse_members(theirs.name, theirs.fusion, members), *names)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
-
-
-def _find_meaning(name: str, table: Mapping[str, Meaning]) -> Meaning:
-    """What a name is in a recipe's: by an exact entry, or by a pattern such as of every layer."""
-    return table[name] if name in table else find_by_pattern(name, table)
 
 
 def _find_around(name: str, tensors: _Tensors, table: Mapping[str, Meaning]) -> ForeignName:

@@ -4,8 +4,9 @@
    (`weights`).
 2. Names in the architecture's: without the trainer's prefix, and out of another program's names by
    the recipe of config.json's model type (`model_names`).
-3. Rows of the vocabulary that only pad it for ranks are cut off; tied weights are stored once
-   (`ties`); layers and experts are there, all of them.
+3. Rows of the vocabulary that only pad it for ranks are cut off; layers and experts are there, all
+   of them, and the tensors are those of the architecture (`reshard.checkpoint.architectures`);
+   tied weights are stored once (`ties`).
 4. Element types as they are, or as asked for; config.json says which (`model_folder`).
 5. Safetensors files with an index, as any conversion writes them.
 """
@@ -16,9 +17,10 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypedDict
 
+from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.blocks.fusing import take_rows
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
@@ -29,7 +31,12 @@ from reshard.checkpoint.conversion.request import ConversionRequest, LayoutFile,
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.places.place_path import as_path
-from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
+from reshard.checkpoint.naming.renaming import (
+    find_meaning,
+    find_stacked_names,
+    in_recipe_names,
+    names_of,
+)
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,
@@ -69,6 +76,7 @@ class PretrainedArguments(TypedDict, total=False):
     exclude: Iterable[str]
     strip_prefix: Iterable[str]
     rename: Iterable[str]
+    allow: Iterable[str]
 
 
 def plan_for_pretrained(
@@ -86,6 +94,7 @@ def plan_for_pretrained(
     exclude: Iterable[str] = (),
     strip_prefix: Iterable[str] = (),
     rename: Iterable[str] = (),
+    allow: Iterable[str] = (),
 ) -> Conversion:
     """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
 
@@ -103,6 +112,8 @@ def plan_for_pretrained(
         most_file_bytes: begin a new file beyond so many bytes; one file when None.
         include, exclude, strip_prefix, rename: as in a `ConversionRequest`. Where prefixes or names
             are given, no other prefix is taken off.
+        allow: accept differences from the tensors of the architecture: `incomplete` for tensors
+            that are missing, `unknown` for tensors that it does not have.
 
     Raises:
         CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
@@ -121,24 +132,34 @@ def plan_for_pretrained(
         exclude=exclude,
         strip_prefix=strip_prefix,
         rename=rename,
+        allow=allow,
     )
     checkpoint, target = open_apart(source, target)
     files = find_model_files(checkpoint, config)
     chosen = choose_recipe(files.config) if recipe is None else find_recipe(recipe, checkpoint)
-    checkpoint = take_source(request, checkpoint)
+    whole, checkpoint = checkpoint, take_source(request, checkpoint)
     weights, names = _name_weights(checkpoint, chosen, files.config, source_names, request)
     weights = _cut_padding(weights, files.config)
+    left_out = _name_left_out(whole, names, chosen, files.config, request)
+    if "incomplete" not in request.allow:
+        _expect_all_outputs(weights, files.config, left_out)
+        if chosen is not None:
+            _expect_all_numbers(weights, chosen, files.config, left_out)
+    checked = check_architecture(
+        weights.tensors, files.config, whole.folder, allow=request.allow, left_out=left_out
+    )
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
-    missing = describe_missing_output(weights, found)
-    if missing is not None:
-        raise CheckpointError(missing)
-    if chosen is not None:
-        _expect_all_numbers(weights, chosen, found)
     changed = _change_elements(weights, found, request)
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
-    notes = [*weights.notes, *names.notes, *tied.notes, *_describe_place(files, checkpoint)]
+    notes = [
+        *weights.notes,
+        *names.notes,
+        *tied.notes,
+        *_describe_place(files, checkpoint),
+        *checked,
+    ]
     arrangement = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     resolved = {
@@ -194,6 +215,29 @@ def _name_weights(
     return weights, names
 
 
+def _name_left_out(
+    checkpoint: Checkpoint,
+    names: ModelNames,
+    recipe: Recipe | None,
+    config: Mapping[str, Any],
+    request: ConversionRequest,
+) -> frozenset[str]:
+    """Return the architecture's names of the tensors that the user left out by name."""
+    selection = request.selection
+    if not selection.include and not selection.exclude:
+        return frozenset()
+    table = names_of("source_names", names.convention, recipe, config)
+    found: set[str] = set()
+    for name in checkpoint.tensors:
+        if selection.takes(name):
+            continue
+        stripped = selection.strip(name)
+        name = model_name(selection.renamed(stripped) or stripped).removeprefix(names.prefix)
+        meaning = name if table is None else find_meaning(name, table.table)
+        found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
+    return frozenset(found)
+
+
 def _find_containers(checkpoint: Checkpoint) -> list[str]:
     """The prefixes of weights that the trainer's state shows to be its own."""
     state = find_training_state(checkpoint)
@@ -239,12 +283,23 @@ def _is_vocabulary(name: str) -> bool:
     return module in ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
 
 
-def _expect_all_numbers(checkpoint: Checkpoint, recipe: Recipe, config: Mapping[str, Any]) -> None:
+def _expect_all_outputs(
+    checkpoint: Checkpoint, config: Mapping[str, Any], left_out: Collection[str]
+) -> None:
+    """Raise CheckpointError where an output layer is missing that is not tied."""
+    missing = None if left_out else describe_missing_output(checkpoint, config)
+    if missing is not None:
+        raise CheckpointError(missing)
+
+
+def _expect_all_numbers(
+    checkpoint: Checkpoint, recipe: Recipe, config: Mapping[str, Any], left_out: Collection[str]
+) -> None:
     """Raise CheckpointError where layers or experts are missing between others."""
     found: dict[str, set[int]] = {}
     # Names that differ in digits only are of one rule.
     rule_of: dict[str, Rule | None] = {}
-    for name in checkpoint.tensors:
+    for name in (*checkpoint.tensors, *left_out):
         kind = re.sub(r"\d", "0", name)
         if kind not in rule_of:
             rule_of[kind] = next((one for one in recipe.rules if one.matches(name)), None)
