@@ -12,9 +12,9 @@ Source: transformers 5.24, `PreTrainedModel.from_pretrained` and `core_model_loa
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -91,11 +91,12 @@ class _ClassTensors:
     """
 
     def __init__(self, engine: Any, model_class: Any, config: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
         with torch.device("meta"):
             self._model = model_class._from_config(config, dtype=torch.float32)
         loading = engine.core_model_loading
-        mapping = importlib.import_module("transformers.conversion_mapping")
-        given = mapping.get_model_conversion_mapping(self._model) or []
+        given = get_model_conversion_mapping(self._model) or []
         self._rename = loading.rename_source_key
         self._renamings = [one for one in given if isinstance(one, loading.WeightRenaming)]
         self._converters = [one for one in given if isinstance(one, loading.WeightConverter)]
@@ -205,7 +206,7 @@ def _find_elsewhere(
 
 def _list_classes(engine: Any, model_class: Any) -> Iterator[Any]:
     """Yield the other public classes of a model class's file, for the same config."""
-    module = importlib.import_module(model_class.__module__)
+    module = sys.modules[model_class.__module__]
     for name in getattr(module, "__all__", ()):
         found = getattr(module, name)
         if (
