@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         ConvertArguments,
     )
     from reshard.checkpoint.conversion.run import run_conversion
-    from reshard.checkpoint.conversion.source_selection import select
+    from reshard.checkpoint.conversion.source_selection import open_selected, select
     from reshard.checkpoint.deltas.application import apply, plan_application
     from reshard.checkpoint.deltas.delta_file import Delta, read_delta
     from reshard.checkpoint.deltas.making import DeltaReport, diff
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         PlannedTensor,
     )
     from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-    from reshard.checkpoint.formats.opening import open_checkpoint
     from reshard.checkpoint.formats.registry import register_format
     from reshard.checkpoint.loading.arrays import read_tensor
     from reshard.checkpoint.loading.background import BackgroundWork
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.training.state import TrainingState, find_training_state
     from reshard.layout import Layout
 
-    open = open_checkpoint
+    open = open_selected
 
 __all__ = [
     "Arrangement",
@@ -138,7 +137,7 @@ __getattr__, __dir__ = load_later(
         "NewCheckpoint": "reshard.checkpoint.formats.arrangement",
         "NewFile": "reshard.checkpoint.formats.arrangement",
         "OneProcess": "reshard.checkpoint.conversion.processes",
-        "open": "reshard.checkpoint.formats.opening:open_checkpoint",
+        "open": "reshard.checkpoint.conversion.source_selection:open_selected",
         "open_checkpoint": "reshard.checkpoint.formats.opening",
         "plan_application": "reshard.checkpoint.deltas.application",
         "plan_conversion": "reshard.checkpoint.conversion.planning",
@@ -171,7 +170,7 @@ def convert(
     The new checkpoint appears at `target` whole, or not at all. What to cut for, and how, is a
     `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
     `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`,
-    `include`, `exclude`, `strip_prefix`, `rename`.
+    `include`, `exclude`, `strip_prefix`, `rename`, `select`.
     Other keywords say how it is run (see `run_conversion`): `extra_bytes`, `threads`, `overwrite`,
     `restart`, `progress`, `processes`, `stop`.
 

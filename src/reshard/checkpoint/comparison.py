@@ -45,6 +45,7 @@ from reshard.checkpoint.conversion.file_checksums import (
     source_checksums,
 )
 from reshard.checkpoint.conversion.moves import Batch, Moves
+from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
@@ -52,9 +53,10 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.training.plain_differences import differing_values
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
-from reshard.errors import FormatError
+from reshard.errors import FormatError, UsageError
 
 Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
@@ -174,6 +176,7 @@ def compare(
     left: Compared,
     right: Compared,
     *,
+    select: str | None = None,
     threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
@@ -182,13 +185,21 @@ def compare(
     Args:
         left, right: checkpoints, or where they are; a planned conversion stands for the tensors
             that it would write, other elements included.
+        select: the prefix of a model among several in `left`, which is compared by its names
+            without it.
         threads: at most so many at a time; 4 when None, and 16 from an address.
         progress: called after every block.
 
     Raises:
         CheckpointError: one of them cannot be used.
+        UsageError: a prefix that no tensor of `left` has, or one for a planned conversion.
         RunError: a file cannot be read.
     """
+    if select is not None:
+        if isinstance(left, Conversion):
+            raise UsageError(f"select {select!r} for a conversion; give it to what plans that")
+        opened = left if isinstance(left, Checkpoint) else open_checkpoint(left)
+        left = select_from(opened, TensorSelection(select=select))
     sides = (_Side(left), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
     threads = usual_threads(threads, a.folder, b.folder)

@@ -183,7 +183,14 @@ adapter_option = click.option(
     help="Merge a PEFT adapter into the weights: a folder with adapter_config.json. Repeatable; "
     "adapters are merged in order.",
 )
+select_option = click.option(
+    "--select",
+    metavar="PREFIX",
+    help="Of several models in one checkpoint, take the one under this prefix (ema_state_dict), "
+    "and remove the prefix from its names. Applied before --include.",
+)
 _SELECTION_OPTIONS = (
+    select_option,
     click.option(
         "--include",
         multiple=True,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
+
+
+def open_selected_source(path: str, select: str | None, **source_cut: Any) -> Checkpoint:
+    """Open the checkpoint at a path, or the model of it that `--select` names.
+
+    Raises:
+        UsageError: rules or a recipe without a mesh; a prefix that no tensor has.
+    """
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
+    source = open_source(path, **source_cut) if source_cut else path
+    opened = open_checkpoint(source) if isinstance(source, str) else source
+    if select is None:
+        return opened
+    from reshard.checkpoint.conversion.source_selection import select_from
+    from reshard.checkpoint.naming.selection import TensorSelection
+
+    return select_from(opened, TensorSelection(select=select))
 
 
 def open_source(

@@ -19,7 +19,7 @@ from reshard.errors import UsageError
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion
 
-_SELECTION = ("include", "exclude", "strip_prefix", "rename")
+_SELECTION = ("include", "exclude", "strip_prefix", "rename", "select")
 
 
 @dataclass(frozen=True, slots=True)

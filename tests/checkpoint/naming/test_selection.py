@@ -47,6 +47,19 @@ def test_names_change_and_bytes_stay(source: Checkpoint) -> None:
         assert (found == checkpoint.read_tensor(source, old)).all() or found.tobytes()
 
 
+def test_one_model_is_selected(source: Checkpoint) -> None:
+    chosen = checkpoint.select(source, select="model", exclude=["*.w2"])
+    assert [*chosen] == ["layers.0.w1", "layers.1.w1", "norm"]
+    assert chosen.notes[-1].startswith(
+        "2 tensors left out by --select model, --include and --exclude (first: model.layers.1.w2)"
+    )
+    deeper = checkpoint.select(source, select="model.layers.", strip_prefix=["0."])
+    assert [*deeper] == ["w1", "1.w1", "1.w2"]
+    assert TensorSelection(select="ema", rename=["*.w=*.v"]).new_name("ema.a.w") == "a.v"
+    assert TensorSelection(select="ema").new_name("ema_other.w") is None
+    assert TensorSelection(select="ema").to_json() == {"select": "ema"}
+
+
 @pytest.mark.parametrize(
     ("rename", "name", "becomes"),
     [
@@ -91,6 +104,10 @@ def test_prefixes_go_one_after_another() -> None:
         ({"rename": ["*.*=*.{2}"]}, r"has `\*` and numbers"),
         ({"include": "model.*"}, r"include 'model\.\*'; give a list"),
         ({"rename": [3]}, "rename has 3; expected a text"),
+        ({"select": "ema"}, r"--select 'ema': no tensor .* begins with 'ema\.'; names .* 'model'"),
+        ({"select": "step"}, "--select 'step': no tensor"),
+        ({"select": "."}, r"select '\.'; give the prefix"),
+        ({"select": ["model"]}, r"select \['model'\]; give the prefix"),
     ],
 )
 def test_what_cannot_be_meant(source: Checkpoint, options: dict, says: str) -> None:

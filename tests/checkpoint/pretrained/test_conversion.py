@@ -117,6 +117,28 @@ def test_prefixes(prefix: str, tmp_path: Path) -> None:
     assert make(write_state(tmp_path / "state", state), tmp_path / "hf") == weights()
 
 
+def test_two_models_are_never_guessed(tmp_path: Path) -> None:
+    """The files of a trainer and of safetensors; `select` takes one, and `verify` compares it."""
+    average = {name: Tensor(one.dtype, one.bits[::-1].copy()) for name, one in weights().items()}
+    state = {f"net.{name}": one for name, one in weights().items()}
+    state |= {f"net_ema.module.{name}": one for name, one in average.items()}
+    state |= {"net_ema.n_averaged": tensor("float32", (), 0)}
+    source, target = write_state(tmp_path / "state", state), tmp_path / "hf"
+    says = (
+        r"2 models .*: net \(21 tensors\), net_ema \(21 tensors\)\. Choose one with --select net "
+    )
+    with pytest.raises(RecipeError, match=says):
+        make(source, target)
+    # Told to take a prefix off, nothing else is taken off; the other model is one too many.
+    with pytest.raises(RecipeError, match=r"names without a prefix .*--exclude 'net_ema\.\*'"):
+        make(source, target, strip_prefix=["net."])
+    assert make(source, target, select="net_ema") == average
+    assert make(source, tmp_path / "net", exclude=["net_ema.*"]) == weights()
+    same = run_here("verify", source, target, "--for", "hf", "--select", "net_ema")
+    assert same.code == 0, same.errors
+    assert run_here("verify", source, target, "--for", "hf", "--select", "net").code == 1
+
+
 def test_names_that_the_user_gives(tmp_path: Path) -> None:
     state = {f"a.b.{name}": one for name, one in weights().items()}
     source = write_state(tmp_path / "state", state)

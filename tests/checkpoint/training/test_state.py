@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from reshard.checkpoint.training.state import StateTensor, bare_name, find_training_state
+from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.state import StateTensor, find_training_state
 
 SHAPES = {"up.weight": (4, 2), "up.bias": (4,), "down.weight": (2, 4)}
 ADAM = ("exp_avg", "exp_avg_sq", "step")

@@ -17,7 +17,7 @@ from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.training.styles import training_style
 from reshard.checkpoint.training.translation import translate
-from reshard.errors import UsageError
+from reshard.errors import RecipeError, UsageError
 
 torch = pytest.importorskip("torch")
 
@@ -197,6 +197,21 @@ def test_made_state_is_not_renamed_at_once(tmp_path: Path) -> None:
             training="reshard",
             target_names={"theirs": "up.weight"},
         )
+
+
+def test_state_of_two_models_is_not_guessed(tmp_path: Path) -> None:
+    shape, names = ("float32", (4, 2)), ("up.weight", "down.weight")
+    two = {f"{prefix}.{name}": shape for prefix in ("net", "net_ema") for name in names}
+    state = {f"optim.state.{name}.exp_avg": shape for name in names}
+    both = opened(tmp_path / "both", {**two, **state})
+    says = r"2 models .*net \(2 tensors\), net_ema \(2 tensors\).*--exclude 'net_ema\.\*'"
+    with pytest.raises(RecipeError, match=says):
+        to("fsdp2", both)
+    kept = to("fsdp2", checkpoint.select(both, exclude=["net_ema.*"])).checkpoint
+    assert kept.tensors.keys() == {*(f"model.{name}" for name in names), *state}
+    # An optimizer of both has the names of both.
+    state = {f"optim.state.{name}.exp_avg": shape for name in two}
+    assert len(to("fsdp2", opened(tmp_path / "one", {**two, **state})).checkpoint) == 8
 
 
 def test_an_unknown_style_is_named(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def plan_conversion(
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename`, `training`, `adapters`,
+            `strip_prefix`, `rename`, `select`, `training`, `adapters`,
             `source_layout` (see `ConversionRequest`).
 
     Raises:

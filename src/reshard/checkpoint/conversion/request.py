@@ -54,6 +54,7 @@ class CutArguments(TypedDict, total=False):
     exclude: Iterable[str]
     strip_prefix: Iterable[str]
     rename: Iterable[str]
+    select: str | None
 
 
 class RequestArguments(CutArguments, total=False):
@@ -128,6 +129,8 @@ class ConversionRequest:
             out.
         strip_prefix: prefixes that names lose, before anything else looks at them.
         rename: texts `pattern=name`; `*` of the pattern stands for the same text in the name.
+        select: the prefix of a model among several, such as `ema_state_dict`: nothing else is
+            taken, and names lose it before the four above look at them.
         training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
             `optax` (`reshard.checkpoint.training.styles`); the format's own, or the source's, when
             None.
@@ -163,6 +166,7 @@ class ConversionRequest:
     exclude: Iterable[str] = ()
     strip_prefix: Iterable[str] = ()
     rename: Iterable[str] = ()
+    select: str | None = None
     training: str | None = None
     adapters: Iterable[str | os.PathLike[str]] = ()
     source_layout: LayoutFile | None = None
@@ -173,7 +177,7 @@ class ConversionRequest:
         object.__setattr__(self, "rules", parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
         object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
-        selection = TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
+        selection = self.selection
         for name in ("include", "exclude", "strip_prefix", "rename"):
             object.__setattr__(self, name, getattr(selection, name))
         most = self.most_file_bytes
@@ -246,7 +250,9 @@ class ConversionRequest:
     @property
     def selection(self) -> TensorSelection:
         """What is taken of the source, and by which names."""
-        return TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
+        return TensorSelection(
+            self.include, self.exclude, self.strip_prefix, self.rename, self.select
+        )
 
     @property
     def training_style(self) -> TrainingStyle | None:

@@ -15,15 +15,21 @@ so have the groups of the optimizer.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.engines.states import as_model, find_layout
 from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.naming.selection import TensorSelection, by_new_names, find_new_names
-from reshard.checkpoint.training.state import TrainingState, bare_name, find_training_state
+from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.state import TrainingState, find_training_state
+from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
 from reshard.text.quantities import count_text
 
 _GROUPS = "param_groups"
@@ -36,6 +42,7 @@ def select(
     exclude: Iterable[str] = (),
     strip_prefix: Iterable[str] = (),
     rename: Iterable[str] = (),
+    select: str | None = None,
 ) -> Checkpoint:
     """The checkpoint with some of its tensors, items and values, by the names they shall have.
 
@@ -47,12 +54,44 @@ def select(
         exclude: globs on names that are left out.
         strip_prefix: prefixes that names lose, in this order.
         rename: texts `pattern=name`, such as `layers.*.w1=model.layers.*.gate`.
+        select: the prefix of the only names that are taken, which they lose first.
 
     Raises:
         UsageError: a pattern that cannot be read, or that matches nothing; nothing left.
         RecipeError: two things of one name.
     """
-    return select_from(checkpoint, TensorSelection(include, exclude, strip_prefix, rename))
+    return select_from(checkpoint, TensorSelection(include, exclude, strip_prefix, rename, select))
+
+
+def open_selected(
+    path: str | os.PathLike[str],
+    *,
+    select: str | None = None,
+    mesh: DeviceMesh | str | None = None,
+    rules: Iterable[Rule | str] = (),
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+) -> Checkpoint:
+    """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
+
+    Only headers are read. Everything that can be wrong without reading the tensors is found.
+
+    Args:
+        path: where it is.
+        select: the prefix of a model among several, such as `ema_state_dict`: the checkpoint has
+            its tensors alone, without the prefix.
+        mesh: of the ranks that wrote it, where their files have plain tensors and nothing says how
+            these are cut: `"tp=2"`.
+        rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
+        recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
+
+    Raises:
+        UsageError: what is no path; a prefix that no tensor has.
+        CheckpointError: nothing there, or nothing that is a checkpoint.
+        FormatError: a file that is damaged, or not of its format.
+        CoverageError: shards that do not make whole tensors.
+    """
+    opened = open_checkpoint(path, mesh=mesh, rules=rules, recipe=recipe)
+    return select_from(opened, TensorSelection(select=select))
 
 
 def select_from(
@@ -80,10 +119,18 @@ def select_from(
     dropped = [name for name in checkpoint.tensors if new[name] is None]
     if dropped:
         notes += (
-            f"{count_text(len(dropped), 'tensor')} left out by --include and --exclude "
+            f"{count_text(len(dropped), 'tensor')} left out by {_name_options(selection)} "
             f"(first: {dropped[0]})",
         )
     return by_new_names(dataclasses.replace(checkpoint, values=values, notes=notes), new)
+
+
+def _name_options(selection: TensorSelection) -> str:
+    """Return the options that leave tensors out, for a note."""
+    if selection.select is None:
+        return "--include and --exclude"
+    others = selection.include or selection.exclude
+    return f"--select {selection.select}" + ", --include and --exclude" * bool(others)
 
 
 def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:

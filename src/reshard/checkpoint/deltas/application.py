@@ -23,12 +23,14 @@ from reshard.checkpoint.conversion.request import (
     split_arguments,
 )
 from reshard.checkpoint.conversion.run import run_conversion
+from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.errors import UsageError
 from reshard.layout import Layout
 
@@ -66,6 +68,10 @@ def plan_application(
     if not opened:
         raise UsageError("no delta to apply; name at least one")
     checkpoint, target = open_apart(base, target)
+    # Deltas have the names of the model that was selected when they were made.
+    chosen = arguments.pop("select", None) if request is None else request.select
+    checkpoint = select_from(checkpoint, TensorSelection(select=chosen))
+    request = None if request is None else dataclasses.replace(request, select=None)
     with refusals_explained("look at the target", target):
         for delta in opened:
             if target.resolve() in delta.path.resolve().parents:
@@ -93,7 +99,11 @@ def plan_application(
         conversion,
         computed={**conversion.computed, **computed},
         rewritten={**conversion.rewritten, **patched.rewritten},
-        resolved={**conversion.resolved, "deltas": tuple(one.digest.hex() for one in opened)},
+        resolved={
+            **conversion.resolved,
+            "deltas": tuple(one.digest.hex() for one in opened),
+            **({} if chosen is None else {"select": chosen}),
+        },
         digest_hint=(
             f"The delta is for another state of {checkpoint.folder}, or one of the two is damaged"
         ),

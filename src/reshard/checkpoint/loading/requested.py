@@ -65,8 +65,8 @@ def load(
         progress: called with a `Progress` after every piece that was read.
         stop: an event that ends the work when it is set.
         to, rules, recipe, options, strategy, source_names, target_names, layout, allow, include,
-            exclude, strip_prefix, rename: as in a `ConversionRequest`. Tensors are whole where
-            nothing says how they are cut.
+            exclude, strip_prefix, rename, select: as in a `ConversionRequest`. Tensors are whole
+            where nothing says how they are cut.
 
     Returns:
         The array of each tensor that the rank holds a part of; padding is zero.

@@ -1,11 +1,12 @@
 """Selections: which tensors of a checkpoint are taken, and by which names.
 
-Four options, in this order, whatever order they are given in:
+Five options, in this order, whatever order they are given in:
 
-1. `include` takes what one of its globs matches, `exclude` takes out what one of its matches, by
-   the names of the checkpoint;
-2. `strip_prefix` takes prefixes off, one after another, of the names that have them;
-3. `rename` gives other names: the first `pattern=name` whose pattern matches counts::
+1. `select` takes the tensors under a prefix, such as those of a model among several, without it;
+2. `include` takes what one of its globs matches, `exclude` takes out what one of its matches, by
+   the names of the checkpoint, or by those that `select` leaves;
+3. `strip_prefix` takes prefixes off, one after another, of the names that have them;
+4. `rename` gives other names: the first `pattern=name` whose pattern matches counts::
 
     layers.*.w1=model.layers.*.gate      each `*` is the same text on both sides, in order
     *.layers.*.w=layers.{2}.{1}.w        or by number, where the order changes
@@ -30,6 +31,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.errors import RecipeError, UsageError
 from reshard.text.quantities import count_text
 
+_MOST_LISTED = 8
 _PART = re.compile(r"\*|\{(\d{1,4})\}")
 
 
@@ -43,6 +45,8 @@ class TensorSelection:
         strip_prefix: prefixes that names lose, in this order.
         rename: texts `pattern=name`; each `*` of a pattern stands for the same `*` of the name, or
             for `{1}`, `{2}` in it.
+        select: the prefix of the only names that are taken, which they lose, such as
+            `ema_state_dict`.
 
     Raises:
         UsageError: what is no list of texts, or a text that cannot be read.
@@ -56,10 +60,18 @@ class TensorSelection:
     exclude: Iterable[str] = ()
     strip_prefix: Iterable[str] = ()
     rename: Iterable[str] = ()
+    select: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _read_texts(field.name, getattr(self, field.name)))
+            if field.name != "select":
+                texts = _read_texts(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, texts)
+        chosen = self.select
+        if chosen is not None and (not isinstance(chosen, str) or not chosen.strip(".")):
+            raise UsageError(
+                f"select {chosen!r}; give the prefix of a model's names, such as 'ema_state_dict'"
+            )
         for text in self.rename:
             _parse_renaming(text)
 
@@ -69,7 +81,12 @@ class TensorSelection:
     @property
     def changes_names(self) -> bool:
         """Whether what is taken may have other names."""
-        return bool(self.strip_prefix or self.rename)
+        return bool(self.strip_prefix or self.rename or self.select)
+
+    @cached_property
+    def selected_prefix(self) -> str:
+        """The prefix of `select` with a dot at its end; `""` without it."""
+        return "" if self.select is None else self.select.rstrip(".") + "."
 
     @cached_property
     def _renamings(self) -> tuple[_Renaming, ...]:
@@ -77,6 +94,9 @@ class TensorSelection:
 
     def takes(self, name: str) -> bool:
         """Whether what has this name is taken."""
+        if not name.startswith(self.selected_prefix):
+            return False
+        name = name.removeprefix(self.selected_prefix)
         is_in = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return is_in and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
@@ -89,6 +109,7 @@ class TensorSelection:
 
     def strip(self, name: str) -> str:
         """A name without the prefixes."""
+        name = name.removeprefix(self.selected_prefix)
         for prefix in self.strip_prefix:
             name = name.removeprefix(prefix)
         return name
@@ -98,10 +119,14 @@ class TensorSelection:
         found = (renaming.apply(name) for renaming in self._renamings)
         return next((new for new in found if new is not None), None)
 
-    def to_json(self) -> dict[str, list[str]]:
+    def to_json(self) -> dict[str, str | list[str]]:
         """The options that are given, as plain values."""
-        given = {field.name: list(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {name: texts for name, texts in given.items() if texts}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: texts if isinstance(texts, str) else list(texts)
+            for name, texts in given.items()
+            if texts
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +266,18 @@ def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None
 
 def _expect_matches(checkpoint: Checkpoint, selection: TensorSelection, names: list[str]) -> None:
     """Raise UsageError for a pattern that matches nothing: it is a slip, and would go unseen."""
+    prefix = selection.selected_prefix
+    if prefix:
+        chosen = [name for name in names if name.startswith(prefix)]
+        if not any(name in checkpoint.tensors for name in chosen):
+            raise UsageError(_describe_idle(checkpoint, "select", prefix[:-1], names))
+        names = [name.removeprefix(prefix) for name in chosen]
     for option, globs in (("include", selection.include), ("exclude", selection.exclude)):
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in names):
                 raise UsageError(_describe_idle(checkpoint, option, glob, names))
-    taken = [name for name in names if selection.takes(name)]
+    globs_only = dataclasses.replace(selection, select=None)
+    taken = [name for name in names if globs_only.takes(name)]
     for prefix in selection.strip_prefix:
         stripped = [name.removeprefix(prefix) for name in taken]
         if taken and stripped == taken:
@@ -257,6 +289,13 @@ def _expect_matches(checkpoint: Checkpoint, selection: TensorSelection, names: l
 
 
 def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[str]) -> str:
+    if option == "select":
+        fronts = dict.fromkeys(name.rpartition(".")[0].split(".")[0] for name in names)
+        listed = ", ".join(map(repr, [front for front in fronts if front][:_MOST_LISTED]))
+        return (
+            f"--select {text!r}: no tensor in {checkpoint.folder} has a name that begins with "
+            f"{text + '.'!r}; names begin with {listed or 'no such word'}"
+        )
     near = difflib.get_close_matches(text.partition("=")[0], names[:5000], 1, 0.3) or names[:1]
     shown = f", such as {near[0]!r}" if near else ""
     how = "a prefix is the beginning of a name, dot and all"

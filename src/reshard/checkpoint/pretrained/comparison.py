@@ -34,8 +34,8 @@ def compare_pretrained(
         threads: at most so many at a time; 4 when None, and 16 from an address.
         progress: called after every block.
         config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
-            strip_prefix, rename: for `checkpoint`, as in `plan_for_pretrained`. The config is the
-            model's where none is given.
+            strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The config
+            is the model's where none is given.
 
     Raises:
         CheckpointError: a checkpoint or a model that cannot be used, or that has not all weights.

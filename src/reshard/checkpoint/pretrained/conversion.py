@@ -46,7 +46,11 @@ from reshard.checkpoint.pretrained.model_folder import (
     most_common_type,
     with_dtype,
 )
-from reshard.checkpoint.pretrained.model_names import ModelNames, find_model_names
+from reshard.checkpoint.pretrained.model_names import (
+    ModelNames,
+    expect_single_model,
+    find_model_names,
+)
 from reshard.checkpoint.pretrained.ties import describe_missing_output, store_tied_once
 from reshard.checkpoint.pretrained.weights import model_name, take_weights
 from reshard.checkpoint.training.state import find_training_state
@@ -77,6 +81,7 @@ class PretrainedArguments(TypedDict, total=False):
     strip_prefix: Iterable[str]
     rename: Iterable[str]
     allow: Iterable[str]
+    select: str | None
 
 
 def plan_for_pretrained(
@@ -95,6 +100,7 @@ def plan_for_pretrained(
     strip_prefix: Iterable[str] = (),
     rename: Iterable[str] = (),
     allow: Iterable[str] = (),
+    select: str | None = None,
 ) -> Conversion:
     """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
 
@@ -110,15 +116,16 @@ def plan_for_pretrained(
         adapters: of PEFT, whose changes are merged into the weights, one after another.
         source_layout: of the engine whose ranks hold the source, as in a `ConversionRequest`.
         most_file_bytes: begin a new file beyond so many bytes; one file when None.
-        include, exclude, strip_prefix, rename: as in a `ConversionRequest`. Where prefixes or names
-            are given, no other prefix is taken off.
+        include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. Where
+            `strip_prefix` or `rename` are given, no other prefix is taken off.
         allow: accept differences from the tensors of the architecture: `incomplete` for tensors
             that are missing, `unknown` for tensors that it does not have.
 
     Raises:
         CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
             config.json.
-        RecipeError: names that could be meant in several ways, or that do not fit the recipe.
+        RecipeError: several models, of which none is selected; names that could be meant in several
+            ways, or that do not fit the recipe.
         UsageError: arguments that cannot be.
     """
     request = ConversionRequest(
@@ -133,6 +140,7 @@ def plan_for_pretrained(
         strip_prefix=strip_prefix,
         rename=rename,
         allow=allow,
+        select=select,
     )
     checkpoint, target = open_apart(source, target)
     files = find_model_files(checkpoint, config)
@@ -192,6 +200,8 @@ def _name_weights(
     request: ConversionRequest,
 ) -> tuple[Checkpoint, ModelNames]:
     """The weights of a checkpoint, in the names of the architecture."""
+    keeps_prefix = bool(request.strip_prefix or request.rename)
+    expect_single_model(checkpoint, recipe, keeps_prefix=keeps_prefix)
     containers = _find_containers(checkpoint)
     weights = take_weights(checkpoint)
     if source_names is None:
@@ -200,7 +210,7 @@ def _name_weights(
             recipe,
             config,
             containers=containers,
-            keeps_prefix=request.selection.changes_names,
+            keeps_prefix=keeps_prefix,
         )
     else:
         names = ModelNames("", source_names)

@@ -25,17 +25,16 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.naming.renaming import STACKED
+from reshard.checkpoint.training.model_sets import (
+    TRAINER_WORDS,
+    expect_one_model,
+    find_model_sets,
+)
+from reshard.checkpoint.training.state import shapes_without_state
 from reshard.errors import RecipeError
 from reshard.recipes.name_patterns import compile_pattern
 from reshard.recipes.recipe import Recipe
 
-# What trainers call the model in their state.
-_TRAINER_WORDS = frozenset(
-    {
-        *("model", "module", "state_dict", "model_state_dict", "network", "net", "policy"),
-        *("actor", "student", "wrapped"),
-    }
-)
 # What the base model of an architecture is called in its other classes, by its model type, where
 # that is not `model`. Empty: by nothing, names are the same in all classes.
 _BASES = {
@@ -50,6 +49,7 @@ _BASES = {
 }
 _MOST_WORDS = 6
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_WORD = re.compile(r"[A-Za-z]\w*")
 
 
 class ModelNames(NamedTuple):
@@ -104,6 +104,37 @@ def find_model_names(
     else:
         prefix = _choose(checkpoint, best.prefixes, kinds, config)
     return ModelNames(prefix, convention)
+
+
+def expect_single_model(
+    checkpoint: Checkpoint, recipe: Recipe | None, *, keeps_prefix: bool = False
+) -> None:
+    """Raise RecipeError for a checkpoint with several models under different prefixes.
+
+    Args:
+        checkpoint: with or without optimizer state.
+        recipe: of the architecture, if there is one.
+        keeps_prefix: whether names lose no prefix, so that only copies of names without one count.
+    """
+    shapes = shapes_without_state(checkpoint)
+    if recipe is None:
+        sets = find_model_sets(shapes)
+    else:
+        matchers = [_matcher_of(recipe), *map(_matches_any, recipe.names.values())]
+        sets = find_model_sets(
+            shapes,
+            is_of_model=lambda name: any(matches(name) for matches in matchers),
+            own_words=_list_own_words(recipe),
+        )
+    if not keeps_prefix or "" in sets:
+        expect_one_model(checkpoint.folder, sets)
+
+
+def _list_own_words(recipe: Recipe) -> frozenset[str]:
+    """Return the words in the names of an architecture."""
+    patterns = [rule.pattern for rule in recipe.rules]
+    patterns += [pattern for names in recipe.names.values() for pattern in names]
+    return frozenset(word for one in patterns for word in _WORD.findall(one)) - TRAINER_WORDS
 
 
 class _PrefixMatch(NamedTuple):
@@ -178,7 +209,7 @@ def _choose(
     if base and full:
         return max(full, key=len)
     trainers = [
-        prefix for prefix in prefixes if {*prefix.split(".")[:-1]} <= _TRAINER_WORDS and prefix
+        prefix for prefix in prefixes if {*prefix.split(".")[:-1]} <= TRAINER_WORDS and prefix
     ]
     if trainers:
         return max(trainers, key=len)

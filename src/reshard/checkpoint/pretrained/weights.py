@@ -19,11 +19,8 @@ from collections.abc import Sequence
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.selection import by_new_names
-from reshard.checkpoint.training.state import (
-    bare_name,
-    find_training_state,
-    is_beside_model,
-)
+from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
+from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import CheckpointError
 from reshard.text.quantities import count_text
 

@@ -29,7 +29,8 @@ from typing import NamedTuple
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import STEP
-from reshard.checkpoint.training.state import TrainingState, bare_name, find_training_state
+from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment

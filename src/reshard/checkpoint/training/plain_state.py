@@ -21,7 +21,8 @@ from reshard.checkpoint.contents import Checkpoint, StoredItem
 from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.torch_files.plain_values import is_plain
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
-from reshard.checkpoint.training.state import TrainingState, bare_name
+from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.state import TrainingState
 from reshard.errors import CheckpointError, FormatError
 
 LARGEST_ITEM_BYTES = 16 * 1024 * 1024

@@ -31,6 +31,12 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP
+from reshard.checkpoint.training.model_sets import (
+    MODEL_PREFIXES,
+    bare_name,
+    is_beside_model,
+    is_wrapper,
+)
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -50,19 +56,6 @@ _EVIDENCE = frozenset(
 )
 _KEYS = _EVIDENCE | _MASTERS | {STEP, "sum", "prev", "eta", "mu", "ax", "variance", "RMS"}
 _CONTAINER = re.compile(r"(?:opt|optim|optimizer)s?(?:_?states?|_state_dict)?(?:[._]\d+)*")
-_WRAPPERS = frozenset(
-    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-)
-# What models stand under, among what else is saved.
-_MODEL_PREFIXES = (
-    *("model.", "params.", "state_dict.", "model_state_dict.", "module.", "network.", "net."),
-)
-_WRAPPER = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPERS))})\.")
-# What else programs save on the top level of a state.
-_ELSEWHERE = re.compile(
-    r"(?:rng|cuda_rng|random|numpy_rng|torch_rng)(?:_\w+)?|\w*scheduler\w*|lr_schedulers?|"
-    r"data_?loader\w*|train_state|\w*scaler|loops|callbacks|\w*rng_state\w*|rank_\d+"
-)
 
 
 class StateTensor(NamedTuple):
@@ -171,6 +164,13 @@ def find_training_state(
     return _StateBuilder(shapes, paths, outside, groups or {}).build(behind)
 
 
+def shapes_without_state(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+    """Return the shapes of a checkpoint's tensors that are not optimizer state."""
+    shapes = shapes_of(checkpoint.tensors)
+    inside = {name for entries in _find_containers(shapes).values() for name in entries}
+    return {name: shape for name, shape in shapes.items() if name not in inside}
+
+
 def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     """The numbers of the parameters of each group, by container, where a checkpoint has them."""
     found: dict[str, list[list[int]]] = {}
@@ -205,26 +205,6 @@ def _is_optimizer_word(container: str) -> bool:
     while len(words) > 1 and words[-1].isdigit():
         words.pop()
     return _CONTAINER.fullmatch(words[-1]) is not None
-
-
-def is_beside_model(name: str) -> bool:
-    """Whether a name is of what programs save beside a model, such as random states.
-
-    >>> is_beside_model("rng_state"), is_beside_model("model.norm.weight")
-    (True, False)
-    """
-    return _ELSEWHERE.fullmatch(name.partition(".")[0]) is not None
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name without the wrappers that programs put around modules.
-
-    >>> bare_name("module.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    if _WRAPPER.search(name) is None:
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class _StateBuilder:
@@ -313,7 +293,7 @@ class _StateBuilder:
             # Copies of the weights, such as moving averages, stand under other words.
             found = max(
                 candidates,
-                key=lambda p: (len(wanted & self._names_under(p).keys()), p in _MODEL_PREFIXES),
+                key=lambda p: (len(wanted & self._names_under(p).keys()), p in MODEL_PREFIXES),
             )
             if not wanted & self._names_under(found).keys():
                 # An optimizer alone: nothing outside is a weight of it.
@@ -383,13 +363,13 @@ def _widen(name: str, prefix: str) -> str:
         if kept == prefix:
             break
         at += len(part) + 1
-        kept += "" if part in _WRAPPERS else f"{part}."
+        kept += "" if is_wrapper(part) else f"{part}."
     return name[:at]
 
 
 def _common_prefix(names: Sequence[str]) -> list[str]:
     """The first word of most names with a dot behind it, where it is one for models."""
-    for word in _MODEL_PREFIXES:
+    for word in MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
             name.startswith(word)
             or is_beside_model(name)

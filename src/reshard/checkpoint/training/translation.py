@@ -27,6 +27,7 @@ from reshard.checkpoint.changes.constants import ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, complete_group
+from reshard.checkpoint.training.model_sets import bare_name, expect_one_model, find_model_sets
 from reshard.checkpoint.training.plain_state import (
     INJECTED,
     PARAMETERS,
@@ -64,6 +65,7 @@ def translate(
 
     Raises:
         UsageError: a checkpoint without optimizer state.
+        RecipeError: several models that the optimizer state could be of.
         CheckpointError: a file that cannot be read.
     """
     state = find_training_state(checkpoint)
@@ -72,7 +74,24 @@ def translate(
             f"{checkpoint.folder} has no optimizer state, as far as its names tell; leave "
             "--training out"
         )
+    _expect_one_model(checkpoint, state)
     return _Translation(checkpoint, state, style).make(has_items, keeps_items)
+
+
+def _expect_one_model(checkpoint: Checkpoint, state: TrainingState) -> None:
+    """Raise RecipeError where the optimizer state could be that of several models."""
+    outside = [*state.weights.values(), *state.others]
+    sets = find_model_sets({name: checkpoint.tensors[name].shape for name in outside})
+    if not sets:
+        return
+    names = {*map(bare_name, outside)}
+    fitting = {}
+    for prefix, count in sets.items():
+        called = [bare_name(f"{prefix}.{one}".removeprefix(".")) for one in state.optimizer]
+        if state.unplaced or 2 * sum(name in names for name in called) >= len(called):
+            fitting[prefix] = count
+    if len(fitting) > 1:
+        expect_one_model(checkpoint.folder, fitting)
 
 
 class _Translation:

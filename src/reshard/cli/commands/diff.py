@@ -13,10 +13,12 @@ from reshard.cli.options import (
     json_option,
     memory_option,
     quiet_option,
+    select_option,
     threads_option,
 )
 from reshard.cli.output import MOST_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
+from reshard.cli.sources import open_selected_source
 from reshard.text.quantities import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Replace DELTA if it exists, once the new one is complete.",
 )
+@select_option
 @memory_option
 @threads_option
 @json_option
@@ -56,6 +59,7 @@ def diff(
     out: str,
     compression: str | None,
     overwrite: bool,
+    select: str | None,
     extra_bytes: int,
     threads: int | None,
     as_json: bool,
@@ -65,7 +69,8 @@ def diff(
 
     For tensors that have the same type and shape in both, DELTA has the elements or blocks that
     changed; other tensors of AFTER are stored whole. `reshard apply` recreates AFTER from BEFORE,
-    in any layout. If both have a manifest of reshard, blocks with equal digests are not read.
+    in any layout. --select applies to both; `apply` takes the same for BASE. If both have a
+    manifest of reshard, blocks with equal digests are not read.
 
     \b
     Examples:
@@ -80,10 +85,11 @@ def diff(
     """
     from reshard.checkpoint.deltas.making import diff as make_delta
 
+    old, new = (open_selected_source(path, select) for path in (before, after))
     with shown_progress("comparing", quiet) as progress:
         report = make_delta(
-            before,
-            after,
+            old,
+            new,
             out,
             compression=compression,
             overwrite=overwrite,

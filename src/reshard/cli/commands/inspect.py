@@ -17,6 +17,7 @@ from reshard.cli.options import (
     check_picture,
     json_option,
     quiet_option,
+    select_option,
     source_cut_options,
     threads_option,
 )
@@ -33,7 +34,7 @@ from reshard.cli.output import (
     write_pieces,
 )
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import open_source
+from reshard.cli.sources import open_selected_source
 from reshard.errors import UsageError
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Only tensors whose names match. Repeatable.",
 )
+@select_option
 @source_cut_options
 @click.option(
     "--picture", "drawn", metavar="NAME", help="Draw which rank holds which part of a tensor."
@@ -66,6 +68,7 @@ def inspect(
     checkpoint: str,
     digest: bool,
     patterns: tuple[str, ...],
+    select: str | None,
     drawn: str | None,
     threads: int | None,
     as_json: bool,
@@ -97,11 +100,8 @@ def inspect(
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places, problem}]}
     """
-    from reshard.checkpoint.formats.opening import open_checkpoint
-
     check_picture(drawn, as_json)
-    source = open_source(checkpoint, **source_cut)
-    opened = open_checkpoint(source) if isinstance(source, str) else source
+    opened = open_selected_source(checkpoint, select, **source_cut)
     # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)
     found = None
@@ -198,7 +198,7 @@ def _as_text(
         *listing("attributes", checkpoint.attributes),
         *listing("values", checkpoint.values),
         *listing("left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]),
-        *(f"note: {printable(note)}" for note in checkpoint.notes),
+        *(f"note: {printable(note)}" for note in _list_notes(checkpoint)),
     ]
     if drawing is not None:
         yield from ["", drawing]
@@ -208,6 +208,14 @@ def _as_text(
 
 def _list_left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
     return (*checkpoint.left_out, *checkpoint.unread)
+
+
+def _list_notes(checkpoint: Checkpoint) -> list[str]:
+    from reshard.checkpoint.training.model_sets import describe_model_sets, find_model_sets
+    from reshard.checkpoint.training.state import shapes_without_state
+
+    sets = find_model_sets(shapes_without_state(checkpoint))
+    return [*checkpoint.notes, *([describe_model_sets(sets)] if sets else [])]
 
 
 def _digest_lines(found: DigestReport) -> list[str]:
@@ -290,7 +298,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         "attributes": list(checkpoint.attributes),
         "values": list(checkpoint.values),
         "left_out": [{"name": name, "reason": why} for name, why in _list_left_out(checkpoint)],
-        "notes": list(checkpoint.notes),
+        "notes": _list_notes(checkpoint),
         "totals": _totals(checkpoint),
         "digest_check": found
         and {

@@ -11,8 +11,16 @@ import click
 
 from reshard.cli.command_group import Commands
 from reshard.cli.failures import DIFFERS, DONE
-from reshard.cli.options import allow_option, as_path, json_option, option_option, rule_option
+from reshard.cli.options import (
+    allow_option,
+    as_path,
+    json_option,
+    option_option,
+    rule_option,
+    select_option,
+)
 from reshard.cli.output import listing, mesh_json, printable, write, write_json
+from reshard.cli.sources import open_selected_source
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
@@ -92,6 +100,7 @@ def show(name: str | None, as_json: bool) -> int:
     metavar="NAME|FILE|auto",
     help="A shipped recipe, a TOML file, or by config.json. [default: auto, none with --rule]",
 )
+@select_option
 @rule_option
 @option_option
 @click.option(
@@ -105,6 +114,7 @@ def check(
     checkpoint: str,
     to: str,
     name: str | None,
+    select: str | None,
     rules: tuple[str, ...],
     options: tuple[str, ...],
     against: str | None,
@@ -132,12 +142,11 @@ def check(
     """
     from reshard.checkpoint.conversion.placement import assign_tensors
     from reshard.checkpoint.conversion.source_names import find_recipe
-    from reshard.checkpoint.formats.opening import open_checkpoint
     from reshard.cli.engine_report import EngineComparison, find_engine_layout
     from reshard.recipes.recipe import parse_options
     from reshard.recipes.rules import Rule
 
-    opened = open_checkpoint(checkpoint)
+    opened = open_selected_source(checkpoint, select)
     # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
     if "=" not in to:
         raise UsageError(f"cannot read the mesh {to!r}; write axes with sizes, such as tp=2,pp=2")

@@ -94,10 +94,10 @@ def verify(
 
     --source-mesh, --source-rule and --source-recipe describe how LEFT is cut, if its files do not.
 
-    --dtype, --adapter, --source-layout, --strip-prefix and --rename apply to LEFT, as in the
-    conversion that made RIGHT from it; --include and --exclude then select from LEFT, and otherwise
-    from both. With --for hf all options of names apply to LEFT, and the config.json of RIGHT, or
-    --config, is used.
+    --select, --dtype, --adapter, --source-layout, --strip-prefix and --rename apply to LEFT, as in
+    the conversion that made RIGHT from it; --include and --exclude then select from LEFT, and
+    otherwise from both. With --for hf all options of names apply to LEFT, and the config.json of
+    RIGHT, or --config, is used.
 
     \b
     Examples:
