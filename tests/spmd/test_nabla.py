@@ -17,6 +17,7 @@ from reshard.spmd.nabla import (
     BASIC,
     DeviceMesh,
     DimSpec,
+    PropagationStrategy,
     ShardingSpec,
     Tensor,
     broadcast_with_shapes_template,
@@ -25,6 +26,7 @@ from reshard.spmd.nabla import (
     has_sharded_inputs,
     infer_output_sharding,
     matmul_template,
+    propagate_sharding,
     reduce_template,
     reshard_tensor,
     slice_for_shard,
@@ -86,8 +88,70 @@ def test_its_strategies(strategy: str, expected: str) -> None:
     operands = [spec(MESH, "dp tp"), spec(MESH, "dp")]
     found = sp.propagate(rule, operands, [spec(MESH, "?")], strategy=strategy)[1][0]
     assert str(found) == expected
+    assert propagate_sharding(rule, operands, [None], strategy)[1][0] is not None
     graph = sp.Graph.of([(8,), (8,)], [("add", [0, 1], rule)], [2])
     assert sp.propagate_graph(graph, {0: operands[0]}, strategy=strategy).values[2]
+
+
+def test_its_conflicts() -> None:
+    """AGGRESSIVE picks more parallelism; a stronger user priority wins first, unlike in Shardy."""
+    mesh = DeviceMesh.of(a=2, b=4)
+    rule = elementwise_template(1).rule((8,), (8,))
+
+    def result(first: str, second: str, strategy: PropagationStrategy) -> str:
+        operands = [spec(mesh, first), spec(mesh, second)]
+        return str(propagate_sharding(rule, operands, [None], strategy)[1][0])
+
+    assert result("a ?", "b ?", AGGRESSIVE) == "b ?"
+    assert result("a ?", "b ?", BASIC) == "None"
+    for strategy in (BASIC, AGGRESSIVE):
+        assert result("a ?", "b ?!1", strategy) == "a ?"
+        assert result("a ?!2", "b ?!1", strategy) == "b ?"
+    assert result("a ?", "b ?!1", PropagationStrategy.SHARDY_BASIC) == "None"
+    assert result("a ?", "-", BASIC) == "None", "closed at the same priority"
+
+
+def test_its_priorities_up_to_a_limit() -> None:
+    rule = elementwise_template(1).rule((8,), (8,))
+    operands = [spec(MESH, "dp ?!1"), None]
+    inputs, outputs = propagate_sharding(rule, operands, [None], BASIC, max_priority=0)
+    assert [*map(str, inputs)] == ["dp ?!1", "None"] and outputs == (None,)
+    outputs = propagate_sharding(rule, operands, [None], BASIC, max_priority=1)[1]
+    assert str(outputs[0]) == "dp ?"
+
+
+@pytest.mark.parametrize("text", ["dp tp, -", "-, dp tp", "tp, dp"])
+def test_an_empty_part_keeps_the_other_lengths(text: str) -> None:
+    sharding = spec(MESH, text)
+    parts = [slice_for_shard(DATA[:3, :3], (3, 3), sharding, index) for index in range(8)]
+    axis = 1 if text.startswith("-") else 0
+    assert any(part.size == 0 for part in parts)
+    if "-" in text:
+        np.testing.assert_array_equal(np.concatenate(parts, axis=axis), DATA[:3, :3])
+    else:
+        assert [part.shape for part in parts] == [(1, 2)] * 3 + [(0, 2)] + [(1, 1)] * 3 + [(0, 1)]
+
+
+def test_its_questions_look_into_nested_arguments() -> None:
+    """As of an operation's arguments: lists of arrays, and what stands among them."""
+    x = sp.array(DATA, spec(MESH, "dp, tp"))
+    for args in (([x, x], 0), {"x": [x]}, [[{"x": (x,)}], None], iter([x])):
+        assert has_sharded_inputs(args)
+    for args in (([x, x], 0), {"x": [x]}, [[{"x": (x,)}], None], iter([x])):
+        assert get_mesh_from_args(args) is MESH
+    with pytest.raises(MeshError):
+        get_mesh_from_args([[x], sp.array(DATA, spec(DeviceMesh.of(x=2), "x, -"))])
+
+
+def test_a_misspelt_operator_is_told_its_likely_name() -> None:
+    x = sp.array(DATA, spec(MESH, "dp, tp"))
+    with (
+        pytest.warns(UserWarning, match="did you mean 'matmul'"),
+        pytest.raises(SpecError, match="did you mean 'matmul'"),
+    ):
+        infer_output_sharding("matmull", [x, np.ones((4, 3))])
+    with pytest.raises(AttributeError, match="no attribute 'softmaks'; did you mean 'softmax'"):
+        sp.softmaks  # noqa: B018
 
 
 def test_its_questions() -> None:

@@ -10,7 +10,8 @@ answer all of that themselves, at every operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import enum
+from collections.abc import Callable, Sequence
 from operator import index as as_index
 from typing import Any
 
@@ -19,11 +20,16 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays import creation
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
 from reshard.spmd.local.library import library_of
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operator_of
+from reshard.spmd.operators.table import likely_name, operator_of
+from reshard.spmd.propagation.propagation import propagate
 from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.rules.templates import (
+    Template as OpShardingRuleTemplate,
+)
 from reshard.spmd.rules.templates import (
     broadcast_with_shapes_template,
     elementwise_template,
@@ -43,6 +49,8 @@ __all__ = [
     "DeviceMesh",
     "DimSpec",
     "OpShardingRule",
+    "OpShardingRuleTemplate",
+    "PropagationStrategy",
     "ShardingSpec",
     "Tensor",
     "broadcast_with_shapes_template",
@@ -51,18 +59,36 @@ __all__ = [
     "has_sharded_inputs",
     "infer_output_sharding",
     "matmul_template",
+    "propagate_sharding",
     "reduce_template",
     "reshard_tensor",
     "slice_for_shard",
     "transpose_template",
 ]
 
-BASIC = "basic"
-"""The strategy of propagation that takes the longest beginning on which all tensors agree."""
-AGGRESSIVE = "aggressive"
-"""The strategy that prefers more shards."""
-COST = "cost"
-"""The strategy of least estimated time, which nabla has not."""
+
+class PropagationStrategy(enum.StrEnum):
+    """How a conflict between the shardings of several tensors is resolved.
+
+    The first two are those of nabla's document. Each is the name of a strategy of
+    `reshard.spmd.propagate_graph`, `trace` and `jit`.
+    """
+
+    BASIC = "prioritized"
+    """The longest common prefix; a stronger user priority wins a conflict."""
+    AGGRESSIVE = "widest"
+    """The sharding with more shards; a stronger user priority wins a conflict."""
+    SHARDY_BASIC = "basic"
+    """The longest common prefix, as Shardy computes it: weaker priorities conflict, too."""
+    SHARDY_AGGRESSIVE = "aggressive"
+    """Each tensor takes what is compatible with it, as in Shardy."""
+    COST = "cost"
+    """The least estimated time, for whole graphs; nabla has no such strategy."""
+
+
+BASIC = PropagationStrategy.BASIC
+AGGRESSIVE = PropagationStrategy.AGGRESSIVE
+COST = PropagationStrategy.COST
 
 
 class _ArrayClass(type):
@@ -131,24 +157,68 @@ def _type_of(argument: Any) -> ArrayType | None:
     )
 
 
-def has_sharded_inputs(args: Iterable[Any]) -> bool:
-    """Whether any argument is an array with a sharding.
+def has_sharded_inputs(args: Any) -> bool:
+    """Return whether any argument is an array with a sharding.
+
+    Args:
+        args: the arguments, and lists, tuples and dictionaries of them.
 
     >>> import reshard.spmd as sp
     >>> x = sp.ones((4, 2))
-    >>> has_sharded_inputs([x, 3]), has_sharded_inputs([x.shard(DeviceMesh.of(x=2), [["x"], []])])
+    >>> sharded = x.shard(DeviceMesh.of(x=2), [["x"], []])
+    >>> has_sharded_inputs([x, 3]), has_sharded_inputs(([x, sharded], 0))
     (False, True)
     """
-    return any(isinstance(one, ArrayValue) and one.type.spec is not None for one in args)
+    return any(kind.spec is not None for kind in _array_types(args))
 
 
-def get_mesh_from_args(args: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh of the sharded arguments; None if there is none.
+def get_mesh_from_args(args: Any) -> DeviceMesh | None:
+    """Return the mesh of the sharded arguments, or None if there is none.
 
-    Raises MeshError where there are two, and names both.
+    Args:
+        args: the arguments, and lists, tuples and dictionaries of them.
+
+    Raises MeshError if there are several meshes; it names two of them.
     """
-    return common_mesh(
-        "an operation", [one.type if isinstance(one, ArrayValue) else None for one in args]
+    return common_mesh("an operation", _array_types(args))
+
+
+def _array_types(args: Any) -> list[ArrayType]:
+    tree = args if isinstance(args, dict | list | tuple) else [*args]
+    return [value.type for _, value in leaves(tree) if isinstance(value, ArrayValue)]
+
+
+def propagate_sharding(
+    rule: OpShardingRule,
+    input_specs: Sequence[ShardingSpec | None],
+    output_specs: Sequence[ShardingSpec | None],
+    strategy: PropagationStrategy | str = PropagationStrategy.BASIC,
+    max_priority: int | None = None,
+) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
+    """Propagate shardings between the inputs and outputs of an operation.
+
+    nabla's function changes its specs in place and returns whether any changed. Specs are immutable
+    here, so it returns the new ones.
+
+    Args:
+        rule: of the operation.
+        input_specs, output_specs: the known shardings, None for unknown ones.
+        strategy: any but `COST`, which needs a graph.
+        max_priority: dimensions of a higher priority number keep their sharding and propagate
+            nothing; None for all dimensions.
+
+    Raises:
+        SpecError: shardings of several meshes, or with another number of dimensions; an unknown
+            strategy.
+
+    >>> from reshard import spec
+    >>> mesh = DeviceMesh.of(a=2, b=4)
+    >>> rule = elementwise_template(1).rule((8,), (8,))
+    >>> str(propagate_sharding(rule, [spec(mesh, "a ?"), spec(mesh, "b ?!1")], [None])[1][0])
+    'a ?'
+    """
+    return propagate(
+        rule, input_specs, output_specs, strategy=str(strategy), max_priority=max_priority
     )
 
 
@@ -202,6 +272,7 @@ def infer_output_sharding(
         raise SpecError(
             f"{operator.name} of shapes {shapes} has no rule: its operands are replicated, and its "
             f"result is; give it one with @reshard.spmd.rule({operator.name!r})"
+            f"{likely_name(operator.name)}"
         )
     specs = laid_out(operator, types, attributes, found).result_specs
     return specs[0] if len(specs) == 1 else specs
@@ -268,14 +339,20 @@ def slice_for_shard(
             f"device {index!r} of a mesh of {sharding.mesh.size}; give a whole number, from 0 on"
         )
     layout = sharding.layout(shape)
-    # None where the device has no part: an empty box then.
-    boxes = layout.boxes(sharding.mesh.devices[index])
+    device = sharding.mesh.devices[index]
+    boxes = layout.boxes(device)
     if len(boxes) > 1:
         raise UsageError(
             f"`{sharding}` gives device {index} {len(boxes)} pieces; x.shard(...) distributes them"
         )
-    start, stop = (boxes[0].start, boxes[0].stop) if boxes else ((0,) * len(shape),) * 2
-    return whole[tuple(map(slice, start, stop))]
+    if boxes:
+        return whole[tuple(map(slice, boxes[0].start, boxes[0].stop))]
+    # An empty part keeps the lengths of the dimensions that are not empty.
+    alone = [ShardingSpec(sharding.mesh, (dim,)) for dim in sharding.dim_specs]
+    parts = [
+        one.layout((size,)).local_shape(device) for one, size in zip(alone, shape, strict=True)
+    ]
+    return whole[tuple(slice(0, part[0] if part else 0) for part in parts)]
 
 
 def reshard_tensor(

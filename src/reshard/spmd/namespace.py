@@ -45,8 +45,8 @@ _NAMES_OF = {
     "arrays.saved_arrays": "load save save_async",
     "arrays.sharded_array": "ShardedArray array from_shards",
     "nabla": (
-        "Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor "
-        "slice_for_shard"
+        "PropagationStrategy Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding "
+        "propagate_sharding reshard_tensor slice_for_shard"
     ),
     "functions.statistics": (
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
@@ -108,9 +108,11 @@ def find(name: str) -> Any:
     place, own = _OTHERS.get(name) or (_MODULE_OF.get(name, ""), name)
     if not place:
         # What no module has by itself, a row of the table of operators may make.
-        row = import_module("reshard.spmd.operators.table").operators.get(name)
+        table = import_module("reshard.spmd.operators.table")
+        row = table.operators.get(name)
         if row is None or not row.doc:
-            raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}")
+            end = "" if name.startswith("_") else table.likely_name(name)
+            raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}{end}")
         place = "functions.elementwise"
     return getattr(import_module(f"reshard.spmd.{place}"), own)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -185,23 +186,50 @@ def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
         (lambda: PartitionedShard(0, 1, 4), r"splits 4 .* give one number a partition"),  # type: ignore
         (lambda: PartitionedShard(0.5, 1, (4,)), "dim of .*: 0.5 is no whole number"),  # type: ignore
         (lambda: PartitionedShard(0, 2.0, (4, 6)), "num_partitions of .*: 2.0 is no"),  # type: ignore
-        (
-            lambda: PartitionedShard(0, 4, FLAT, aligned=True),
-            "are a row for each rank, but aligned",
-        ),
         (lambda: PartitionedShard(0, 2, ((4, 6), (1,))), "give 1 sizes for 2 partitions"),
         (lambda: PartitionedShard(0, 2, (4, -6)), r"splits \(4, -6\) .* must not be negative"),
         (lambda: PartitionedShard(0, 1, ((4,), (-6,))), "must not be negative"),
         (lambda: PartitionedShard(0, 2, (4, (6,))), "are numbers and rows"),  # type: ignore
         (
-            lambda: PartitionedShard(0, 4, BY_RANK, aligned=True),
-            r"are a row for each rank, but aligned .* give their sizes, \(6, 10, 12, 4\)",
+            lambda: PartitionedShard(0, 3, ((4, 6), (1, 1)), aligned=True),
+            "give 2 sizes where rank 0 has 4: 2 of 3 whole partitions, each in 2 pieces",
         ),
     ],
 )
 def test_splits_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(NotationError, match=message):
         make()
+
+
+ALIGNED_ROWS = ((4, 2, 6, 4), (4, 8, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "splits", [ALIGNED_ROWS, sum(ALIGNED_ROWS, ()), np.array(ALIGNED_ROWS)], ids=str
+)
+def test_aligned_rows_are_the_pieces_of_whole_partitions(splits: Any) -> None:
+    """The proposal prints aligned splits so: P00, P10, P01, P11 and P02, P12, P03, P13."""
+    shard = PartitionedShard(0, 4, splits, aligned=True)
+    assert shard.partition_sizes == SIZES
+    found = parse_partitioned(str(shard), TWO, (32,)).layout((32,))
+    sizes = PartitionedShard(0, 4, SIZES, aligned=True)
+    assert found is parse_partitioned(str(sizes), TWO, (32,)).layout((32,))
+    with pytest.raises(NotationError, match="sizes for 2 ranks, but axis ep has 4"):
+        parse_partitioned(str(shard), DeviceMesh.of(ep=4), (32,))
+
+
+def test_aligned_rows_of_ranks_with_fewer_partitions() -> None:
+    shard = PartitionedShard(0, 3, ((1, 1, 2, 3), (4, 5)), aligned=True)
+    assert shard.partition_sizes == (2, 5, 9)
+    assert PartitionedShard(0, 1, ((1, 1), ()), aligned=True).partition_sizes == (2,)
+
+
+def test_a_shard_keeps_its_partitions_when_its_alignment_changes() -> None:
+    unaligned = PartitionedShard(0, 4, BY_RANK)
+    for shard in (unaligned, dataclasses.replace(unaligned, dim=1)):
+        aligned = dataclasses.replace(shard, aligned=True)
+        assert aligned.partition_sizes == unaligned.partition_sizes == SIZES
+        assert dataclasses.replace(aligned, aligned=False).partition_sizes == SIZES
 
 
 def test_what_does_not_fit_the_mesh_or_the_tensor() -> None:

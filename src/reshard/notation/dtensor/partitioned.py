@@ -15,6 +15,7 @@ Source: the proposal of a `PartitionedShard` placement for DTensor.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ from reshard.errors import NotationError
 Splits = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
+class _UnalignedRows(tuple[tuple[int, ...], ...]):
+    """The rows of an unaligned shard.
+
+    Rows are only numbers: an aligned shard that is given these by `dataclasses.replace` would read
+    other partitions from them without an error.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PartitionedShard:
     """A dimension of partitions, cut over one mesh axis.
@@ -35,12 +46,15 @@ class PartitionedShard:
         dim: the dimension; a negative one counts from the end.
         num_partitions: how many partitions there are.
         splits: the size of each partition, shape `(num_partitions,)`; or, unaligned, how much
-            each rank has of it, shape `(ranks, num_partitions)`, or the same in one flat list, one
-            rank behind another. Lists, or arrays of NumPy or torch.
-        aligned: whether ranks have whole partitions, by ceil of their number.
+            each rank has of it, shape `(ranks, num_partitions)`, or the same in one flat list, rank
+            after rank. A row of an aligned shard has the partitions of its rank, each in as many
+            pieces as there are ranks. Lists, or arrays of NumPy or torch.
+        aligned: whether ranks have whole partitions, by ceil of their number. Splits of an
+            unaligned shard that is made aligned, as `dataclasses.replace(shard, aligned=True)`
+            does, keep its partitions.
 
     Raises:
-        NotationError: splits of another shape, negative ones, or a matrix when aligned.
+        NotationError: splits of another shape, or negative ones.
 
     >>> shard = PartitionedShard(0, 4, [[4, 6, 4, 2], [2, 4, 8, 2]])
     >>> shard.partition_sizes
@@ -49,6 +63,9 @@ class PartitionedShard:
     True
     >>> shard.rule.table(32, 2).local_lengths.tolist()
     [16, 16]
+    >>> rows = [[4, 2, 6, 4], [4, 8, 2, 2]]
+    >>> PartitionedShard(0, 4, rows, aligned=True).partition_sizes
+    (6, 10, 12, 4)
     >>> print(PartitionedShard(0, 4, (6, 10, 12, 4), aligned=True))
     PartitionedShard(0, 4, (6, 10, 12, 4), aligned=True)
     """
@@ -65,6 +82,8 @@ class PartitionedShard:
                 raise NotationError(f"{name} {number} of a PartitionedShard must be one number")
             object.__setattr__(self, name, number)
         given = _as_tuples(self.splits, "splits")
+        if self.aligned and isinstance(self.splits, _UnalignedRows):
+            given = tuple(map(sum, zip(*self.splits, strict=True)))
         # What errors show, until the splits are known to be right.
         object.__setattr__(self, "splits", given)
         object.__setattr__(self, "splits", self._check_splits(given))
@@ -84,31 +103,39 @@ class PartitionedShard:
                     f"give {len(sizes)} sizes for {count} partitions; give one for each, {count} "
                     f"in all, or one for each on every rank, {2 * count} in all for 2 ranks"
                 )
-            # A flat list is a row for each rank, one behind another.
-            rows = tuple(sizes[at : at + count] for at in range(0, len(sizes), count))
-        for row in rows or (sizes,):
+            # A flat list is a row for each rank, rank after rank.
+            lengths = self._row_lengths(len(sizes) // count)
+            stops = tuple(itertools.accumulate(lengths))
+            rows = tuple(sizes[stop - n : stop] for stop, n in zip(stops, lengths, strict=True))
+        expected = self._row_lengths(len(rows)) if rows else [count]
+        for row, length in zip(rows or (sizes,), expected, strict=True):
             if not all(isinstance(size, int) for size in row):
                 raise self._refusal("are nested deeper than one row a rank; give such rows")
-            if len(row) != count:
+            if len(row) != length:
                 raise self._refusal(
-                    f"give {len(row)} sizes for {count} partitions; give one for each"
+                    f"give {len(row)} sizes where rank {rows.index(row)} has {length}: "
+                    f"{length // len(rows)} of {count} whole partitions, each in {len(rows)} pieces"
+                    if self.aligned and rows
+                    else f"give {len(row)} sizes for {count} partitions; give one for each"
                 )
             if any(size < 0 for size in row):
                 raise self._refusal("must not be negative")
-        if rows and self.aligned:
-            sums = tuple(map(sum, zip(*rows, strict=True)))
-            raise self._refusal(
-                "are a row for each rank, but aligned partitions are never cut; give their sizes, "
-                f"{sums}"
-            )
-        return rows or sizes
+        return (rows if self.aligned else _UnalignedRows(rows)) if rows else sizes
+
+    def _row_lengths(self, ranks: int) -> list[int]:
+        """Return how many sizes each rank's row has."""
+        if not self.aligned:
+            return [self.num_partitions] * ranks
+        own = -(-self.num_partitions // ranks)
+        counts = (min(own, max(self.num_partitions - own * rank, 0)) for rank in range(ranks))
+        return [count * ranks for count in counts]
 
     def _refusal(self, problem: str) -> NotationError:
         return NotationError(f"the splits {self.splits} of a PartitionedShard {problem}")
 
     @property
     def by_rank(self) -> tuple[tuple[int, ...], ...] | None:
-        """How much each rank has of each partition, where the splits say so."""
+        """The splits of each rank, or None if they are sizes of whole partitions."""
         if self.splits and isinstance(self.splits[0], tuple):
             return self.splits
         return None
@@ -116,6 +143,9 @@ class PartitionedShard:
     @property
     def partition_sizes(self) -> tuple[int, ...]:
         """The size of each partition, shape `(num_partitions,)`."""
+        if self.by_rank is not None and self.aligned:
+            ranks, pieces = len(self.by_rank), [size for row in self.by_rank for size in row]
+            return tuple(sum(pieces[at : at + ranks]) for at in range(0, len(pieces), ranks))
         if self.by_rank is not None:
             return tuple(map(sum, zip(*self.by_rank, strict=True)))
         return cast(tuple[int, ...], self.splits)

@@ -7,6 +7,7 @@ the operands of an operator it does not know, with one warning that names it. `r
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -85,11 +86,21 @@ def operator_of(name: str) -> Operator:
         _warned.add(name)
         warnings.warn(
             f"operator {name} has no sharding rule: its operands are replicated on every device; "
-            f'give it one with @reshard.spmd.rule("{name}")',
+            f'give it one with @reshard.spmd.rule("{name}"){likely_name(name)}',
             UserWarning,
             stacklevel=3,
         )
     return operator
+
+
+def likely_name(name: str) -> str:
+    """Return the end of a message with the operators whose names resemble this unknown one.
+
+    >>> likely_name("matmull"), likely_name("my_own_kernel")
+    ("; did you mean 'matmul'?", '')
+    """
+    near = difflib.get_close_matches(name, _table, 2, 0.8)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def rule_of(

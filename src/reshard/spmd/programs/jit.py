@@ -73,8 +73,8 @@ def jit(
             that are not arrays are static: the function is traced again for each new number or
             string. It returns the same kinds of values; results that are not arrays are those of
             the traced call.
-        strategy: how reshards are placed, as for `sp.trace`: "eager", "basic", "aggressive",
-            "widest" or "cost".
+        strategy: how reshards are placed, as for `sp.trace`: "eager", "basic",
+            "prioritized", "aggressive", "widest" or "cost".
         topology, library: for the time estimates of "cost", as for `sp.trace`.
         live_bytes: a limit on the memory of each rank at any time, including arguments: the trace's
             `peak_bytes`. If the strategy's program exceeds it, the program of another strategy that

@@ -51,8 +51,8 @@ def trace_within(
     asked = finish(first)
     if _peak(asked) <= limit:
         return asked
-    # Without shardings all strategies are one.
-    names = [one for one in STRATEGIES if one != strategy and first.mesh]
+    # Without shardings all strategies are equal, and without priorities "prioritized" is "basic".
+    names = [one for one in STRATEGIES if one not in (strategy, "prioritized") and first.mesh]
     others = [trace_by(one) for one in names]
     placed = [finish(one) for one in others]
     fitting = [one for one in placed if _peak(one) <= limit]

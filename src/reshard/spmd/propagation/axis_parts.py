@@ -131,6 +131,8 @@ class Sharding(NamedTuple):
     partial: Parts = ()
     reduction: str | None = None
     only: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # Dimensions of a weaker user priority, which join later: meanwhile they are closed.
+    waiting: tuple[int, ...] = ()
 
     @property
     def is_cut(self) -> bool:

@@ -36,12 +36,14 @@ class FactorSharding:
         overflow: axes of its dimension that follow and cut no factor.
         is_closed: whether it may not be cut further.
         is_last: whether it is the minor-most factor of its dimension.
+        is_waiting: whether its dimension joins later, by a weaker user priority.
     """
 
     axes: Parts = ()
     overflow: Parts = ()
     is_closed: bool = False
     is_last: bool = True
+    is_waiting: bool = False
 
 
 FactorShardings = dict[int, FactorSharding]
@@ -82,6 +84,10 @@ def collected(
                 found[factor] = FactorSharding(axes, (), is_closed)
         elif factors:
             _collect_compound(found, factors, sizes, axes, is_closed)
+        if sharding is not None and dim in sharding.waiting:
+            for factor in factors:
+                if factor in found:
+                    found[factor].is_waiting = True
     return found
 
 

@@ -9,6 +9,12 @@ one that another factor uses in any tensor. All tensors get the same::
     i: a b | a | (none)       a b to all three
     i: a b | a c | (none)     a to the third, nothing to the others
 
+PRIORITIZED takes the same prefix, of the tensors that have joined: a dimension of a weaker user
+priority does not hinder a stronger one, which wins a conflict. In Shardy, and so in BASIC, a
+dimension that waits is closed, and the weaker sharding still blocks the stronger one::
+
+    i: a (priority 0) | b (priority 1) | (none)     a to the third; in BASIC nothing
+
 AGGRESSIVE considers conflicts within each tensor only, so that more is sharded, at the cost of
 reshards. If two factors conflict over an axis of a tensor, the factor with the larger source (the
 largest tensor that has the agreed axes already) has precedence; for elementwise operators then the
@@ -20,8 +26,9 @@ of a tensor, the one with more parts has precedence::
 
     i: a (2) | b (4) | (none)     b to the third
 
-All strategies only extend existing shardings. The results of the first two are those of Shardy's
-basic and aggressive factor propagation (OpenXLA, `docs/propagation.md`).
+All strategies only extend existing shardings. The results of BASIC and AGGRESSIVE are those of
+Shardy's basic and aggressive factor propagation (OpenXLA, `docs/propagation.md`). PRIORITIZED and
+WIDEST are what nabla's document calls BASIC and AGGRESSIVE.
 """
 
 from __future__ import annotations
@@ -102,10 +109,29 @@ Strategy = Callable[[OperatorTensors, Sequence[Direction]], None]
 def merge_basic(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
     """Extend all tensors by what all of them agree on, factor by factor."""
     for factor, direction in enumerate(directions):
-        axes = _fit_all(tensors, factor, _find_agreed(tensors, factor, direction))
-        if axes:
-            for tensor in range(len(tensors.factors)):
-                tensors.extend(tensor, factor, axes)
+        agreed = _find_agreed(tensors, factor, direction)
+        if agreed:
+            _extend_all(tensors, factor, agreed, range(len(tensors.factors)))
+
+
+def merge_prioritized(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
+    """Extend the tensors that have joined by what these agree on, factor by factor."""
+    for factor, direction in enumerate(directions):
+        agreed = _find_agreed(tensors, factor, direction)
+        if agreed:
+            cuts = [factors.get(factor) for factors in tensors.factors]
+            joined = [n for n, cut in enumerate(cuts) if cut is None or not cut.is_waiting]
+            _extend_all(tensors, factor, agreed, joined)
+
+
+def _extend_all(
+    tensors: OperatorTensors, factor: int, agreed: Parts, numbers: Sequence[int]
+) -> None:
+    """Extend the tensors of these numbers by the prefix of the agreed axes that all can take."""
+    axes = _fit_all(tensors, factor, agreed, numbers)
+    if axes:
+        for tensor in numbers:
+            tensors.extend(tensor, factor, axes)
 
 
 def merge_aggressive(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
@@ -140,6 +166,7 @@ def _extend_each(tensors: OperatorTensors, agreed: Sequence[Parts], factors: Seq
 
 STRATEGIES: dict[str, Strategy] = {
     "basic": merge_basic,
+    "prioritized": merge_prioritized,
     "aggressive": merge_aggressive,
     "widest": merge_widest,
 }
@@ -229,22 +256,23 @@ def _truncate(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | N
     return axes
 
 
-def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
-    """The beginning of the agreed axes that all tensors can take, and no other factor uses."""
+def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts, numbers: Sequence[int]) -> Parts:
+    """Return the prefix of the agreed axes that the tensors of these numbers can all take."""
     size = tensors.rule.sizes[factor]
 
     def fit(part: Part, before: int) -> Part | None:
-        for factors, replicated in zip(tensors.factors, tensors.replicated, strict=True):
+        for number in numbers:
+            factors = tensors.factors[number]
             found = _fit_beside(factors, factor, part)
             cut = factors.get(factor)
             if found is not None and cut is not None:
-                found = _fit_within(cut, replicated, found, before, size)
+                found = _fit_within(cut, tensors.replicated[number], found, before, size)
             if found is None:
                 return None
             part = found
         return part
 
-    return _truncate(tensors.table, axes, fit) if axes else ()
+    return _truncate(tensors.table, axes, fit)
 
 
 def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) -> Parts:

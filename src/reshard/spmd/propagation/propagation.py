@@ -86,6 +86,7 @@ def propagate(
     strategy: str = "aggressive",
     direction: Direction = Direction.BOTH,
     is_elementwise: bool | None = None,
+    max_priority: int | None = None,
 ) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
     """Propagate shardings between the operands and results of one operator, in one step.
 
@@ -94,9 +95,11 @@ def propagate(
     Args:
         rule: of the operator.
         operands, results: their known shardings, None for unknown ones.
-        strategy: "basic", "aggressive" or "widest".
+        strategy: "basic", "prioritized", "aggressive" or "widest".
         direction: in which to propagate.
         is_elementwise: whether the operator is elementwise; derived from its rule when not given.
+        max_priority: dimensions of a higher priority number keep their sharding and propagate
+            nothing; None for all dimensions.
 
     Raises:
         SpecError: shardings of several meshes, or with another number of dimensions; an unknown
@@ -139,6 +142,8 @@ def propagate(
                 else joined(now, user, priorities_of(spec), level)
                 for now, user, spec in zip(state, shardings, known, strict=True)
             ]
+        if max_priority is not None and level > max_priority:
+            continue
         operator = Carrying(rule, ways, kind.is_elementwise)
         for place, new in carried(operator, table, tuple(state), merge):
             state[place] = new
@@ -158,7 +163,7 @@ def propagate_by_rules(
     operator_priorities: bool = True,
     user_priorities: bool = True,
 ) -> PropagatedGraph:
-    """The shardings of all values of a graph by the strategy "basic", "aggressive" or "widest".
+    """Infer the shardings of all values of a graph by any strategy but "cost".
 
     Arguments and errors are those of `propagate_graph`, which has the strategy "cost" as well.
     """
@@ -229,6 +234,7 @@ def waiting(sharding: Sharding, priorities: Sequence[int]) -> Sharding:
             place in later or closed for place, closed in enumerate(sharding.is_closed)
         ),
         replicated=tuple(sorted((*sharding.replicated, *reserved))),
+        waiting=tuple(later),
     )
 
 
@@ -241,6 +247,7 @@ def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int)
         dims=tuple(one.dims[dim] for dim, one in enumerate(sources)),
         is_closed=tuple(one.is_closed[dim] for dim, one in enumerate(sources)),
         replicated=tuple(part for part in now.replicated if part not in freed),
+        waiting=tuple(dim for dim in now.waiting if dim not in joining),
     )
 
 

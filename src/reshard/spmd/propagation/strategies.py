@@ -1,4 +1,4 @@
-"""Propagation over a graph by any strategy: "basic", "aggressive", "widest", "cost"."""
+"""Propagation over a graph by any strategy: by rules (`merging`), or by cost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def propagate_graph(
         graph: the function.
         annotations: shardings of some values, by their numbers.
         outputs: requested shardings of outputs, by their position.
-        strategy: "basic", "aggressive", "widest", or "cost": the shardings with the least estimated
-            time on the default machine, see `reshard.spmd.propagation.by_cost.cost_propagation`.
+        strategy: "basic", "prioritized", "aggressive", "widest", or "cost": the shardings with the
+            least estimated time on the default machine, see
+            `reshard.spmd.propagation.by_cost.cost_propagation`.
         operator_priorities: whether some operators propagate before others.
         user_priorities: whether to use the priorities of dimensions; otherwise all propagate at
             once.

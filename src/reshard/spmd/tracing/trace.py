@@ -55,7 +55,7 @@ from reshard.spmd.tracing.table import trace_table
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.topology import Topology
 
-STRATEGIES = ("eager", "basic", "aggressive", "widest", "cost")
+STRATEGIES = ("eager", "basic", "prioritized", "aggressive", "widest", "cost")
 Spec = ShardingSpec | None
 
 
@@ -173,8 +173,8 @@ def trace(
         arguments: arrays from `abstract`, which have no elements; sharded, NumPy or PyTorch arrays;
             and lists, tuples and dictionaries of them. Everything else is passed unchanged.
         strategy: "eager": each operation chooses its reshards separately, as in eager mode.
-            "basic", "aggressive", "widest" or "cost": shardings are propagated over the whole
-            function first.
+            "basic", "prioritized", "aggressive", "widest" or "cost": shardings are propagated over
+            the whole function first.
         topology: the hosts of the ranks, the links between them and their devices, for time
             estimates and for "cost", which assumes hosts of eight H100 when None.
         library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
