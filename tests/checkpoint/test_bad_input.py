@@ -15,6 +15,7 @@ import pytest
 
 from checkpoint.checkpoint_files import MANIFEST, split_file, tensor, with_header, write_file
 from reshard import checkpoint
+from reshard.checkpoint.conversion.planning import unwritten_target
 from reshard.errors import CheckpointError, CoverageError, FormatError, ReshardError, UsageError
 
 WEIGHT, BIAS = tensor("float32", (6, 4), 1), tensor("float32", (6,), 2)
@@ -109,10 +110,37 @@ def test_a_target_inside_the_source_by_another_name(whole: Path) -> None:
     assert os.listdir(whole) == ["model.safetensors"]
 
 
-def test_a_target_that_is_a_link_to_itself(whole: Path) -> None:
+@pytest.mark.parametrize("name", ["loop", "loop/target"])
+def test_a_target_that_is_a_link_to_itself(whole: Path, name: str) -> None:
     (whole.parent / "loop").symlink_to("loop")
-    with pytest.raises(ReshardError, match="loop"):
-        checkpoint.plan_conversion(whole, whole.parent / "loop", to="full")
+    with pytest.raises(UsageError, match=r"loop.* is a link that leads back to itself"):
+        checkpoint.plan_conversion(whole, whole.parent / name, to="full")
+
+
+def test_a_source_that_is_a_link_to_itself(whole: Path) -> None:
+    (whole.parent / "loop").symlink_to("loop")
+    assert unwritten_target(whole.parent / "loop").name == "loop.planned"
+    with pytest.raises(CheckpointError, match="a link to loop"):
+        checkpoint.open(whole.parent / "loop")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda whole, bad: checkpoint.open(bad),
+        lambda whole, bad: checkpoint.open(f"file://{whole}%00"),
+        lambda whole, bad: checkpoint.plan_conversion(whole, bad, to="full"),
+        lambda whole, bad: checkpoint.convert(whole, bad, to="full", overwrite=True),
+        lambda whole, bad: checkpoint.compare(whole, bad),
+        lambda whole, bad: checkpoint.diff(whole, bad, whole.parent / "new.delta"),
+        lambda whole, bad: checkpoint.diff(whole, whole, bad),
+        lambda whole, bad: checkpoint.read_delta(bad),
+        lambda whole, bad: checkpoint.apply(whole, bad, whole.parent / "made"),
+    ],
+)
+def test_a_path_with_a_null_character(whole: Path, call: Callable[[Path, Path], object]) -> None:
+    with pytest.raises(UsageError, match="null character"):
+        call(whole, whole.parent / "a\0b")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

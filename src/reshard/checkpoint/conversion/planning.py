@@ -14,6 +14,7 @@ Each step is a function from what the step before gave:
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -28,7 +29,7 @@ from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
-from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.folders import refusals_explained, resolve_links
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.resident_memory import give_back_memory
@@ -144,9 +145,11 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     >>> unwritten_target("/data/model")
     PosixPath('/data/model.planned')
     """
-    place = (source if isinstance(source, Path) else as_path(source)).resolve()
+    place = source if isinstance(source, Path) else as_path(source)
     if isinstance(place, PlacePath):
         place = Path.cwd() / place.name
+    # A source that is a link to itself is reported when it is opened.
+    place = Path(os.path.realpath(place))
     return place.with_name(f"{place.name}.planned")
 
 
@@ -167,10 +170,13 @@ def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> Arrange
 def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
     """Raise UsageError where a target would replace its source, or stand in it."""
     try:
-        source, goal = checkpoint.folder.resolve(), target.resolve()
-    except RuntimeError:
-        # So pathlib says it before Python 3.13; what it raises later, the system says.
-        raise UsageError(f"the target {target} is a link that leads back to itself") from None
+        source, goal = checkpoint.folder.resolve(), resolve_links(target)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"the target {target} is a link that leads back to itself; choose another target"
+        ) from None
     if whole_folder and source in goal.parents:
         raise UsageError(
             f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"

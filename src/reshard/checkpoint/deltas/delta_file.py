@@ -37,6 +37,7 @@ from reshard.checkpoint.deltas.beside import decode_value, is_plain_path
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.files.own_files import open_new
+from reshard.checkpoint.files.places.place_path import check_path_text
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.dtypes import DType
@@ -171,8 +172,9 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
     Raises:
         CheckpointError: no file there, or one that cannot be read.
         FormatError: no delta, or one that is damaged or of a later version.
+        UsageError: a path with a null character.
     """
-    path = Path(path)
+    path = Path(check_path_text(path))
     try:
         with path.open("rb") as file:
             identity = FileIdentity.of(path.name, os.fstat(file.fileno()))
@@ -366,7 +368,7 @@ class DeltaWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self.path = Path(path)
+        self.path = Path(check_path_text(path))
         if self.path.is_dir():
             raise UsageError(f"{self.path} is a folder; a delta is a file")
         if not overwrite and os.path.lexists(self.path):

@@ -34,6 +34,7 @@ from reshard.checkpoint.deltas.delta_file import (
     DeltaTensor,
 )
 from reshard.checkpoint.deltas.encoding import decode_block, word_bytes
+from reshard.checkpoint.files.descriptors import read_up_to
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -193,7 +194,7 @@ class _RewrittenFiles(Mapping[str, bytes]):
         delta, place = self._places[name]
         with refusals_explained("read the delta", delta.path), delta.path.open("rb") as file:
             file.seek(HEADER_BYTES + (place.start_bytes or 0))
-            content = file.read(place.size_bytes)
+            content = read_up_to(file, place.size_bytes)
         pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
         if tensor_digest(block_digest(piece) for piece in pieces).tensor != place.digest:
             raise DigestError(

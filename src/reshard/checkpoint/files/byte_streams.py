@@ -21,6 +21,7 @@ from reshard.errors import FormatError, MissingExtraError
 # What the format asks every decoder to support (RFC 8878, 3.1.1.1.2); all usual levels keep to it.
 MOST_WINDOW_BYTES = 8 << 20
 READ_BYTES = 128 << 10
+_PART_BYTES = 4 << 20
 # A skippable frame without content (RFC 8878, 3.1.2).
 _LAST_FRAME = b"\x5f\x2a\x4d\x18" + bytes(4)
 
@@ -88,14 +89,20 @@ class ZStandardStream:
 
     def read(self, size: int, /) -> bytes:
         """The next `size` bytes, or those that are left."""
+        parts: list[bytes] = []
+        # One byte more than there may be, to notice a stream that goes on.
+        left = min(size, self._left + 1)
         try:
-            # One byte more than there may be, to notice a stream that goes on.
-            content: bytes = self._reader.read(min(size, self._left + 1))
+            # The reader allocates all that it is asked for before it decodes.
+            while left and (part := self._reader.read(min(left, _PART_BYTES))):
+                parts.append(part)
+                left -= len(part)
         except self._error as error:
             raise FormatError(
                 f"{self._label} is damaged: it is no Zstandard stream that can be decoded in "
                 f"{MOST_WINDOW_BYTES} bytes ({error}); fetch the file again"
             ) from error
+        content = parts[0] if len(parts) == 1 else b"".join(parts)
         self._left -= len(content)
         if self._left < 0:
             raise explain_expansion(self._label, self._promise)

@@ -23,6 +23,9 @@ REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux, which Python does not name.
 _PUNCH = 1 | 2
 
+# Requests up to this are not compared with the size of the file.
+_UNCHECKED_BYTES = 1 << 20
+
 CONTINUES = "run the same command again, it continues"
 
 
@@ -53,17 +56,32 @@ def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
     raise OSError(number, os.strerror(number))
 
 
+def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
+    """Read at most `max_bytes` of an open file, from where it stands.
+
+    Python allocates the memory of a whole request before it reads. So a request beyond the end of
+    the file, by a limit or by a size in damaged metadata, is cut to what the file has.
+    """
+    if max_bytes > _UNCHECKED_BYTES:
+        position = file.tell()
+        max_bytes = min(max_bytes, max(0, file.seek(0, os.SEEK_END) - position))
+        file.seek(position)
+    return file.read(max_bytes)
+
+
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
-    """Bytes of an open file; fewer only where it ends.
+    """Read a range of an open file; returns fewer bytes only where the file ends.
 
     The system may give less than was asked for. Of a file without a descriptor, such as an object
-    of a store, only one thread reads.
+    of a store, only one thread reads. Memory is taken as in `read_up_to`.
     """
     try:
         descriptor = file.fileno()
     except OSError:
         file.seek(start_bytes)
-        return file.read(size_bytes)
+        return read_up_to(file, size_bytes)
+    if size_bytes > _UNCHECKED_BYTES:
+        size_bytes = min(size_bytes, max(0, os.fstat(descriptor).st_size - start_bytes))
     content = b""
     while more := os.pread(descriptor, size_bytes - len(content), start_bytes + len(content)):
         content += more

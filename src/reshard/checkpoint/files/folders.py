@@ -58,6 +58,24 @@ def refusals_explained(action: str, path: Path) -> Iterator[None]:
         raise RunError(f"cannot {action}: {exact}: {reason}") from error
 
 
+def resolve_links(path: Path) -> Path:
+    """Return a path with its symbolic links followed, whether or not the file exists.
+
+    Raises:
+        OSError: ELOOP for a link that leads back to itself. `Path.resolve` raises RuntimeError
+            before Python 3.13, and later returns the path as it is.
+    """
+    try:
+        resolved = path.resolve(strict=True)
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+        resolved = path.resolve()
+    return resolved
+
+
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`, however many calls it takes. Raises `OSError`."""
     remaining = memoryview(data)

@@ -7,6 +7,7 @@ import functools
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def bits_of(path: Path) -> dict[str, Tensor]:
 
 def save_one(folder: Path, state: dict[str, Any]) -> None:
     torch_checkpoints.save(folder, 1, lambda rank: state)
+
+
+def test_metadata_is_read_with_the_memory_that_the_file_has(tmp_path: Path) -> None:
+    save_one(tmp_path, {"w": torch.ones(4)})
+    open_checkpoint(tmp_path)
+    tracemalloc.start()
+    try:
+        open_checkpoint(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 24
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])

@@ -206,12 +206,31 @@ def _split_addresses(segments: tuple[str | os.PathLike[str], ...]) -> Iterator[A
         yield segment if address is None else f"/{address[1]}:/{address[2]}"
 
 
+def check_path_text(given: str | os.PathLike[str]) -> str:
+    r"""Return the text of a path.
+
+    Raises:
+        UsageError: a value that is not a path; a path with a null character.
+
+    >>> check_path_text("model\0")
+    Traceback (most recent call last):
+    reshard.errors.UsageError: the path 'model\x00' has a null character; give one without it
+    """
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise UsageError(f"a checkpoint at {given!r}; give a path as text, or a Path")
+    text = os.fspath(given)
+    # Each function of Python reports it in its own words, as a ValueError, and some as "not there".
+    if "\0" in text:
+        raise UsageError(f"the path {text!r} has a null character; give one without it")
+    return text
+
+
 def as_path(given: str | os.PathLike[str]) -> Path:
     """The path that a user names: of this machine, or an address.
 
     Raises:
-        UsageError: what is no path; an address without a bucket or a model, or with a user's name
-            or a query in it.
+        UsageError: what is no path, or has a null character; an address without a bucket or a
+            model, or with a user's name or a query in it.
         MissingExtraError: an address whose package is not installed.
 
     >>> as_path("file:///data/my%20model"), as_path("gcs://bucket//model/")
@@ -220,9 +239,7 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if isinstance(given, PlacePath):
         forget_place(given.root_parts)
         return given
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise UsageError(f"a checkpoint at {given!r}; give a path as text, or a Path")
-    text = os.fspath(given)
+    text = check_path_text(given)
     address = _ADDRESS.fullmatch(text)
     if address is None:
         return _find_on_hub(text) or Path(given)
@@ -265,7 +282,7 @@ def _path_of_file(text: str) -> Path:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"the address {text!r} is of the host {parts.netloc!r}; give a path here")
-    return Path(unquote(parts.path))
+    return Path(check_path_text(unquote(parts.path)))
 
 
 def _find_on_hub(text: str) -> PlacePath | None:

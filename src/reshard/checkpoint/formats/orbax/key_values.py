@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.descriptors import reason
+from reshard.checkpoint.files.descriptors import read_up_to, reason
 from reshard.checkpoint.formats.orbax.ocdbt import (
     DataPlace,
     NodePlace,
@@ -63,7 +63,7 @@ def read_range(path: Path, start_bytes: int, size_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(start_bytes)
-            content = file.read(size_bytes)
+            content = read_up_to(file, size_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the checkpoint is not complete") from None
     except OSError as error:

@@ -132,8 +132,8 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
             f"{label}: no such file. Expected a safetensors file; if a checkpoint's index or "
             f"manifest names it, the checkpoint is incomplete"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero character
-        reason = error.strerror if isinstance(error, OSError) else error
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = error.strerror if isinstance(error, OSError) else "null character in its path"
         raise CheckpointError(
             f"{label}: cannot be read: {reason}. Expected a safetensors file this user may read"
         ) from error

@@ -29,6 +29,7 @@ from reshard.checkpoint.contents import (
     StoredItem,
     StoredTensor,
 )
+from reshard.checkpoint.files.descriptors import read_up_to
 from reshard.checkpoint.formats.torch_dcp.chunks import ChunkReader
 from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, rank_of_file
 from reshard.checkpoint.formats.torch_dcp.metadata import (
@@ -218,7 +219,7 @@ def _bind_as_described(
 def _read_metadata_file(path: Path) -> DcpMetadata:
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST_METADATA_BYTES + 1)
+            content = read_up_to(file, LARGEST_METADATA_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > LARGEST_METADATA_BYTES:

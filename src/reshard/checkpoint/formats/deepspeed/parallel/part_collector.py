@@ -16,6 +16,7 @@ from pathlib import Path
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.files.descriptors import read_up_to
 from reshard.checkpoint.formats.deepspeed.parallel.tensor_parts import (
     Join,
     Joiner,
@@ -158,7 +159,7 @@ class PartCollector:
         try:
             with path.open("rb") as file:
                 file.seek(buffer.start_bytes + (buffer.view.offset + piece.offset) * itemsize_bytes)
-                content = file.read(size_bytes)
+                content = read_up_to(file, size_bytes)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if len(content) < size_bytes:
