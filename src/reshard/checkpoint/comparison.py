@@ -7,6 +7,8 @@ digested.
 1. Names, shapes and dtypes are compared without reading.
 2. Threads read the blocks of the tensors that both have, compare and digest them.
 3. Items that are not tensors are compared by their digests, if both formats can hold such.
+4. Copies in one of the checkpoints that differ from each other are differences too
+   (`copy_checks`): the comparison reads one of them.
 
 `check_digests` reads one checkpoint in the same way, and compares its digests with those that
 its manifest recorded, and its bytes with the checksums that files have of their own.
@@ -46,6 +48,7 @@ from reshard.checkpoint.conversion.file_checksums import (
 )
 from reshard.checkpoint.conversion.moves import Batch, Moves
 from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.copy_checks import compare_copies
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
@@ -57,6 +60,7 @@ from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.training.plain_differences import differing_values
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
 from reshard.errors import FormatError, UsageError
+from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 
 Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
@@ -77,11 +81,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The outcome: `is_same`, the differences, and a digest of every tensor that is the same."""
+    """The outcome: `is_same`, the differences, a digest of every tensor that is the same, and
+    notes, such as of copies that were not compared."""
 
     differences: tuple[Difference, ...]
     digests: dict[str, str]
     compared_bytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def is_same(self) -> bool:
@@ -273,7 +279,32 @@ def compare(
         problem = f"{count} of {math.prod(shape)} elements differ, the first at {list(index)}"
         differences.append(Difference(name, problem, count, index))
     digests = blocks.digests(row for row in rows.tolist() if row not in found)
-    return Comparison(tuple(differences), digests, done)
+    copies, notes = _compare_copies([side.checkpoint for side in sides if side.conversion is None])
+    for copy in copies:
+        digests.pop(copy.name, None)
+    return Comparison((*differences, *copies), digests, done, tuple(notes))
+
+
+def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference], list[str]]:
+    """Return the copies that differ within a checkpoint, and notes about others."""
+    differences, notes = [], []
+    for checkpoint in checkpoints:
+        report = compare_copies(checkpoint)
+        texts = [f"copies in {checkpoint.folder}: {one}" for one in report.differing]
+        if DIFFERING_COPIES in checkpoint.allowed:
+            notes += texts
+        else:
+            how: dict[str, list[str]] = {}
+            for one in report.differing:
+                how.setdefault(one.tensor, []).append(one.how)
+            differences += [
+                Difference(
+                    name, f"has copies that differ in {checkpoint.folder}: {'; '.join(parts[:4])}"
+                )
+                for name, parts in how.items()
+            ]
+        notes += [f"{checkpoint.folder}: {note}" for note in report.describe()]
+    return differences, notes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,9 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 
+CHECK_COPIES = ("sample", "all", "none")
+"""How parts that several ranks hold are compared: by checksums and samples, whole, or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
@@ -244,6 +247,9 @@ class Checkpoint:
         unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.
         said_cut: how its tensors are cut, where the user said so and its files do not.
+        check_copies: how parts that several ranks hold are compared when tensors are read, one of
+            `CHECK_COPIES` (see `reshard.checkpoint.copy_checks`).
+        allowed: what the user accepts of it, such as `differing-copies`.
     """
 
     folder: Path
@@ -265,6 +271,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     said_cut: str | None = None
     held: Mapping[str, HeldFile] = field(default_factory=dict)
+    check_copies: str = CHECK_COPIES[0]
+    allowed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import click
 
 from reshard.binding import REPLICAS
+from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
 from reshard.checkpoint.training.styles import STYLES
 from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
-from reshard.recipes.coupling.allowances import ALLOWANCES, FORMER_ALLOWANCES
+from reshard.recipes.coupling.allowances import ALLOWANCES, DIFFERING_COPIES, FORMER_ALLOWANCES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -161,7 +162,8 @@ allow_option = click.option(
     callback=lambda context, parameter, words: tuple(FORMER_ALLOWANCES.get(w, w) for w in words),
     help="Accept an error: cuts that ranks cannot compute with (uncomputable), tensors that no "
     "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
-    "(incomplete). Repeatable.",
+    "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies). "
+    "Repeatable.",
 )
 dtype_option = click.option(
     "--dtype",
@@ -314,11 +316,26 @@ def run_options(command: Command) -> Command:
     return command
 
 
+check_copies_option = click.option(
+    "--check-copies",
+    type=click.Choice(CHECK_COPIES),
+    default=CHECK_COPIES[0],
+    show_default=True,
+    help="Compare the copies that several ranks hold of a part: by checksums in the files and "
+    "samples of at most 1 % of the bytes, every byte, or not at all.",
+)
+allow_copies_option = click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice([DIFFERING_COPIES]),
+    help="Accept copies that differ: those of the lowest rank are read.",
+)
 _SOURCE_CUT_OPTIONS = (
     click.option(
         "--source-mesh",
         metavar="MESH",
-        help="The mesh that wrote the source, for plain tensors in one file per rank: tp=2.",
+        help="The mesh that wrote the source, where its files lack an axis, such as for plain "
+        "tensors in one file per rank: tp=2.",
     ),
     click.option(
         "--source-rule",
@@ -333,11 +350,12 @@ _SOURCE_CUT_OPTIONS = (
         metavar="NAME|FILE|auto",
         help="Instead of --source-rule: the rules of a recipe.",
     ),
+    check_copies_option,
 )
 
 
 def source_cut_options(command: Command) -> Command:
-    """The options of how a source is cut whose files do not say so (`sources.open_source`)."""
+    """Add the options of how a source is opened (`sources.open_source`): cuts, and copies."""
     for option in reversed(_SOURCE_CUT_OPTIONS):
         command = option(command)
     return command

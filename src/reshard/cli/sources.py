@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,11 +32,13 @@ def open_selected_source(path: str, select: str | None, **source_cut: Any) -> Ch
 
 def open_source(
     path: str,
-    source_mesh: str | None,
-    source_rules: tuple[str, ...],
-    source_recipe: str | None,
+    source_mesh: str | None = None,
+    source_rules: tuple[str, ...] = (),
+    source_recipe: str | None = None,
+    check_copies: str = CHECK_COPIES[0],
+    allow: Iterable[str] = (),
 ) -> str | Checkpoint:
-    """The checkpoint at a path, opened as the options say; the path where they say nothing.
+    """Open the checkpoint at a path as the options specify; return the path if they do not.
 
     Raises:
         UsageError: rules or a recipe without a mesh.
@@ -45,5 +49,13 @@ def open_source(
         if source_rules or source_recipe is not None:
             given = "--source-rule" if source_rules else "--source-recipe"
             raise UsageError(f"{given} without --source-mesh; give the mesh of the ranks: tp=2")
-        return path
-    return open_checkpoint(path, mesh=source_mesh, rules=source_rules, recipe=source_recipe)
+        if check_copies == CHECK_COPIES[0] and not allow:
+            return path
+    return open_checkpoint(
+        path,
+        mesh=source_mesh,
+        rules=source_rules,
+        recipe=source_recipe,
+        check_copies=check_copies,
+        allow=allow,
+    )

@@ -15,6 +15,7 @@ import click
 from reshard.binding import REPLICAS
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
+from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion
@@ -111,10 +112,13 @@ def plan_from_options(
     """
     from reshard.checkpoint.conversion.planning import plan_conversion
 
-    source_cut = {
-        name: arguments.pop(name) for name in ("source_mesh", "source_rules", "source_recipe")
-    }
-    opened = open_source(source, **source_cut)
+    names = ("source_mesh", "source_rules", "source_recipe", "check_copies")
+    source_cut = {name: arguments.pop(name) for name in names}
+    # Copies belong to the source, whatever the target takes.
+    allow = arguments.get("allow", ())
+    arguments["allow"] = tuple(one for one in allow if one != DIFFERING_COPIES)
+    about_copies = [one for one in allow if one == DIFFERING_COPIES]
+    opened = open_source(source, **source_cut, allow=about_copies)
     if target_kind is None:
         if config is not None:
             raise UsageError("--config is for --for hf; a recipe reads the config.json of SOURCE")

@@ -29,6 +29,7 @@ from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.files.folders import refusals_explained, resolve_links
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
@@ -61,11 +62,11 @@ def plan_conversion(
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename`, `select`, `training`, `adapters`,
-            `source_layout` (see `ConversionRequest`).
+            `strip_prefix`, `rename`, `select`, `training`, `adapters`, `source_layout`,
+            `check_copies` (see `ConversionRequest`).
 
     Raises:
-        CheckpointError: a source that cannot be used.
+        CheckpointError: a source that cannot be used, such as one whose copies differ.
         RecipeError: rules or a recipe that do not fit.
         UsageError: arguments that contradict each other; a target inside the source.
         RunError: a target that the system does not let us look at.
@@ -76,7 +77,11 @@ def plan_conversion(
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = open_apart(source, target)
     checkpoint = _decode_items(request, checkpoint)
-    translated = _translate(request, take_source(request, checkpoint))
+    checkpoint = take_source(request, checkpoint)
+    checkpoint = expect_equal_copies(
+        checkpoint, check=request.check_copies, allow=tuple(request.allow)
+    )
+    translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)

@@ -16,6 +16,7 @@ from typing import TypedDict, cast
 
 from reshard.binding import REPLICAS
 from reshard.checkpoint.conversion.processes import Processes
+from reshard.checkpoint.copy_checks import parse_check
 from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
@@ -69,6 +70,7 @@ class RequestArguments(CutArguments, total=False):
     training: str | None
     adapters: Iterable[str | os.PathLike[str]]
     source_layout: LayoutFile | None
+    check_copies: str | None
 
 
 class RunArguments(TypedDict, total=False):
@@ -124,7 +126,8 @@ class ConversionRequest:
         layout: of an engine, or the file that has it: every rank of the target holds what that
             engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
         allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
-            with, and `unknown` tensors, which every rank gets whole.
+            with, and `unknown` tensors, which every rank gets whole. With `differing-copies`,
+            copies in the source may differ: those of the lowest rank are read.
         include, exclude: globs on the source's names; what is taken of it, and what of that is left
             out.
         strip_prefix: prefixes that names lose, before anything else looks at them.
@@ -138,6 +141,8 @@ class ConversionRequest:
             file that has it: the target has the model's own tensors. By default the one that is
             beside the source, where there is one and the target is of another format.
         adapters: of PEFT, whose changes are merged into the source's weights, one after another.
+        check_copies: how parts that several ranks of the source hold are compared: `sample`, `all`
+            or `none` (see `reshard.checkpoint.copy_checks`); as it was opened when None.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -170,6 +175,7 @@ class ConversionRequest:
     training: str | None = None
     adapters: Iterable[str | os.PathLike[str]] = ()
     source_layout: LayoutFile | None = None
+    check_copies: str | None = None
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -185,6 +191,8 @@ class ConversionRequest:
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
         if self.replicas not in REPLICAS:
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
+        if self.check_copies is not None:
+            parse_check(self.check_copies)
         if self.dtype is not None:
             cast_type(self.dtype)
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
 from reshard.checkpoint.conversion.engines.states import as_model, find_layout
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -70,6 +70,8 @@ def open_selected(
     mesh: DeviceMesh | str | None = None,
     rules: Iterable[Rule | str] = (),
     recipe: str | os.PathLike[str] | Recipe | None = None,
+    check_copies: str = CHECK_COPIES[0],
+    allow: Iterable[str] = (),
 ) -> Checkpoint:
     """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
 
@@ -83,6 +85,7 @@ def open_selected(
             these are cut: `"tp=2"`.
         rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
         recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
+        check_copies, allow: as in `open_checkpoint`, of copies that several ranks hold.
 
     Raises:
         UsageError: what is no path; a prefix that no tensor has.
@@ -90,7 +93,9 @@ def open_selected(
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.
     """
-    opened = open_checkpoint(path, mesh=mesh, rules=rules, recipe=recipe)
+    opened = open_checkpoint(
+        path, mesh=mesh, rules=rules, recipe=recipe, check_copies=check_copies, allow=allow
+    )
     return select_from(opened, TensorSelection(select=select))
 
 

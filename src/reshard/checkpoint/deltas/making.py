@@ -32,6 +32,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
 from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
 from reshard.checkpoint.conversion.moves import Batch, Moves
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.beside import encode_value
 from reshard.checkpoint.deltas.compression import COMPRESSIONS, compress
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter
@@ -135,6 +136,7 @@ def diff(
         compress(b"")
     a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
     b = after if isinstance(after, Checkpoint) else open_checkpoint(after)
+    a, b = expect_equal_copies(a), expect_equal_copies(b)
     making = _Making(a, b, compression is not None)
     workers = making.threads(extra_bytes, threads)
     try:

@@ -17,6 +17,7 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import UsageError
@@ -61,7 +62,7 @@ def plan_for_vllm(
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
     found = rank_parameters(checkpoint, ranks)
-    checkpoint = found.bound
+    checkpoint = expect_equal_copies(found.bound)
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
     arrangement = arrange_whole(request, checkpoint)
     text = to_json(layout)

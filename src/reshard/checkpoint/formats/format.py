@@ -67,6 +67,7 @@ class CheckpointFormat(ABC):
             `common.pt`, are part of its checkpoints and carried along.
         training: the style in which it takes training state (`reshard.checkpoint.training.styles`),
             such as `reshard`; None where it takes any names.
+        takes_cut: whether a user can specify how its tensors are cut (`open_cut`).
     """
 
     name: ClassVar[str]
@@ -76,6 +77,7 @@ class CheckpointFormat(ABC):
     own_metadata: ClassVar[frozenset[str]] = frozenset()
     carries_weights: ClassVar[bool] = False
     training: ClassVar[str | None] = None
+    takes_cut: ClassVar[bool] = False
 
     @property
     def is_written(self) -> bool:

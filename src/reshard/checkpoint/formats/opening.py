@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path, walk_folder
 from reshard.checkpoint.files.places.upload_marker import expect_settled
 from reshard.checkpoint.files.resident_memory import give_back_memory
@@ -42,6 +42,7 @@ from reshard.checkpoint.formats.unknown import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
+from reshard.recipes.coupling.allowances import DIFFERING_COPIES, parse_allowed
 
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.source_cut import SourceCut
@@ -60,6 +61,8 @@ def open_checkpoint(
     mesh: DeviceMesh | str | None = None,
     rules: Iterable[Rule | str] = (),
     recipe: str | os.PathLike[str] | Recipe | None = None,
+    check_copies: str = CHECK_COPIES[0],
+    allow: Iterable[str] = (),
 ) -> Checkpoint:
     """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
 
@@ -71,13 +74,22 @@ def open_checkpoint(
             these are cut: `"tp=2"`.
         rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
         recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
+        check_copies: how parts that several ranks hold are compared when its tensors are read, by
+            whatever reads them: by checksums of the files and samples (`sample`), every byte
+            (`all`), or not at all (`none`).
+        allow: `["differing-copies"]` where they may differ: those of the lowest rank are read.
 
     Raises:
-        UsageError: what is no path.
+        UsageError: what is no path; an unknown word for how copies are compared.
         CheckpointError: nothing there, or nothing that is a checkpoint.
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.
     """
+    if check_copies not in CHECK_COPIES:
+        raise UsageError(
+            f"check_copies {check_copies!r}; expected one of {', '.join(CHECK_COPIES)}"
+        )
+    allowed = parse_allowed(allow, (DIFFERING_COPIES,))
     try:
         place = as_path(path)
         found = _open(place, _source_cut(place, mesh, rules, recipe))
@@ -91,7 +103,7 @@ def open_checkpoint(
             f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error
     give_back_memory(len(found.tensors))
-    return found
+    return dataclasses.replace(found, check_copies=check_copies, allowed=allowed)
 
 
 def _source_cut(

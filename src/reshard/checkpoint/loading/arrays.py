@@ -26,6 +26,7 @@ from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.host_reads import (
@@ -235,6 +236,7 @@ def load_layouts(
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
+    expect_equal_copies(checkpoint, names=[name for name in layouts if name in checkpoint.tensors])
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
         raise UsageError(f"rank {rank!r}; ranks are whole numbers from 0")
     for what, given in (("layouts", layouts), ("out", out if out is not None else {})):

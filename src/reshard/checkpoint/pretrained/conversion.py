@@ -30,6 +30,7 @@ from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest, LayoutFile, RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.naming.renaming import (
     find_meaning,
@@ -203,7 +204,7 @@ def _name_weights(
     keeps_prefix = bool(request.strip_prefix or request.rename)
     expect_single_model(checkpoint, recipe, keeps_prefix=keeps_prefix)
     containers = _find_containers(checkpoint)
-    weights = take_weights(checkpoint)
+    weights = expect_equal_copies(take_weights(checkpoint), allow=tuple(request.allow))
     if source_names is None:
         names = find_model_names(
             weights,

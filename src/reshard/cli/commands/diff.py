@@ -9,7 +9,9 @@ import click
 from reshard.checkpoint.deltas.compression import COMPRESSIONS
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
+    allow_copies_option,
     as_path,
+    check_copies_option,
     json_option,
     memory_option,
     quiet_option,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     help="Replace DELTA if it exists, once the new one is complete.",
 )
 @select_option
+@check_copies_option
+@allow_copies_option
 @memory_option
 @threads_option
 @json_option
@@ -60,6 +64,8 @@ def diff(
     compression: str | None,
     overwrite: bool,
     select: str | None,
+    check_copies: str,
+    allow: tuple[str, ...],
     extra_bytes: int,
     threads: int | None,
     as_json: bool,
@@ -85,7 +91,10 @@ def diff(
     """
     from reshard.checkpoint.deltas.making import diff as make_delta
 
-    old, new = (open_selected_source(path, select) for path in (before, after))
+    old, new = (
+        open_selected_source(path, select, check_copies=check_copies, allow=allow)
+        for path in (before, after)
+    )
     with shown_progress("comparing", quiet) as progress:
         report = make_delta(
             old,

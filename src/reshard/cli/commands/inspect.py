@@ -42,6 +42,7 @@ from reshard.text.rank_sets import rank_text
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import DigestReport
     from reshard.checkpoint.contents import Checkpoint, StoredTensor
+    from reshard.checkpoint.copy_checks import CopyReport
 
 
 @click.command()
@@ -77,7 +78,8 @@ def inspect(
 ) -> int:
     """List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.
 
-    CHECKPOINT is a folder, a file, an index file, or a URL. Only headers are read. With --digest
+    CHECKPOINT is a folder, a file, an index file, or a URL. Only headers are read, and samples of
+    copies that several ranks hold, if the files have no checksums of them. With --digest
     every byte is read and damaged blocks are listed with their location; the exit code is 1 if
     there are any.
 
@@ -97,13 +99,18 @@ def inspect(
       attributes (plain values of the metadata, by name), notes
       values (plain values saved beside the tensors, by name)
       totals {tensors, elements, tensor_bytes, files, file_bytes}
+      copies (parts that several ranks hold) {parts, unchecked, read_bytes,
+        differing [{tensor, part, ranks, found_by}], by_nature (the same)}
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places, problem}]}
     """
+    from reshard.checkpoint.copy_checks import compare_copies
+
     check_picture(drawn, as_json)
     opened = open_selected_source(checkpoint, select, **source_cut)
     # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)
+    copies = compare_copies(shown)
     found = None
     if digest:
         from reshard.checkpoint.comparison import check_digests
@@ -112,9 +119,9 @@ def inspect(
             found = check_digests(shown, threads=threads, progress=progress)
     drawing = _drawing(opened[drawn]) if drawn is not None else None
     if as_json:
-        write_json(_as_json(checkpoint, shown, found))
+        write_json(_as_json(checkpoint, shown, found, copies))
     elif not quiet:
-        write_pieces(f"{line}\n" for line in _as_text(checkpoint, shown, found, drawing))
+        write_pieces(f"{line}\n" for line in _as_text(checkpoint, shown, found, copies, drawing))
     return DIFFERS if found is not None and found.damaged else DONE
 
 
@@ -150,7 +157,11 @@ def _shape_text(tensor: StoredTensor) -> str:
 
 
 def _as_text(
-    path: str, checkpoint: Checkpoint, found: DigestReport | None, drawing: str | None
+    path: str,
+    checkpoint: Checkpoint,
+    found: DigestReport | None,
+    copies: CopyReport,
+    drawing: str | None,
 ) -> Iterator[str]:
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 
@@ -199,11 +210,18 @@ def _as_text(
         *listing("values", checkpoint.values),
         *listing("left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]),
         *(f"note: {printable(note)}" for note in _list_notes(checkpoint)),
+        *_copy_lines(copies),
     ]
     if drawing is not None:
         yield from ["", drawing]
     if found is not None:
         yield from ["", *_digest_lines(found)]
+
+
+def _copy_lines(copies: CopyReport) -> Iterator[str]:
+    for one in copies.differing:
+        yield f"copies differ: {printable(str(one))}"
+    yield from (f"note: {printable(note)}" for note in copies.describe())
 
 
 def _list_left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
@@ -281,7 +299,9 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
     }
 
 
-def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> dict[str, Any]:
+def _as_json(
+    path: str, checkpoint: Checkpoint, found: DigestReport | None, copies: CopyReport
+) -> dict[str, Any]:
     return {
         "path": path,
         "format": checkpoint.format,
@@ -300,6 +320,13 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         "left_out": [{"name": name, "reason": why} for name, why in _list_left_out(checkpoint)],
         "notes": _list_notes(checkpoint),
         "totals": _totals(checkpoint),
+        "copies": {
+            "parts": copies.parts,
+            "unchecked": copies.unchecked,
+            "read_bytes": copies.read_bytes,
+            "differing": [dataclasses.asdict(one) for one in copies.differing],
+            "by_nature": [dataclasses.asdict(one) for one in copies.by_nature],
+        },
         "digest_check": found
         and {
             "read_bytes": found.read_bytes,

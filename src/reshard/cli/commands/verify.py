@@ -10,6 +10,7 @@ import click
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     adapter_option,
+    allow_copies_option,
     as_path,
     dtype_option,
     json_option,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 @source_layout_option
 @selection_options
 @source_cut_options
+@allow_copies_option
 @threads_option
 @json_option
 @quiet_option
@@ -80,6 +82,8 @@ def verify(
     source_mesh: str | None,
     source_rules: tuple[str, ...],
     source_recipe: str | None,
+    check_copies: str,
+    allow: tuple[str, ...],
     **selection_arguments: Any,
 ) -> int:
     """Check whether LEFT and RIGHT have the same tensors.
@@ -93,6 +97,9 @@ def verify(
     stacked, --recipe auto recognises it.
 
     --source-mesh, --source-rule and --source-recipe describe how LEFT is cut, if its files do not.
+
+    Copies of a part in the files of several ranks that differ from each other are differences too;
+    --check-copies sets how they are compared, and --allow differing-copies accepts them.
 
     --select, --dtype, --adapter, --source-layout, --strip-prefix and --rename apply to LEFT, as in
     the conversion that made RIGHT from it; --include and --exclude then select from LEFT, and
@@ -111,14 +118,15 @@ def verify(
     Keys of --json:
       left, right, same, compared_bytes, seconds_s
       differences [{tensor, problem, elements, first_index}]
-      digests {tensor: digest} (of the tensors that are the same)
+      digests {tensor: digest} (of the tensors that are the same), notes
     """
     from reshard.checkpoint.comparison import compare
     from reshard.checkpoint.naming.selection import TensorSelection
     from reshard.checkpoint.pretrained.comparison import compare_pretrained
 
     began_s = time.monotonic()
-    first = open_source(left, source_mesh, source_rules, source_recipe)
+    first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
+    second = open_source(right, check_copies=check_copies, allow=allow)
     are_named = any(one is not None for one in (left_names, right_names, recipe, target_kind))
     if target_kind is not None:
         if right_names is not None:
@@ -126,7 +134,7 @@ def verify(
         with shown_progress("comparing", quiet) as progress:
             found = compare_pretrained(
                 first,
-                right,
+                second,
                 threads=threads,
                 progress=progress,
                 config=config,
@@ -141,7 +149,7 @@ def verify(
         if config is not None:
             raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
         selection = TensorSelection(**selection_arguments)
-        a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
+        a, b = _name_both(_select_both(first, second, selection), left_names, right_names, recipe)
         changed = _change(a, dtype=dtype, adapters=adapters, source_layout=source_layout)
         with shown_progress("comparing", quiet) as progress:
             found = compare(changed, b, threads=threads, progress=progress)
@@ -150,13 +158,13 @@ def verify(
         write_json(_as_json(left, right, found, seconds_s))
     elif not quiet:
         write("\n".join(_as_text(found, seconds_s)))
-        if not (found.is_same or are_named) and _is_one_stacked(left, right):
+        if not (found.is_same or are_named) and _is_one_stacked(first, second):
             write("one has stacked experts, the other not: compare them with --recipe auto")
     return DONE if found.is_same else DIFFERS
 
 
 def _select_both(
-    left: str | Checkpoint, right: str, selection: TensorSelection
+    left: str | Checkpoint, right: str | Checkpoint, selection: TensorSelection
 ) -> list[str | Checkpoint]:
     """What is chosen of both checkpoints."""
     from reshard.checkpoint.contents import Checkpoint
@@ -215,13 +223,14 @@ def _name_both(
     return found
 
 
-def _is_one_stacked(left: str, right: str) -> bool:
+def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
     """Whether one of two checkpoints of a model has stacked experts, and the other has not."""
+    from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.formats.opening import open_checkpoint, read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names
     from reshard.recipes.library import choose_recipe
 
-    opened = [open_checkpoint(path) for path in (left, right)]
+    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (left, right)]
     config = next((c for c in map(read_config, opened) if c is not None), None)
     recipe = choose_recipe(config) if config is not None else None
     stacked = [one for one in opened if find_stacked_names(one, recipe, config) is not None]
@@ -235,10 +244,11 @@ def _as_text(found: Comparison, seconds_s: float) -> list[str]:
         else f"{printable(difference.name)}: {difference.problem}"
         for difference in found.differences
     ]
+    lines += [f"note: {printable(note)}" for note in found.notes]
     compared = f"compared {bytes_text(found.compared_bytes)} in {duration_text(seconds_s)}"
     same = len(found.digests)
     if found.is_same:
-        return [f"the same {count_text(same, 'tensor')}, bit for bit; {compared}"]
+        return [*lines, f"the same {count_text(same, 'tensor')}, bit for bit; {compared}"]
     tensors = sum(difference.is_tensor for difference in found.differences)
     values = len(found.differences) - tensors
     differ = f"{tensors} of {count_text(same + tensors, 'tensor')} differ"
@@ -267,4 +277,5 @@ def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict
             for difference in found.differences
         ],
         "digests": found.digests,
+        "notes": list(found.notes),
     }

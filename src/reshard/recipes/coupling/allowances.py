@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 
-ALLOWANCES = ("incomplete", "uncomputable", "unknown")
+DIFFERING_COPIES = "differing-copies"
+ALLOWANCES = ("incomplete", "uncomputable", "unknown", DIFFERING_COPIES)
 FORMER_ALLOWANCES = {"unmatched": "unknown"}
 """Words of earlier versions, with those that replace them."""
 
 
-def parse_allowed(allow: Iterable[str]) -> frozenset[str]:
-    """Read the words of `allow`.
+def parse_allowed(allow: Iterable[str], known: Sequence[str] = ALLOWANCES) -> frozenset[str]:
+    """Read the words of `allow`, each of which must be `known`.
 
     Raises:
         UsageError: a word that cannot be allowed, or an object that is not a list of words.
@@ -23,18 +24,15 @@ def parse_allowed(allow: Iterable[str]) -> frozenset[str]:
     frozenset({'unknown'})
     """
     if isinstance(allow, str) or not isinstance(allow, Iterable):
-        raise UsageError(f"allow {allow!r}; give a list, such as ['{ALLOWANCES[0]}']")
+        raise UsageError(f"allow {allow!r}; give a list, such as ['{known[0]}']")
     words = []
     for word in allow:
-        if word in FORMER_ALLOWANCES:
+        if word in FORMER_ALLOWANCES and FORMER_ALLOWANCES[word] in known:
             new = FORMER_ALLOWANCES[word]
             warnings.warn(f"allow {word!r} is now {new!r}", DeprecationWarning, stacklevel=2)
             word = new
-        if word not in ALLOWANCES:
-            raise UsageError(
-                f"{word!r} cannot be allowed; choose from {', '.join(ALLOWANCES[:-1])} and "
-                f"{ALLOWANCES[-1]}"
-            )
+        if word not in known:
+            raise UsageError(f"{word!r} cannot be allowed; choose from {', '.join(known)}")
         words.append(word)
     return frozenset(words)
 

@@ -84,7 +84,9 @@ def test_other_bytes_of_other_ranks_are_said(apart: Path, tmp_path: Path) -> Non
     opened = open_checkpoint(apart)
     # The step is the same on all ranks, the seed is not.
     assert [name for name, _ in opened.unread] == ["random.seed of rank 1", "random.seed of rank 2"]
-    assert opened.notes[0].endswith("; 4 shards that several have are read from the first")
+    assert opened.notes[0].endswith(
+        "; 4 shards are copies of those of a lower rank, which are read"
+    )
     conversion = checkpoint.plan_conversion(apart, tmp_path / "target", to=2, format="torch-dcp")
     assert conversion.losses == tuple(
         f"not in the target: random.seed of rank {rank} (its bytes are others than those of rank "

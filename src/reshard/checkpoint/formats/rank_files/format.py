@@ -26,6 +26,7 @@ class RankFilesFormat(CheckpointFormat):
     evidence = "files of ranks, such as `model_world_size_8_rank_3.pt` or `rank3.safetensors`"
 
     can_hold = frozenset({Holding.SHARDS, Holding.VALUES})
+    takes_cut = True
 
     def detect(self, path: Path) -> bool:
         """Whether a folder has files of ranks with a model or an optimizer."""

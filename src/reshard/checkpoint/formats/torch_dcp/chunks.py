@@ -178,7 +178,9 @@ class ChunkReader(Closing):
             boxes.append((rank, chunk.box))
             addresses.setdefault(rank, []).append(FileRange(file, start_bytes))
             views.setdefault(rank, []).append(view)
-        check_disjoint(self._folder, name, [(chunk.place.file, chunk.box) for chunk in chunks])
+        # Equal boxes of ranks that saved on their own are copies; others must not overlap.
+        distinct = {chunk.box: chunk.place.file for chunk in reversed(chunks)}
+        check_disjoint(self._folder, name, [(file, box) for box, file in distinct.items()])
         layout = Layout.from_boxes(described.shape, boxes, max(self._ranks.values()) + 1)
         binding = Binding(
             layout,
@@ -243,6 +245,6 @@ def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
 
 
 def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:
-    """The chunks that hold something; one that holds nothing, for a tensor of no elements."""
+    """Return the chunks that hold something, or one that holds nothing if no other is there."""
     filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
     return filled or list(tensor.chunks[:1])

@@ -8,8 +8,8 @@ its own, `__R.metadata`, which knows that rank's part only. Here they are one ch
 
 1. The ranks must be 0, 1, 2 and so on: a rank's file that is missing is noticed.
 2. All ranks must say the same of a tensor's shape and type.
-3. A box that several ranks have is a copy: the lowest rank's is taken, as PyTorch does when its
-   ranks talk.
+3. A box that several ranks have is a copy. All of them are kept, so that they are compared
+   (`reshard.checkpoint.copy_checks`) and a user can specify that they are none.
 4. So are bytes that are no tensors. They can be others on each rank; those that are not taken
    are listed, for the caller to compare.
 """
@@ -28,6 +28,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     StoredBytes,
 )
 from reshard.errors import CheckpointError, CoverageError
+from reshard.layout import Box
 
 _NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
 
@@ -36,8 +37,8 @@ _NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
 class MergedMetadata:
     """The metadata of all ranks as one.
 
-    `copies` counts the boxes of tensors that were left to a lower rank; `other_items` are the
-    names and places of bytes that were.
+    `copies` counts the boxes of tensors that a lower rank has too; `other_items` are the names and
+    places of bytes that were left to a lower rank.
     """
 
     metadata: DcpMetadata
@@ -84,6 +85,7 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
     others: list[tuple[str, StoredBytes]] = []
     unlike: dict[str, None] = {}
     origin: dict[str, str] = {}
+    boxes: dict[str, set[Box]] = {}
     copies = 0
     for file, part in parts:
         for name, tensor in part.tensors.items():
@@ -98,11 +100,11 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
                     f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
                     "saves, or ranks gave different tensors one name"
                 )
-            # Boxes of a lower rank stay; equal ones of this rank are copies.
-            known = {chunk.box for chunk in first.chunks}
-            added = tuple(chunk for chunk in tensor.chunks if chunk.box not in known)
-            copies += len(tensor.chunks) - len(added)
-            tensors[name] = DcpTensor(first.dtype, first.shape, (*first.chunks, *added))
+            known = boxes.setdefault(name, {chunk.box for chunk in first.chunks})
+            copies += sum(chunk.box in known for chunk in tensor.chunks)
+            known.update(chunk.box for chunk in tensor.chunks)
+            chunks = (*first.chunks, *tensor.chunks)
+            tensors[name] = DcpTensor(first.dtype, first.shape, chunks)
         for name, place in part.items.items():
             _check_same_kind(name, file, origin, is_same=name not in tensors)
             if name in items:

@@ -91,7 +91,7 @@ def read(folder: Path) -> Checkpoint:
     notes = []
     if merged:
         unread += others
-        copies = f"; {merged.copies} shards that several have are read from the first"
+        copies = f"; {merged.copies} shards are copies of those of a lower rank, which are read"
         notes.append(
             f"merged from the metadata of {len(names)} ranks, which did not talk when they saved "
             f"(use_collectives=False){copies if merged.copies else ''}"

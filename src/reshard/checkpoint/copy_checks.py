@@ -1,0 +1,637 @@
+"""Copies of parts of tensors: whether the ranks that hold the same part hold the same bytes.
+
+The layout of a stored tensor claims that some of its shards are copies: several ranks hold one box
+of it, or boxes that overlap. A reader takes the elements of a box from one of them, so copies that
+differ would lose the others. They differ where each rank held another tensor under the same name
+and shape, such as experts over an axis that is not in the mesh of the files.
+
+1. Checksums that the files contain (`Checkpoint.checksums`) are compared: nothing is read. So it
+   is where a manifest of reshard has the digest of the tensor that all copies were written from.
+2. Where a copy has none, the first, middle and last 4 KiB of each copy are compared (`sample`), at
+   most 1 % of the checkpoint's bytes in all, or 4 MiB where that is more; the largest copies come
+   first. With `all`, every byte of every copy is compared.
+3. State that differs by rank by its nature, such as the running statistics of a batch norm, is
+   listed (`CopyReport.by_nature`); other copies that differ are an error of `expect_equal_copies`.
+
+Formats need not compare copies themselves: they bind every copy that their files have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.binding import View
+from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
+from reshard.checkpoint.blocks.tiles import Tile, target_tiles
+from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.formats.registry import find_format
+from reshard.errors import CoverageError, UsageError
+from reshard.layout import Box, Layout
+from reshard.recipes.coupling.allowances import DIFFERING_COPIES
+from reshard.runs import OWNED
+from reshard.text.quantities import count_text
+from reshard.text.rank_sets import ranks_text
+
+SAMPLE_BYTES = 4096
+MAX_SAMPLED_SHARE = 0.01
+MIN_SAMPLE_LIMIT_BYTES = 4 << 20
+# Each is three reads that wait for a disk, or for a server.
+_MAX_SAMPLED_COPIES, _MAX_REQUESTED_COPIES = 1 << 14, 1 << 8
+_MAX_SHOWN = 3
+# Layouts whose boxes overlap without being equal are compared pair by pair.
+_MAX_OVERLAPPING_BOXES = 1 << 10
+# The last parts of names of state that each rank has its own of.
+_BY_NATURE = re.compile(
+    r"(^|[._])(running_mean|running_var|num_batches_tracked|steps?|seed|rng(_states?)?|"
+    r"random_states?)$"
+)
+_NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingCopies:
+    """A part of a tensor of which ranks hold different copies.
+
+    `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared.
+    """
+
+    tensor: str
+    part: str
+    ranks: tuple[tuple[int, ...], ...]
+    found_by: str
+
+    @property
+    def how(self) -> str:
+        """Which ranks differ in which part."""
+        ranks = ", ".join(ranks_text(group, 24) for group in self.ranks[:4])
+        more = f" and {len(self.ranks) - 4} others" if len(self.ranks) > 4 else ""
+        return f"{ranks}{more} differ in {self.part or 'the element'} ({self.found_by})"
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.how}"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """The outcome of a comparison of copies.
+
+    Attributes:
+        differing: copies that differ and should not.
+        by_nature: copies of state that each rank has its own of.
+        parts: how many parts are held by several ranks.
+        by_checksum: those that checksums of the files, or a manifest, decided.
+        by_reading: those of which bytes were read.
+        read_bytes: how many.
+    """
+
+    differing: tuple[DifferingCopies, ...] = ()
+    by_nature: tuple[DifferingCopies, ...] = ()
+    parts: int = 0
+    by_checksum: int = 0
+    by_reading: int = 0
+    read_bytes: int = 0
+
+    @property
+    def unchecked(self) -> int:
+        """The number of parts that were not compared."""
+        return self.parts - self.by_checksum - self.by_reading
+
+    def describe(self) -> list[str]:
+        """Return notes for a user: what differs by nature, and what was not compared."""
+        notes = []
+        if self.by_nature:
+            notes.append(
+                f"{_count_tensors(self.by_nature)} differ by rank, as such state does; the lowest "
+                f"rank's are taken: {_list_some(self.by_nature)}"
+            )
+        if self.unchecked:
+            notes.append(
+                f"{self.unchecked} of {count_text(self.parts, 'part')} that several ranks hold "
+                "were not compared, for more than 1 % of the bytes would have to be read: "
+                "--check-copies all compares them"
+            )
+        return notes
+
+
+def parse_check(how: str) -> str:
+    """Return a valid word for how copies are compared.
+
+    Raises:
+        UsageError: another word.
+    """
+    if how not in CHECK_COPIES:
+        raise UsageError(f"check_copies {how!r}; expected one of {', '.join(CHECK_COPIES)}")
+    return how
+
+
+def expect_equal_copies(
+    checkpoint: Checkpoint,
+    *,
+    check: str | None = None,
+    allow: Collection[str] = (),
+    names: Iterable[str] | None = None,
+) -> Checkpoint:
+    """Compare the copies in a checkpoint, and return it with notes about them.
+
+    Args:
+        checkpoint: opened; its own `check_copies` and `allowed` apply too.
+        check: `all`, `sample` or `none`; the checkpoint's own when None.
+        allow: with `differing-copies`, copies may differ: the lowest rank's are read.
+        names: of the tensors whose copies are compared; all when None.
+
+    Raises:
+        CoverageError: copies that differ.
+        RunError: a file that cannot be read.
+    """
+    report = compare_copies(checkpoint, check, names)
+    notes = report.describe()
+    if report.differing:
+        if DIFFERING_COPIES not in (*allow, *checkpoint.allowed):
+            raise CoverageError(describe_differing(checkpoint, report.differing))
+        notes.append(
+            f"copies of {_count_tensors(report.differing)} differ, which was allowed; the lowest "
+            f"rank's are taken: {_list_some(report.differing)}"
+        )
+    if not notes:
+        return checkpoint
+    return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
+
+
+def compare_copies(
+    checkpoint: Checkpoint, check: str | None = None, names: Iterable[str] | None = None
+) -> CopyReport:
+    """Compare the copies in a checkpoint.
+
+    Args:
+        checkpoint: opened.
+        check: `all`, `sample` or `none`; the checkpoint's own when None.
+        names: of the tensors whose copies are compared; all when None.
+
+    Raises:
+        UsageError: another word.
+        RunError: a file that cannot be read.
+    """
+    check = parse_check(checkpoint.check_copies if check is None else check)
+    if check == "none":
+        return CopyReport()
+    groups = list(_list_groups(TensorColumns.of(checkpoint.tensors), names))
+    if not groups:
+        return CopyReport()
+    found: list[DifferingCopies] = []
+    unresolved = groups if check == "all" else []
+    if check == "sample":
+        storages = _Storages(checkpoint)
+        for group in groups:
+            # What reshard wrote has copies of one tensor, and a digest that proves them when read.
+            if group.has_digest:
+                continue
+            classes = group.classify(storages)
+            if classes is None:
+                unresolved.append(group)
+            elif len(classes) > 1:
+                found.append(group.describe(classes, "by the CRC-32 in the files"))
+    by_checksum = len(groups) - len(unresolved)
+    chosen = _choose_reads(checkpoint, unresolved, check)
+    read_bytes = 0
+    how = "every byte compared" if check == "all" else "by a sample"
+    for group, digests, size_bytes in _read_groups(checkpoint, chosen):
+        read_bytes += size_bytes
+        classes = _group_equal(zip(group.ranks, digests, strict=True))
+        if len(classes) > 1:
+            found.append(group.describe(classes, how))
+    order = {name: number for number, name in enumerate(checkpoint.tensors)}
+    found.sort(key=lambda one: (order[one.tensor], one.ranks))
+    return CopyReport(
+        tuple(one for one in found if not _BY_NATURE.search(one.tensor)),
+        tuple(one for one in found if _BY_NATURE.search(one.tensor)),
+        len(groups),
+        by_checksum,
+        len(chosen),
+        read_bytes,
+    )
+
+
+def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopies]) -> str:
+    """Return the error text for copies that differ: which, why that can be, and what to do."""
+    names = list(dict.fromkeys(one.tensor for one in differing))
+    text = (
+        f"{checkpoint.folder}: ranks hold copies, by sizes and offsets, whose contents differ, of "
+        f"{_count_tensors(differing)}: {_list_some(differing)}. "
+    )
+    if any(_NUMBERED_EXPERT.search(name) for name in names):
+        text += (
+            "Experts that each rank counts from 0 have the same names on all of them: number them "
+            "over all ranks and save again. "
+        )
+    elif (known := find_format(checkpoint.format)) is not None and known.takes_cut:
+        text += (
+            "If each rank holds another part, such as its own experts, the files lack the axis: "
+            f"specify it with {_suggest_cut(differing)} (mesh= and rules= of open_checkpoint). "
+        )
+    return text + (
+        "If the copies may differ, --allow differing-copies takes the lowest rank's "
+        "(allow=['differing-copies'] in Python); --exclude leaves tensors out"
+    )
+
+
+class _Member(NamedTuple):
+    """One copy of a region: where in which file its shard begins, and how it is stored there.
+
+    `local` has where each box of the region begins in the shard; `is_whole` is whether the region
+    is all of the shard.
+    """
+
+    slot: int
+    place: int
+    offset_bytes: int
+    view: View
+    local_shape: tuple[int, ...]
+    local: tuple[tuple[int, ...], ...]
+    is_whole: bool
+
+
+class _Region(NamedTuple):
+    """Boxes of a tensor of a kind that several members hold."""
+
+    boxes: tuple[Box, ...]
+    members: tuple[_Member, ...]
+
+
+class _Group(NamedTuple):
+    """A region of a tensor, with the file and the first byte of each member's shard."""
+
+    tensor: str
+    kind: TensorKind
+    region: _Region
+    places: tuple[tuple[str, int], ...]
+    has_digest: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(member.slot for member in self.region.members)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one copy."""
+        itemsize_bytes = self.kind.dtype.itemsize_bytes
+        return sum(box.elements for box in self.region.boxes) * itemsize_bytes
+
+    def classify(self, storages: _Storages) -> tuple[tuple[int, ...], ...] | None:
+        """Group the ranks by the checksums of their files; None where these cannot decide."""
+        marks, are_exact = [], True
+        for member, (file, start) in zip(self.region.members, self.places, strict=True):
+            storage = storages.find(file, start)
+            if storage is None:
+                return None
+            begin, size_bytes, crc32 = storage
+            is_exact = begin == start and member.is_whole and size_bytes == self.part_bytes
+            are_exact &= is_exact and is_dense(member.view, member.local_shape)
+            inside = (start - begin, member.view, member.local_shape, member.local)
+            marks.append((size_bytes, crc32, *inside))
+        classes = _group_equal(zip(self.ranks, marks, strict=True))
+        # A checksum that covers more than the copy proves equality alone.
+        return classes if are_exact or len(classes) == 1 else None
+
+    def describe(self, classes: tuple[tuple[int, ...], ...], found_by: str) -> DifferingCopies:
+        boxes = ", ".join(map(str, self.region.boxes[:2]))
+        return DifferingCopies(self.tensor, boxes, classes, found_by)
+
+
+class _Storages:
+    """The ranges of files that have a checksum, by where they begin."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._by_file: dict[str, list[tuple[int, int, int]]] = {}
+        for one in checkpoint.checksums:
+            storage = (one.place.start_bytes, one.size_bytes, one.crc32)
+            self._by_file.setdefault(one.place.path, []).append(storage)
+        for storages in self._by_file.values():
+            storages.sort()
+
+    def find(self, file: str, start_bytes: int) -> tuple[int, int, int] | None:
+        """Return start, size and checksum of the range that contains a byte."""
+        storages = self._by_file.get(file, [])
+        at = bisect_right(storages, start_bytes, key=lambda one: one[0]) - 1
+        if at < 0 or start_bytes >= storages[at][0] + storages[at][1]:
+            return None
+        return storages[at]
+
+
+def _group_equal(marks: Iterable[tuple[int, object]]) -> tuple[tuple[int, ...], ...]:
+    classes: dict[object, list[int]] = {}
+    for rank, mark in marks:
+        classes.setdefault(mark, []).append(rank)
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in classes.values()))
+
+
+# Which parts are said to be copies.
+
+
+def _list_groups(columns: TensorColumns, names: Iterable[str] | None) -> Iterator[_Group]:
+    regions = [
+        _find_regions(kind, columns.sample(number).stored_layout) if _has_copies(kind) else ()
+        for number, kind in enumerate(columns.kinds)
+    ]
+    if not any(regions):
+        return
+    digests = columns.digests
+    rows = range(len(columns)) if names is None else columns.rows(dict.fromkeys(names)).tolist()
+    for row in rows:
+        number, first = int(columns.kind[row]), int(columns.first[row])
+        kind = columns.kinds[number]
+        has_digest = digests is not None and (digests.known is None or bool(digests.known[row]))
+        for region in regions[number]:
+            starts = (int(columns.starts[first + one.place]) for one in region.members)
+            places = tuple(
+                (kind.files[one.place], start + one.offset_bytes)
+                for one, start in zip(region.members, starts, strict=True)
+            )
+            # Several ranks may be bound to one range of a file.
+            if len(set(places)) > 1:
+                yield _Group(columns.names[row], kind, region, places, has_digest)
+
+
+def _has_copies(kind: TensorKind) -> bool:
+    """Whether the shards of a kind's tensors have more elements together than the tensor."""
+    layout = kind.layout
+    if len(kind.places) < 2:
+        return False
+    held = layout.cell_elements
+    slots = {slot for slot, _ in kind.places}
+    if len(slots) < len(layout.holders):
+        held = held[np.isin(layout.cell_slot, sorted(slots))]
+    return int(held.sum()) > math.prod(layout.shape)
+
+
+def _find_regions(kind: TensorKind, layout: Layout) -> tuple[_Region, ...]:
+    """Return the regions of a kind's tensors that several shards of a layout hold."""
+    alike: dict[object, list[Tile]] = {}
+    for tile in target_tiles(layout).tiles:
+        boxes = _list_boxes(tile)
+        cell = layout.cells_of(tile.slot)[tile.number]
+        if boxes and boxes[0].elements:
+            alike.setdefault((boxes, int(layout.cell_contribution[cell])), []).append(tile)
+    regions = [
+        _Region(_list_boxes(group[0]), tuple(_make_member(kind, tile) for tile in group))
+        for group in alike.values()
+        if len(group) > 1
+    ]
+    return (*regions, *_find_overlaps(kind, layout, [group[0] for group in alike.values()]))
+
+
+def _find_overlaps(kind: TensorKind, layout: Layout, tiles: list[Tile]) -> Iterator[_Region]:
+    """Yield the regions in which boxes overlap that are not equal."""
+    boxes = [_list_boxes(tile) for tile in tiles]
+    held = sum(box.elements for of_tile in boxes for box in of_tile)
+    if layout.contributions > 1 or held <= math.prod(layout.shape):
+        return
+    # A halo may be older than what it is a copy of.
+    is_owned = all((table.single_runs().role == OWNED).all() for table in layout.tables)
+    is_simple = all(len(of_tile) == 1 for of_tile in boxes)
+    if not is_owned or not is_simple or len(tiles) > _MAX_OVERLAPPING_BOXES:
+        return
+    for a, b in itertools.combinations(tiles, 2):
+        low = tuple(map(max, a.bounds.start, b.bounds.start))
+        high = tuple(map(min, a.bounds.stop, b.bounds.stop))
+        if all(x < y for x, y in zip(low, high, strict=True)):
+            shared = (Box(low, high),)
+            yield _Region(shared, tuple(_make_member(kind, tile, shared) for tile in (a, b)))
+
+
+def _list_boxes(tile: Tile) -> tuple[Box, ...]:
+    """Return the boxes of the tensor that a tile has, in the tensor's order."""
+    pieces = [
+        sorted(zip(start.tolist(), length.tolist(), strict=True))
+        for start, length in zip(tile.start, tile.length, strict=True)
+    ]
+    return tuple(
+        Box(tuple(a for a, _ in product), tuple(a + n for a, n in product))
+        for product in itertools.product(*pieces)
+    )
+
+
+def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = None) -> _Member:
+    """Return the shard of a tile as a holder of boxes, all of its own when None."""
+    place, is_slot = kind.find_place(tile.slot, tile.number)
+    own = _list_boxes(tile)
+    boxes = own if boxes is None else boxes
+    local = []
+    for box in boxes:
+        at = []
+        for d, begin in enumerate(box.start):
+            # The piece that begins last of those that begin before the box.
+            piece = max(
+                (int(start), int(inside))
+                for start, inside in zip(tile.start[d], tile.local[d], strict=True)
+                if start <= begin
+            )
+            at.append(piece[1] + begin - piece[0])
+        local.append(tuple(at))
+    return _Member(
+        tile.slot,
+        place,
+        tile.offset * kind.dtype.itemsize_bytes if is_slot else 0,
+        kind.view(tile.slot, tile.number) or View.row_major(tile.local_shape),
+        tile.local_shape,
+        tuple(local),
+        len(boxes) == 1 and boxes[0].shape == tile.local_shape,
+    )
+
+
+# What is read of them.
+
+
+class _Read(NamedTuple):
+    """A group of which bytes are read, and the windows of each box."""
+
+    group: _Group
+    windows: tuple[tuple[int, Box], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        elements = sum(window.elements for _, window in self.windows)
+        return elements * self.group.kind.dtype.itemsize_bytes * len(self.group.places)
+
+
+def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> list[_Read]:
+    """Return what is read of each group: all of it, or samples within the limits."""
+    if check == "all":
+        return [
+            _Read(
+                group,
+                tuple(
+                    (number, window)
+                    for number, box in enumerate(group.region.boxes)
+                    for window in _split(box.shape, group.kind.dtype.itemsize_bytes, BUFFER_BYTES)
+                ),
+            )
+            for group in groups
+        ]
+    limit_bytes = max(int(checkpoint.size_bytes * MAX_SAMPLED_SHARE), MIN_SAMPLE_LIMIT_BYTES)
+    chosen: list[_Read] = []
+    total, copies = 0, 0
+    # Of what is compressed, the beginning cannot be had without the rest.
+    plain = [
+        group for group in groups if not any(file in checkpoint.derived for file, _ in group.places)
+    ]
+    is_remote = isinstance(checkpoint.folder, PlacePath)
+    max_copies = _MAX_REQUESTED_COPIES if is_remote else _MAX_SAMPLED_COPIES
+    for group in sorted(plain, key=lambda group: -group.part_bytes):
+        read = _Read(group, tuple(_sample(group)))
+        total += read.size_bytes
+        copies += len(group.places)
+        if total > limit_bytes or copies > max_copies:
+            break
+        chosen.append(read)
+    return chosen
+
+
+def _sample(group: _Group) -> Iterator[tuple[int, Box]]:
+    """Yield the first, middle and last window of a region, each with the number of its box."""
+    itemsize_bytes = group.kind.dtype.itemsize_bytes
+    boxes = group.region.boxes
+    if group.part_bytes <= 3 * SAMPLE_BYTES and len(boxes) == 1:
+        yield 0, Box((0,) * len(boxes[0].shape), boxes[0].shape)
+        return
+    for number, share in ((0, 0.0), (len(boxes) // 2, 0.5), (len(boxes) - 1, 1.0)):
+        yield number, _window(boxes[number].shape, itemsize_bytes, share)
+
+
+def _window(shape: tuple[int, ...], itemsize_bytes: int, share: float) -> Box:
+    """Return a window of at most 4 KiB, at this share of the way through a box.
+
+    >>> _window((8, 4096), 4, 0.5)
+    Box(start=(4, 1536), stop=(5, 2560))
+    """
+    room = max(1, SAMPLE_BYTES // itemsize_bytes)
+    lengths = []
+    for size in reversed(shape):
+        length = max(1, min(size, room))
+        lengths.append(length)
+        room //= length
+    lengths.reverse()
+    start = tuple(int((size - n) * share + 0.5) for size, n in zip(shape, lengths, strict=True))
+    return Box(start, tuple(a + n for a, n in zip(start, lengths, strict=True)))
+
+
+def _split(shape: tuple[int, ...], itemsize_bytes: int, max_bytes: int) -> Iterator[Box]:
+    """Split a box of this shape into windows of at most `max_bytes`, in row-major order."""
+    inner, row = len(shape), 1
+    room = max(1, max_bytes // itemsize_bytes)
+    while inner and row * shape[inner - 1] <= room:
+        inner -= 1
+        row *= shape[inner]
+    if not inner:
+        yield Box((0,) * len(shape), shape)
+        return
+    rest, step = shape[inner:], max(1, room // row)
+    for lead in np.ndindex(*shape[: inner - 1]):
+        for begin in range(0, shape[inner - 1], step):
+            end = min(begin + step, shape[inner - 1])
+            stop = (*(i + 1 for i in lead), end, *rest)
+            yield Box((*lead, begin, *(0 for _ in rest)), stop)
+
+
+def _read_groups(
+    checkpoint: Checkpoint, reads: list[_Read]
+) -> Iterator[tuple[_Group, list[bytes], int]]:
+    """Yield each group with a digest of what was read of each copy, and the number of bytes."""
+    if not reads:
+        return
+    files = open_sources(checkpoint)
+    tasks = [
+        (place, number, member)
+        for number, read in enumerate(reads)
+        for member, place in enumerate(read.group.places)
+    ]
+    # In the order of the files, so that a disk reads forward.
+    tasks.sort()
+
+    def work(
+        task: tuple[tuple[str, int], int, int], buffer: AlignedBuffer
+    ) -> tuple[int, int, bytes]:
+        _, number, member = task
+        return number, member, _digest(reads[number], member, files, buffer)
+
+    found: list[dict[int, bytes]] = [{} for _ in reads]
+    results = run_in_threads(tasks, work, _make_buffer, usual_threads(None, checkpoint.folder))
+    try:
+        for number, member, digest in results:
+            found[number][member] = digest
+    finally:
+        results.close()
+        files.close()
+    for read, digests in zip(reads, found, strict=True):
+        yield read.group, [digests[n] for n in range(len(digests))], read.size_bytes
+
+
+def _digest(read: _Read, member: int, files: OpenFiles[SourceFile], buffer: AlignedBuffer) -> bytes:
+    group = read.group
+    copy, (file, start_bytes) = group.region.members[member], group.places[member]
+    hasher = hashlib.blake2b(digest_size=16)
+    for number, window in read.windows:
+        elements = np.empty(window.shape, dtype=group.kind.dtype.storage)
+        local = tuple(a + b for a, b in zip(copy.local[number], window.start, strict=True))
+        read_box(files[file], start_bytes, copy.view, local, elements, buffer)
+        hasher.update(elements.tobytes())
+    return hasher.digest()
+
+
+def _make_buffer() -> AlignedBuffer:
+    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
+
+
+# What a user can do.
+
+
+def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:
+    """Return the options that specify the axis which the files lack."""
+    first = [one for one in differing if one.tensor == differing[0].tensor]
+    missing = len(first[0].ranks)
+    ranks = sorted(rank for one in first for group in one.ranks for rank in group)
+    own = len(ranks) // missing
+    pattern = _find_pattern(list(dict.fromkeys(one.tensor for one in differing)))
+    is_regular = len(set(ranks)) == len(ranks) and all(
+        len(one.ranks) == missing and all(len(group) == 1 for group in one.ranks) for one in first
+    )
+    if own <= 1 or not is_regular:
+        return f"--source-mesh ep={missing} --source-rule '{pattern}=ep, ...'"
+    # Where neighbours have copies of one part, the missing axis is the last.
+    together = sorted(group[0] for group in first[0].ranks)
+    is_last = together == list(range(together[0], together[0] + missing))
+    mesh = f"fsdp={own},ep={missing}" if is_last else f"ep={missing},fsdp={own}"
+    return f"--source-mesh {mesh} --source-rule '{pattern}=ep / fsdp, ...'"
+
+
+def _find_pattern(names: list[str]) -> str:
+    if all("experts." in name for name in names):
+        return "*experts.*"
+    return names[0] if len(names) == 1 else "PATTERN"
+
+
+def _count_tensors(differing: Sequence[DifferingCopies]) -> str:
+    return count_text(len({one.tensor for one in differing}), "tensor")
+
+
+def _list_some(differing: Sequence[DifferingCopies]) -> str:
+    more = len(differing) - _MAX_SHOWN
+    shown = "; ".join(map(str, differing[:_MAX_SHOWN]))
+    return shown + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,202 @@
+"""Copies that ranks hold of a part are compared in every format, and differing ones refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from cli.command_runs import run_here
+from reshard import checkpoint
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.copy_checks import compare_copies, expect_equal_copies
+from reshard.errors import CoverageError, UsageError
+
+Arrays = Mapping[str, NDArray[np.float32]]
+
+
+def counted(*shape: int, first: int = 0) -> NDArray[np.float32]:
+    return np.arange(first, first + np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def save_ranks(folder: Path, *ranks: Arrays) -> Path:
+    folder.mkdir(exist_ok=True)
+    for rank, arrays in enumerate(ranks):
+        save_file(dict(arrays), folder / f"rank{rank}.safetensors")
+    return folder
+
+
+def open_copies(folder: Path, ranks: int = 2, rule: str = "*=...", **options: object) -> Checkpoint:
+    """Open files of ranks that hold copies of one another, by default of every tensor."""
+    return checkpoint.open(folder, mesh=f"ep={ranks}", rules=[rule], **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def differing(tmp_path: Path) -> Path:
+    """Two ranks whose `w` differs in its last row, and whose `b` is equal."""
+    same, other = counted(4, 6), counted(4, 6)
+    other[3, 5] += 1
+    b = counted(3)
+    return save_ranks(tmp_path / "ranks", {"w": same, "b": b}, {"w": other, "b": b})
+
+
+def test_copies_without_checksums_are_sampled(differing: Path) -> None:
+    report = compare_copies(open_copies(differing))
+    assert [str(one) for one in report.differing] == [
+        "w: rank 0, rank 1 differ in [0:4, 0:6] (by a sample)"
+    ]
+    assert (report.parts, report.by_checksum, report.by_reading, report.unchecked) == (2, 0, 2, 0)
+    assert report.read_bytes == 2 * (96 + 12)
+
+
+def test_the_error_names_ranks_and_the_options(differing: Path) -> None:
+    with pytest.raises(CoverageError, match="w: rank 0, rank 1 differ") as caught:
+        expect_equal_copies(open_copies(differing))
+    assert "--source-mesh ep=2 --source-rule 'w=ep, ...'" in str(caught.value)
+    assert "--allow differing-copies" in str(caught.value)
+
+
+@pytest.mark.parametrize("door", ["convert", "load", "diff", "plan"])
+def test_no_door_reads_one_of_differing_copies(differing: Path, tmp_path: Path, door: str) -> None:
+    def enter(source: Checkpoint) -> object:
+        if door == "convert":
+            return checkpoint.convert(source, tmp_path / "out", to="full")
+        if door == "load":
+            return checkpoint.load(source)
+        if door == "diff":
+            return checkpoint.diff(source, source, tmp_path / "out.delta")
+        return checkpoint.plan_conversion(source, tmp_path / "out", to="full")
+
+    with pytest.raises(CoverageError, match="differing-copies"):
+        enter(open_copies(differing))
+    assert not (tmp_path / "out").exists()
+    enter(open_copies(differing, allow=["differing-copies"]))
+
+
+def test_what_is_not_taken_may_differ(differing: Path, tmp_path: Path) -> None:
+    source = open_copies(differing)
+    checkpoint.convert(source, tmp_path / "out", to="full", exclude=["w"])
+    assert list(checkpoint.load(source, exclude=["w"])) == ["b"]
+
+
+def test_allowed_copies_are_the_lowest_ranks_and_noted(differing: Path, tmp_path: Path) -> None:
+    source = open_copies(differing)
+    conversion = checkpoint.plan_conversion(
+        source, tmp_path / "out", to="full", allow=["differing-copies"]
+    )
+    assert "copies of 1 tensor differ, which was allowed" in conversion.source.notes[-1]
+    checkpoint.run_conversion(conversion)
+    written = checkpoint.load(tmp_path / "out")
+    np.testing.assert_array_equal(written["w"], counted(4, 6))
+
+
+def test_a_comparison_lists_differing_copies(differing: Path, tmp_path: Path) -> None:
+    whole = {"w": counted(4, 6), "b": counted(3)}
+    save_file(whole, tmp_path / "whole.safetensors")
+    found = checkpoint.compare(open_copies(differing), tmp_path / "whole.safetensors")
+    assert [one.name for one in found.differences] == ["w"]
+    assert "rank 0, rank 1 differ" in found.differences[0].problem
+    allowed = open_copies(differing, allow=["differing-copies"])
+    found = checkpoint.compare(allowed, tmp_path / "whole.safetensors")
+    assert found.is_same
+    assert "rank 0, rank 1 differ" in found.notes[0]
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+def test_a_sample_has_the_first_middle_and_last_bytes(tmp_path: Path, at: str) -> None:
+    one, other = counted(64, 1024), counted(64, 1024)
+    row = {"first": 0, "middle": 32, "last": 63}[at]
+    other[row, 511] += 1
+    save_ranks(tmp_path / "ranks", {"w": one}, {"w": other})
+    report = compare_copies(open_copies(tmp_path / "ranks"))
+    assert report.differing
+    assert report.read_bytes == 2 * 3 * 4096
+
+
+def test_all_finds_a_byte_that_a_sample_does_not(tmp_path: Path) -> None:
+    one, other = counted(64, 1024), counted(64, 1024)
+    other[7, 5] += 1
+    save_ranks(tmp_path / "ranks", {"w": one}, {"w": other})
+    source = open_copies(tmp_path / "ranks")
+    assert not compare_copies(source).differing
+    assert compare_copies(source, "all").differing[0].found_by == "every byte compared"
+    assert compare_copies(source, "none").parts == 0
+    with pytest.raises(CoverageError):
+        checkpoint.load(open_copies(tmp_path / "ranks", check_copies="all"))
+    with pytest.raises(CoverageError):
+        checkpoint.plan_conversion(source, tmp_path / "out", to="full", check_copies="all")
+
+
+def test_bits_count_and_not_values(tmp_path: Path) -> None:
+    zeros, negative = np.zeros(4, np.float32), -np.zeros(4, np.float32)
+    save_ranks(tmp_path / "zeros", {"w": zeros}, {"w": negative})
+    assert compare_copies(open_copies(tmp_path / "zeros")).differing
+    nan = np.full(4, np.nan, np.float32)
+    save_ranks(tmp_path / "nan", {"w": nan}, {"w": nan})
+    assert not compare_copies(open_copies(tmp_path / "nan")).differing
+
+
+def test_running_statistics_are_listed_and_not_refused(tmp_path: Path) -> None:
+    names = ("bn.running_mean", "bn.running_var")
+    ranks = [{name: counted(3, first=rank) for name in names} for rank in range(2)]
+    save_ranks(tmp_path / "ranks", *ranks)
+    source = open_copies(tmp_path / "ranks")
+    report = compare_copies(source)
+    assert not report.differing
+    assert {one.tensor for one in report.by_nature} == set(names)
+    noted = expect_equal_copies(source)
+    assert "2 tensors differ by rank, as such state does" in noted.notes[-1]
+
+
+def test_only_some_ranks_may_hold_copies(tmp_path: Path) -> None:
+    """On a mesh of two axes, copies along one of them are compared with one another alone."""
+    ranks = [{"w": counted(2, first=10 * (rank // 2))} for rank in range(4)]
+    save_ranks(tmp_path / "ranks", *ranks)
+    source = checkpoint.open(tmp_path / "ranks", mesh="tp=2,dp=2", rules=["w=tp"])
+    report = compare_copies(source)
+    assert (report.parts, report.differing) == (2, ())
+    with pytest.raises(CoverageError, match=r"rank 0, rank 2 differ in \[0:2\]"):
+        expect_equal_copies(checkpoint.open(tmp_path / "ranks", mesh="dp=2,tp=2", rules=["w=tp"]))
+
+
+def test_a_tensor_without_copies_is_not_read(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ranks", {"w": counted(2)}, {"w": counted(2, first=5)})
+    report = compare_copies(open_copies(tmp_path / "ranks", rule="w=ep"))
+    assert dataclasses.astuple(report) == ((), (), 0, 0, 0, 0)
+
+
+def test_arrays_of_ranks_are_compared_too() -> None:
+    held = checkpoint.describe_ranks(
+        {0: {"w": counted(4)}, 1: {"w": counted(4, first=1)}}, "dp=2", rules=["w=-"]
+    )
+    with pytest.raises(CoverageError, match="rank 0, rank 1"):
+        checkpoint.load(held)
+
+
+def test_unknown_words_are_refused(differing: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="check_copies 'some'"):
+        open_copies(differing, check_copies="some")
+    with pytest.raises(UsageError, match="check_copies 'some'"):
+        checkpoint.plan_conversion(differing, tmp_path / "out", to="full", check_copies="some")
+    with pytest.raises(UsageError, match="'unknown' cannot be allowed"):
+        open_copies(differing, allow=["unknown"])
+
+
+def test_the_commands_show_differing_copies(differing: Path, tmp_path: Path) -> None:
+    source = (str(differing), "--source-mesh", "ep=2", "--source-rule", "*=...")
+    shown = run_here("inspect", *source)
+    assert "copies differ: w: rank 0, rank 1 differ" in shown.output
+    out = str(tmp_path / "out")
+    arguments = ("convert", source[0], out, *source[1:], "--to", "full")
+    refused = run_here(*arguments)
+    assert refused.code == 2
+    assert "--allow differing-copies" in refused.errors
+    assert run_here(*arguments, "--allow", "differing-copies").code == 0
+    verify = ("verify", source[0], out, *source[1:])
+    assert run_here(*verify).code == 1
+    assert run_here(*verify, "--allow", "differing-copies").code == 0
