@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import selection
+
 # Before NumPy or PyTorch is loaded, here or in a process that a test starts: with several workers
 # on few cores, threads that wait for each other in small kernels cost up to ten times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,15 +29,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 EXAMPLES = int(os.environ.get("RESHARD_HYPOTHESIS_EXAMPLES", "0"))
 
-settings.register_profile(
-    "reshard",
-    derandomize=EXAMPLES == 0,
-    deadline=None,
-    print_blob=True,
-    max_examples=EXAMPLES or 100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("reshard")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the profile of Hypothesis, which has fewer examples without exhaustive cases."""
+    selection.is_exhaustive = "not exhaustive" not in config.option.markexpr
+    settings.register_profile(
+        "reshard",
+        derandomize=EXAMPLES == 0,
+        deadline=None,
+        print_blob=True,
+        max_examples=EXAMPLES or selection.choose(50, 100),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("reshard")
+
 
 BEGUN_S = pytest.StashKey[float]()
 MAX_LISTED = 10

@@ -12,6 +12,14 @@ from typing import Any
 
 import pytest
 
+is_exhaustive = True
+"""Whether exhaustive cases run, which `conftest.py` sets before test files are imported."""
+
+
+def choose(default: int, exhaustive: int) -> int:
+    """Return the number of examples that a test of Hypothesis tries."""
+    return exhaustive if is_exhaustive else default
+
 
 def keep_where(keep: Callable[[Any], bool], cases: Iterable[Any], reason: str) -> list[Any]:
     """Keep the cases for which `keep` is true."""

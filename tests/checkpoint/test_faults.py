@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from reshard.checkpoint.conversion.staging import staging_folder
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import InterruptedRunError, RunError, SourceChangedError, UsageError
+from selection import keep_covering
 
 BLOCK_BYTES = 64 * 1024
 CHANGING_CALLS = (
@@ -120,8 +122,14 @@ class Calls:
         return call
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 5, 40, 90])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize(
+    ("error", "number"),
+    keep_covering(
+        1,
+        itertools.product((errno.ENOSPC, errno.EDQUOT, errno.EIO), (0, 1, 2, 5, 40, 90)),
+        "every error at every call; each error and each call is in a default case",
+    ),
+)
 def test_no_more_can_be_written(
     source: Path,
     target: Path,
@@ -355,8 +363,14 @@ def test_ctrl_c(
     assert contents(target) == expected
 
 
-@pytest.mark.parametrize("name", CHANGING_CALLS)
-@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    keep_covering(
+        1,
+        itertools.product((0, -1), CHANGING_CALLS),
+        "the first and the last call of each kind; each kind is in a default case",
+    ),
+)
 def test_ctrl_c_at_any_moment(
     source: Path,
     target: Path,

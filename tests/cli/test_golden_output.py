@@ -6,9 +6,11 @@ rates are replaced, and so are what is resident, and the figures of files, whose
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -106,9 +108,24 @@ def replaced(text: str) -> str:
     return re.sub(r"(?<= in )[\d.]+ (µs|ms|s)\b", "TIME", text)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, the same cut for eight ranks, a model that differs, and models of many names."""
+    folder = tmp_path_factory.mktemp("made")
+    write_model(folder / "model")
+    with contextlib.chdir(folder):
+        make_checkpoints(folder)
+    return folder
+
+
 @pytest.fixture
-def checkpoints(folder: Path) -> None:
-    """Two more checkpoints: `model` cut for eight ranks, and a model that differs."""
+def checkpoints(folder: Path, made: Path) -> None:
+    """Copies of them in the folder of the test."""
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def make_checkpoints(folder: Path) -> None:
+    """Write them from `model`, into the folder that is the current one."""
     rules = ("--rule", "*.weight=tp, -", "--rule", "*=...")
     assert run_here("convert", "model", "sharded", "--to", "tp=4,dp=2", *rules, "-q").code == 0
     other = load_file("model/model.safetensors")

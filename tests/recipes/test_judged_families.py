@@ -12,8 +12,12 @@ import pytest
 from engines.judge.records import load_records, replay_case
 from engines.judge.table import PAGE, fill_in
 from reshard.recipes import load_recipe, shipped_recipes
+from selection import keep_where
 
 RECORDS = load_records()
+RECIPES = {record["recipe"]: name for name, record in RECORDS.items()}
+# The family that stands for its recipe: that of its name, where there is one.
+FAMILY_OF_RECIPE = {recipe: recipe if recipe in RECORDS else RECIPES[recipe] for recipe in RECIPES}
 
 # Of these there is no record: Kimi K2 is DeepSeek-V3 under another name, Llama 4 with images has
 # Llama 4's text model. The recipes of the others were not judged.
@@ -35,11 +39,27 @@ def test_every_model_type_of_a_recipe_is_judged() -> None:
         assert not_judged <= NOT_JUDGED, name
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_recipe_says_what_was_judged(name: str) -> None:
+@pytest.mark.parametrize(
+    "is_whole",
+    keep_where(lambda is_whole: not is_whole, (False, True), "every verdict of every family"),
+    ids=("spread", "whole"),
+)
+@pytest.mark.parametrize(
+    "name",
+    keep_where(
+        lambda name: FAMILY_OF_RECIPE[RECORDS[name]["recipe"]] == name,
+        RECORDS,
+        "another family of a recipe of which one family is replayed by default",
+    ),
+)
+def test_a_recipe_says_what_was_judged(name: str, is_whole: bool) -> None:
+    """By default one family a recipe: each case, and each parallelism of one of the cases."""
     wrong: list[Any] = []
-    for case in RECORDS[name]["cases"]:
-        for parallelism, verdict in case["verdicts"].items():
+    cases = RECORDS[name]["cases"]
+    for turn, case in enumerate(cases):
+        for number, (parallelism, verdict) in enumerate(case["verdicts"].items()):
+            if not is_whole and (number + turn) % len(cases):
+                continue
             if (found := replay_case(case, parallelism)) != verdict:
                 wrong.append((parallelism, verdict, found))
     assert not wrong, f"judge {name} again: python -m engines.judge {name}"

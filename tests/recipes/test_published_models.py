@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from functools import cache
@@ -32,6 +33,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.library import choose_recipe, load_recipe
 from reshard.recipes.recipe import Recipe
+from selection import keep_covering, keep_spread, keep_where
 
 EXPERTS = {"mixtral": 8, "qwen3_moe": 128, "deepseek_v3": 256}
 
@@ -99,18 +101,30 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("text", MESHES)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek_v3"])
+EVERY_MODEL = "every model on every mesh; each model and each mesh is in a default case"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    keep_covering(
+        1,
+        itertools.product([name for name in MODELS if name != "deepseek_v3"], MESHES),
+        EVERY_MODEL,
+    ),
+)
 def test_every_tensor_is_reported_and_whole(name: str, text: str) -> None:
     check_places(MODELS[name], DeviceMesh.parse(text))
 
 
+@pytest.mark.exhaustive(reason="92,000 tensors; the short model has each kind of them")
 def test_every_tensor_of_deepseek_v3_is_reported_and_whole() -> None:
     check_places(DEEPSEEK_V3, DeviceMesh.parse("pp=5,dp=2,ep=6,etp=3"))
 
 
 # 128 heads of 192 rows over three ranks would cut blocks of 128 through.
-@pytest.mark.parametrize("text", [text for text in MESHES if text != "tp=3"])
+@pytest.mark.parametrize(
+    "text", keep_spread(3, [text for text in MESHES if text != "tp=3"], EVERY_MODEL)
+)
 def test_every_tensor_of_a_short_deepseek_v3_is_reported_and_whole(text: str) -> None:
     check_places(SHORT_DEEPSEEK_V3, DeviceMesh.parse(text))
 
@@ -175,9 +189,16 @@ WHOLE_UNDER_TP = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    keep_where(
+        lambda name: name not in ("deepseek_v3", "llama", "mistral", "qwen2_tied", "qwen3_tied"),
+        [*MODELS, "short_deepseek_v3"],
+        "a smaller model of the same recipe is a default case",
+    ),
+)
 def test_nothing_is_replicated_by_accident(name: str) -> None:
-    model = MODELS[name]
+    model = MODELS.get(name, SHORT_DEEPSEEK_V3)
     whole = re.compile(WHOLE_UNDER_TP[str(model.config["model_type"])])
     tensor_parallel = assigned(model, "tp=2")
     for tensor, layout in tensor_parallel.layouts.items():
@@ -240,37 +261,45 @@ def dense_elements(model: PublishedModel, mesh: DeviceMesh, rank: int) -> float:
     return shared(pp, stage, embedding, layer, layers, hidden + embedding) / fsdp
 
 
+HELD = [
+    LLAMA_3_8B,
+    LLAMA_3_405B,
+    TINY_LLAMA,
+    MISTRAL_7B,
+    QWEN2_7B,
+    QWEN2_HALF_B,
+    QWEN3_8B,
+    QWEN3_HALF_B,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+]
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        LLAMA_3_8B,
-        LLAMA_3_405B,
-        TINY_LLAMA,
-        MISTRAL_7B,
-        QWEN2_7B,
-        QWEN2_HALF_B,
-        QWEN3_8B,
-        QWEN3_HALF_B,
-        MIXTRAL_8X7B,
-        QWEN3_30B_A3B,
-    ],
-    ids=lambda model: f"{model.config['model_type']}-{model.parameters}",
-)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pp=1,tp=1",
-        "pp=1,tp=2",
-        "pp=1,dp=2,tp=2",
-        "pp=1,fsdp=2,dp=2",
-        "pp=1,fsdp=2,tp=2",
-        "pp=3,tp=2",
-        "pp=4,fsdp=2",
-        "pp=1,ep=4,tp=2",
-        "pp=1,ep=2,etp=4,tp=2",
-        "pp=3,dp=2,ep=2,fsdp=2,tp=2",
-        "pp=2,ep=8,etp=1,tp=2",
-    ],
+    ("model", "text"),
+    keep_covering(
+        1,
+        itertools.product(
+            HELD,
+            [
+                "pp=1,tp=1",
+                "pp=1,tp=2",
+                "pp=1,dp=2,tp=2",
+                "pp=1,fsdp=2,dp=2",
+                "pp=1,fsdp=2,tp=2",
+                "pp=3,tp=2",
+                "pp=4,fsdp=2",
+                "pp=1,ep=4,tp=2",
+                "pp=1,ep=2,etp=4,tp=2",
+                "pp=3,dp=2,ep=2,fsdp=2,tp=2",
+                "pp=2,ep=8,etp=1,tp=2",
+            ],
+        ),
+        EVERY_MODEL,
+    ),
+    ids=lambda given: (
+        given if isinstance(given, str) else f"{given.config['model_type']}-{given.parameters}"
+    ),
 )
 def test_every_rank_holds_what_the_parallelism_says(model: PublishedModel, text: str) -> None:
     mesh = DeviceMesh.parse(text)
@@ -312,12 +341,16 @@ def deepseek_elements(tp: int, fsdp: int, ep: int, etp: int, pp: int, stage: int
 
 @pytest.mark.parametrize(
     ("text", "sizes"),
-    [
-        ("pp=1,tp=8", (8, 1, 1, 8)),
-        ("pp=1,fsdp=8,ep=8", (1, 8, 8, 1)),
-        ("pp=4,dp=2,ep=16,tp=2", (2, 1, 16, 2)),
-        ("pp=16,ep=4,etp=1,tp=4", (4, 1, 4, 1)),
-    ],
+    keep_where(
+        lambda case: case[0].startswith("pp=4"),
+        [
+            ("pp=1,tp=8", (8, 1, 1, 8)),
+            ("pp=1,fsdp=8,ep=8", (1, 8, 8, 1)),
+            ("pp=4,dp=2,ep=16,tp=2", (2, 1, 16, 2)),
+            ("pp=16,ep=4,etp=1,tp=4", (4, 1, 4, 1)),
+        ],
+        "92,000 tensors take long; the default mesh has stages, experts and parts of tensors",
+    ),
 )
 def test_every_rank_holds_its_share_of_deepseek_v3(
     text: str, sizes: tuple[int, int, int, int]

@@ -18,6 +18,7 @@ from reshard import DeviceMesh
 from reshard.errors import UsageError
 from reshard.spmd.gradients.table import CONSTANT, REFUSED, find_pullback, pullbacks
 from reshard.spmd.operators.table import SHIPPED
+from selection import keep_where
 from spmd.derivative_cases import CASES, SAME, GradientCase
 from spmd.eager_cases import ruled_specs, specs
 from spmd.test_eager_exhaustively import sharded
@@ -89,8 +90,16 @@ def test_as_pytorch(case: GradientCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_sharding(case: GradientCase) -> None:
-    """Each operand in every sharding, the others in one that changes from run to run of it."""
+@pytest.mark.parametrize(
+    "stride",
+    keep_where(lambda stride: stride > 1, (8, 1), "each operand in every sharding"),
+    ids=("one of eight", "all"),
+)
+def test_every_sharding(case: GradientCase, stride: int) -> None:
+    """Each operand in every sharding, the others in one that changes from run to run of it.
+
+    By default each operand in one of eight shardings, in others for the next case and operand.
+    """
     arrays = case.arrays()
     expected = [one.to_dense() for one in gradients_of(case, [sp.array(one) for one in arrays])]
     choose = random.Random(case.name)
@@ -100,7 +109,8 @@ def test_every_sharding(case: GradientCase) -> None:
             for one in arrays
         ]
         ruled = ruled_specs(MESH, data.shape, choose, 4)
-        for spec in (*specs(MESH, data.ndim, partial=True), *ruled):
+        own = (*specs(MESH, data.ndim, partial=True), *ruled)
+        for spec in own[(CASES.index(case) + number) % min(stride, len(own)) :: stride]:
             given = [
                 sharded(one, choose.choice(any_)) for one, any_ in zip(arrays, others, strict=True)
             ]

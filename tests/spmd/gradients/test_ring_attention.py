@@ -15,9 +15,11 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.spmd.local.attention import Attention
 from reshard.spmd.local.local_work import stretches_of
+from selection import choose, keep_covering
 
 MESH = DeviceMesh.of(x=2, y=3)
 MASKS = [(False, None), (True, None), (True, 3), (False, 2)]
+EVERY_MASK = "every combination; each mask, length and number of groups is in a default case"
 CUTS = (
     *("-, -, y, -", "x, -, y, -", "-, y, x, -", "-, -, x y, -", "-, -, y x, -", "-, x, y, -"),
     *("-, -, y@zigzag, -", "-, x, y@zigzag, -", "-, -, y x@zigzag, -"),
@@ -29,13 +31,13 @@ def seen_by(length: int, is_causal: bool, window: int | None) -> np.ndarray:
     return (np.abs(before) < (window or length)) & ((before >= 0) | (not is_causal))
 
 
-@pytest.mark.parametrize("groups", [6, 3])
-@pytest.mark.parametrize("length", [12, 7, 5])
-@pytest.mark.parametrize(("is_causal", "window"), MASKS)
-def test_as_pytorch_in_every_cut(
-    is_causal: bool, window: int | None, length: int, groups: int
-) -> None:
+@pytest.mark.parametrize(
+    ("mask", "length", "groups"),
+    keep_covering(1, itertools.product(MASKS, (12, 7, 5), (6, 3)), EVERY_MASK),
+)
+def test_as_pytorch_in_every_cut(mask: tuple[bool, int | None], length: int, groups: int) -> None:
     """Of even and uneven parts, and of 6 parts of 5 places: one is empty."""
+    is_causal, window = mask
     draw = np.random.default_rng(length)
     arrays = [draw.normal(size=(2, heads, length, 4)) for heads in (6, groups, groups)]
     leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
@@ -108,7 +110,7 @@ def test_only_keys_that_are_seen_move(pairs: int, options: dict[str, Any]) -> No
     assert trace_attention(True, **options).moved_bytes == pairs * 4 * PART_BYTES
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=choose(12, 25))
 @given(
     length=st.integers(1, 14),
     cut=st.sampled_from(CUTS),
@@ -182,12 +184,12 @@ def test_heads_that_are_cut_apart_from_their_groups_go_another_way() -> None:
     np.testing.assert_allclose(found.to_dense(), expected, 1e-12)
 
 
-@pytest.mark.parametrize("groups", [6, 3])
-@pytest.mark.parametrize(("is_causal", "window"), MASKS)
-def test_gradients_through_recorded_functions(
-    is_causal: bool, window: int | None, groups: int
-) -> None:
+@pytest.mark.parametrize(
+    ("mask", "groups"), keep_covering(1, itertools.product(MASKS, (6, 3)), EVERY_MASK)
+)
+def test_gradients_through_recorded_functions(mask: tuple[bool, int | None], groups: int) -> None:
     """Turns that a program or a branch has recorded are differentiated one by one."""
+    is_causal, window = mask
     draw = np.random.default_rng(groups)
     arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (6, groups, groups)]
 
@@ -207,10 +209,12 @@ def test_gradients_through_recorded_functions(
             np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-10, 1e-12)
 
 
-@pytest.mark.parametrize("groups", [6, 3])
-@pytest.mark.parametrize(("is_causal", "window"), MASKS)
-def test_second_derivatives(is_causal: bool, window: int | None, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("mask", "groups"), keep_covering(1, itertools.product(MASKS, (3, 6)), EVERY_MASK)
+)
+def test_second_derivatives(mask: tuple[bool, int | None], groups: int) -> None:
     """Of parts that are cut alike, of heads and of whole arrays, as PyTorch has them of scores."""
+    is_causal, window = mask
     draw = np.random.default_rng(groups)
     arrays = [draw.normal(size=(2, heads, 7, 4)) for heads in (6, groups, groups)]
     leaves = [torch.tensor(one, requires_grad=True) for one in arrays]
@@ -291,10 +295,15 @@ def test_rematerialized_and_traced_programs() -> None:
         np.testing.assert_allclose(three.to_dense(), one.to_dense(), 1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["basic", "aggressive", "widest", "cost"])
-@pytest.mark.parametrize(("is_causal", "window"), MASKS)
-def test_turns_of_whole_sequences(is_causal: bool, window: int | None, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "strategy"),
+    keep_covering(
+        1, itertools.product(MASKS, ("basic", "aggressive", "widest", "cost")), EVERY_MASK
+    ),
+)
+def test_turns_of_whole_sequences(mask: tuple[bool, int | None], strategy: str) -> None:
     """Where a strategy gathers the queries, what they weigh is in the order of the sequence."""
+    is_causal, window = mask
     q, k = (np.random.default_rng(n).normal(size=(1, 7, 3)) for n in range(2))
 
     def weigh(q: Any, k: Any) -> Any:

@@ -15,6 +15,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.spmd.local.local_work import parts_of
 from reshard.topology import Link, Topology
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=3)
 IMAGES = (
@@ -65,7 +66,7 @@ def check(function: Any, arrays: list[np.ndarray], cuts: list[str]) -> None:
                 np.testing.assert_allclose(np.asarray(one), np.asarray(other), 1e-9, 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=choose(10, 25))
 @given(windows(), st.sampled_from(IMAGES), st.sampled_from(KERNELS), st.sampled_from([1, 2, 6]))
 def test_convolutions_are_those_of_whole_arrays(
     options: dict[str, Any], cut: str, kernel_cut: str, groups: int
@@ -87,7 +88,7 @@ def test_convolutions_are_those_of_whole_arrays(
     check(convolve, [x, kernel], [cut, kernel_cut])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=choose(10, 25))
 @given(windows(), st.sampled_from(IMAGES), st.sampled_from(["max_pool", "avg_pool"]))
 @example(
     {"sizes": [1, 2], "wide": [1, 3], "pads": [(0, 0)] * 2, "strides": [1, 1]},
@@ -108,7 +109,7 @@ def test_pools_are_those_of_whole_arrays(options: dict[str, Any], cut: str, name
     check(pool, [x], [cut])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=choose(30, 60))
 @given(windows(), st.sampled_from(["-, -, x, -", "-, -, y, -", "-, -, y x, -"]))
 def test_what_moves_is_what_windows_see_of_other_parts(options: dict[str, Any], cut: str) -> None:
     size, wide, gap, step = (options[name][0] for name in ("sizes", "wide", "gaps", "strides"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -18,16 +19,23 @@ from reshard.spmd.gradients import transforms
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.programs.pipelines import stage_passes, stage_programs
 from reshard.spmd.shards.operation_call import recording
+from selection import keep_covering
 
 ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize(("order", "per_rank"), ORDERS)
-@pytest.mark.parametrize(("ranks", "inner"), [(2, (1, 2)), (2, (2, 2)), (4, (2, 1))])
+@pytest.mark.parametrize(
+    ("sizes", "stages", "library"),
+    keep_covering(
+        1,
+        itertools.product([(2, (1, 2)), (2, (2, 2)), (4, (2, 1))], ORDERS, ["numpy", "torch"]),
+        "every combination; each order, mesh and library is in a default case",
+    ),
+)
 def test_losses_and_gradients_are_those_of_the_whole(
-    order: str, per_rank: int, ranks: int, inner: tuple[int, int], library: str
+    sizes: tuple[int, tuple[int, int]], stages: tuple[str, int], library: str
 ) -> None:
+    (ranks, inner), (order, per_rank) = sizes, stages
     if library == "torch":
         pytest.importorskip("torch")
     size = inner[0] * inner[1]
