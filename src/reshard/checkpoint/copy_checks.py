@@ -13,7 +13,9 @@ and shape, such as experts over an axis that is not in the mesh of the files.
 3. State that differs by rank by its nature, such as the running statistics of a batch norm, is
    listed (`CopyReport.by_nature`); other copies that differ are an error of `expect_equal_copies`.
 
-Formats need not compare copies themselves: they bind every copy that their files have.
+Formats need not compare copies themselves: they bind every copy that their files have. A format
+whose writer keeps one of the copies (`CheckpointFormat.drops_copies`) has lost what was none: that
+shows where a router has more rows than there are experts (`CopyReport.lost`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.blocks.strided_spans import is_dense
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
 from reshard.checkpoint.blocks.tiles import Tile, target_tiles
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
@@ -63,6 +65,8 @@ _BY_NATURE = re.compile(
     r"(^|[._])(running_mean|running_var|num_batches_tracked|steps?|seed|rng(_states?)?|"
     r"random_states?)$"
 )
+_EXPERTS = re.compile(r"^(.*?)\.?\bexperts\.(?:(\d+)\.)?")
+_ROUTER = re.compile(r"^(.*?)\.?\b(?:router|gate)\.(?:\w+\.)*weight$")
 _NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
@@ -96,6 +100,7 @@ class CopyReport:
     Attributes:
         differing: copies that differ and should not.
         by_nature: copies of state that each rank has its own of.
+        lost: what shows that the writer dropped parts as copies that were none.
         parts: how many parts are held by several ranks.
         by_checksum: those that checksums of the files, or a manifest, decided.
         by_reading: those of which bytes were read.
@@ -104,6 +109,7 @@ class CopyReport:
 
     differing: tuple[DifferingCopies, ...] = ()
     by_nature: tuple[DifferingCopies, ...] = ()
+    lost: tuple[str, ...] = ()
     parts: int = 0
     by_checksum: int = 0
     by_reading: int = 0
@@ -116,7 +122,7 @@ class CopyReport:
 
     def describe(self) -> list[str]:
         """Return notes for a user: what differs by nature, and what was not compared."""
-        notes = []
+        notes = [*self.lost]
         if self.by_nature:
             notes.append(
                 f"{_count_tensors(self.by_nature)} differ by rank, as such state does; the lowest "
@@ -162,9 +168,17 @@ def expect_equal_copies(
         RunError: a file that cannot be read.
     """
     report = compare_copies(checkpoint, check, names)
+    is_allowed = DIFFERING_COPIES in (*allow, *checkpoint.allowed)
+    if report.lost and not is_allowed:
+        raise CoverageError(
+            f"{checkpoint.folder}: {report.lost[0]}. No option brings them back: save again with "
+            "the axis of the experts in the mesh of their DTensors, with use_collectives=False, or "
+            "as files of ranks, which --source-mesh ep=... and --source-rule read. --allow "
+            "differing-copies takes what is there (allow=['differing-copies'] in Python)"
+        )
     notes = report.describe()
     if report.differing:
-        if DIFFERING_COPIES not in (*allow, *checkpoint.allowed):
+        if not is_allowed:
             raise CoverageError(describe_differing(checkpoint, report.differing))
         notes.append(
             f"copies of {_count_tensors(report.differing)} differ, which was allowed; the lowest "
@@ -192,9 +206,11 @@ def compare_copies(
     check = parse_check(checkpoint.check_copies if check is None else check)
     if check == "none":
         return CopyReport()
+    names = None if names is None else dict.fromkeys(names)
+    lost = tuple(_find_lost_experts(checkpoint, names))
     groups = list(_list_groups(TensorColumns.of(checkpoint.tensors), names))
     if not groups:
-        return CopyReport()
+        return CopyReport(lost=lost)
     found: list[DifferingCopies] = []
     unresolved = groups if check == "all" else []
     if check == "sample":
@@ -222,6 +238,7 @@ def compare_copies(
     return CopyReport(
         tuple(one for one in found if not _BY_NATURE.search(one.tensor)),
         tuple(one for one in found if _BY_NATURE.search(one.tensor)),
+        lost,
         len(groups),
         by_checksum,
         len(chosen),
@@ -353,7 +370,7 @@ def _list_groups(columns: TensorColumns, names: Iterable[str] | None) -> Iterato
     if not any(regions):
         return
     digests = columns.digests
-    rows = range(len(columns)) if names is None else columns.rows(dict.fromkeys(names)).tolist()
+    rows = range(len(columns)) if names is None else columns.rows(names).tolist()
     for row in rows:
         number, first = int(columns.kind[row]), int(columns.first[row])
         kind = columns.kinds[number]
@@ -454,6 +471,52 @@ def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = N
         tuple(local),
         len(boxes) == 1 and boxes[0].shape == tile.local_shape,
     )
+
+
+# What a writer dropped.
+
+
+def _find_lost_experts(checkpoint: Checkpoint, names: Collection[str] | None) -> Iterator[str]:
+    """Yield what shows that experts of some ranks were dropped as copies of those of others.
+
+    A router has a row for each expert. Where all ranks name and count their own experts from 0,
+    and the writer keeps one copy of each, there is a fraction of them.
+    """
+    known = find_format(checkpoint.format)
+    ranks = {file.rank for file in checkpoint.files}
+    if known is None or not known.drops_copies(checkpoint) or len(ranks) < 2:
+        return
+    counts: dict[str, set[int]] = {}
+    numbered: dict[str, set[int]] = {}
+    first: dict[str, str] = {}
+    routers: dict[str, tuple[str, int]] = {}
+    shapes = shapes_of(checkpoint.tensors)
+    for name, shape in shapes.items():
+        if match := _EXPERTS.search(name):
+            layer, number = match.groups()
+            if number is not None:
+                numbered.setdefault(layer, set()).add(int(number))
+            elif len(shape) >= 3:
+                counts.setdefault(layer, set()).add(shape[0])
+            first.setdefault(layer, name)
+        elif len(shape) == 2 and (match := _ROUTER.search(name)):
+            routers[match[1]] = name, shape[0]
+    for layer, (router, rows) in routers.items():
+        own = numbered.get(layer, set())
+        found = counts.get(layer, set()) or ({len(own)} if own == {*range(len(own))} else set())
+        if len(found) != 1 or not 0 < (count := next(iter(found))) < rows or rows % count:
+            continue
+        if names is not None and first[layer] not in names:
+            continue
+        stored = checkpoint.tensors[first[layer]].stored_slots
+        if len(stored) < len(ranks):
+            yield (
+                f"{first[layer]} is of {count} experts, stored by {ranks_text(stored)} of "
+                f"{len(ranks)}, and {router} chooses among {rows}: ranks saved different experts "
+                "under the same names and offsets, of which the writer keeps one as a copy, so "
+                f"that {rows - count} of {rows} are lost"
+            )
+            return
 
 
 # What is read of them.

@@ -129,6 +129,10 @@ class CheckpointFormat(ABC):
             "the source's mesh, rules and recipe out"
         )
 
+    def drops_copies(self, checkpoint: Checkpoint) -> bool:
+        """Whether the program that wrote a checkpoint keeps one of the copies that ranks hold."""
+        return False
+
     def has_file(self, name: str) -> bool:
         """Whether a file of that name would be one of such a checkpoint."""
         return name.endswith(self.suffixes)

@@ -8,19 +8,27 @@ rules or a recipe, say which part of a tensor each rank has. Shapes of whole ten
    or a part of that where ranks hold copies of one part, such as key/value heads.
 2. What a rule gives may depend on shapes: it is asked again with those that were found.
 3. The sharding of the whole shape must give each rank the shape that it has.
+
+Parts may have a description that lacks an axis (`find_missing_axes`): DTensors over a part of the
+ranks, such as experts over `fsdp` on each of several groups of ranks that hold other experts. By
+their offsets such groups hold copies; a rule gives the axis that sets them apart::
+
+    ranks 0 and 2: w[0:2], w[2:4] of [4]           fsdp=2,ep=2 and w=ep / fsdp
+    ranks 1 and 3: w[0:2], w[2:4] of [4]           ranks 0, 2, 1, 3: w[0:2], ... w[6:8] of [8]
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from reshard.errors import LayoutError, RecipeError, ShardError, UsageError
-from reshard.layout import Layout
+from reshard.errors import FormatError, LayoutError, RecipeError, ShardError, UsageError
+from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
@@ -30,6 +38,8 @@ from reshard.sharding import ShardingSpec
 Shape = tuple[int, ...]
 # How often rules are asked again for shapes that they depend on themselves.
 _MOST_ROUNDS = 4
+# Orders of more axes than any job has are not tried.
+_MAX_AXES = 5
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,142 @@ class SourceCut:
             shapes, self.mesh, self.rules, self.recipe, self.config, allow=["uncomputable"]
         )
         return {name: found.specs[name] for name in shapes}
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedPart:
+    """A part of a tensor, as the file of its rank describes it: `box` of a tensor of `shape`.
+
+    Parts of one `group`, such as those on one mesh, are parts of the same tensor.
+    """
+
+    box: Box
+    shape: Shape
+    group: object = None
+
+
+def select_by_rules(names: Iterable[str], cut: SourceCut) -> list[str]:
+    """Return the names that a rule of a cut matches, or one of its recipe."""
+    rules = [*cut.rules, *(cut.recipe.rules if cut.recipe is not None else ())]
+    return [name for name in names if any(rule.matches(name) for rule in rules)]
+
+
+def describe_no_lacking(folder: object, lacking: Collection[str]) -> str:
+    """Return the error text for rules that match no tensor whose own description lacks an axis."""
+    if not lacking:
+        return (
+            f"the files in {folder} say themselves how tensors are cut; leave the source's mesh "
+            "and rules out"
+        )
+    names = list(lacking)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"no source rule matches a tensor whose files lack an axis in {folder}, which they do for "
+        f"{', '.join(names[:3])}{more}. Give a rule for these, such as --source-rule "
+        "'*experts.*=ep / fsdp, ...'"
+    )
+
+
+def find_missing_axes(
+    parts: Mapping[str, Mapping[int, DescribedPart]], cut: SourceCut, folder: object
+) -> tuple[dict[str, tuple[ShardingSpec, Layout]], DeviceMesh]:
+    """Return the sharding and layout of tensors whose own descriptions lack an axis.
+
+    The axes of the mesh count ranks in the order of the text, the last one fastest. Where the
+    descriptions contradict that, they are counted in the order of axes that fits them.
+
+    Args:
+        parts: of each tensor, by rank.
+        cut: the mesh and the rules.
+        folder: of the files, for errors.
+
+    Returns:
+        The shardings and layouts by name, and the mesh with the ranks as they were counted.
+
+    Raises:
+        FormatError: parts that fit no order of the axes.
+        RecipeError: rules that cannot be applied.
+    """
+    shapes = {
+        name: {rank: part.box.shape for rank, part in of_tensor.items()}
+        for name, of_tensor in parts.items()
+    }
+    problem = ""
+    for mesh in _list_numberings(cut.mesh):
+        numbered = replace(cut, mesh=mesh)
+        try:
+            found = find_layouts(shapes, mesh, numbered.find_shardings, may_lack=True)
+        except ShardError as error:
+            problem = problem or str(error)
+            continue
+        wrong = next(
+            filter(None, (_find_contradiction(n, parts[n], *of) for n, of in found.items())), None
+        )
+        if wrong is None:
+            return found, mesh
+        problem = problem or wrong
+    raise FormatError(f"{folder}: tensor {problem}")
+
+
+def describe_numbering(cut: SourceCut, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return a note where the ranks of a cut's mesh were counted in another order of its axes."""
+    if mesh.devices == cut.mesh.devices:
+        return ()
+    ranks = ", ".join(map(str, mesh.devices[:16]))
+    return (
+        f"the ranks of the source's mesh {mesh.text} are {ranks}, as the meshes in its files "
+        "require, and not in the order of the text",
+    )
+
+
+def _list_numberings(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """Yield the mesh, and the same with its ranks counted along its axes in other orders."""
+    yield mesh
+    if mesh.devices != tuple(range(mesh.size)) or len(mesh.shape) > _MAX_AXES:
+        return
+    for order in itertools.permutations(range(len(mesh.shape))):
+        ranks = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in order])
+        devices = ranks.transpose(np.argsort(order)).reshape(-1).tolist()
+        if devices != list(mesh.devices):
+            yield DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
+
+
+def _find_contradiction(
+    name: str, parts: Mapping[int, DescribedPart], spec: ShardingSpec, layout: Layout
+) -> str | None:
+    """Return how a layout contradicts what the files say of a tensor's parts, or None."""
+    offsets: dict[tuple[int, ...], set[Box]] = {}
+    of_group: dict[object, tuple[int, tuple[int, ...]]] = {}
+    for rank, part in sorted(parts.items()):
+        if not part.box.elements:
+            continue
+        boxes = layout.boxes(rank)
+        if len(boxes) != 1:
+            return f"{name!r} cut by `{spec}`: rank {rank} has {len(boxes)} parts, expected one"
+        offset = tuple(a - b for a, b in zip(boxes[0].start, part.box.start, strict=True))
+        offsets.setdefault(offset, set()).add(part.box)
+        first, expected = of_group.setdefault(part.group, (rank, offset))
+        if part.group is not None and offset != expected:
+            return (
+                f"{name!r} cut by `{spec}` over {_describe_ranks(spec)}: ranks {first} and {rank} "
+                f"hold parts of one tensor of {list(part.shape)} by their files, and not by the "
+                "rule; correct the mesh, the order of its axes, or the rule"
+            )
+    whole = math.prod(next(iter(parts.values())).shape)
+    for boxes_of in offsets.values():
+        if sum(box.elements for box in boxes_of) != whole:
+            return (
+                f"{name!r} cut by `{spec}` over {_describe_ranks(spec)}: the rule sets parts apart "
+                f"that are, by their files, parts of one tensor of "
+                f"{list(next(iter(parts.values())).shape)}; correct the mesh, the order of its "
+                "axes, or the rule"
+            )
+    return None
+
+
+def _describe_ranks(spec: ShardingSpec) -> str:
+    """Return the mesh of a sharding as text, with its ranks."""
+    return f"{spec.mesh.text} (ranks {', '.join(map(str, spec.mesh.devices[:16]))})"
 
 
 def find_layouts(

@@ -100,7 +100,7 @@ def inspect(
       values (plain values saved beside the tensors, by name)
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       copies (parts that several ranks hold) {parts, unchecked, read_bytes,
-        differing [{tensor, part, ranks, found_by}], by_nature (the same)}
+        differing [{tensor, part, ranks, found_by}], by_nature (the same), lost}
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places, problem}]}
     """
@@ -325,6 +325,7 @@ def _as_json(
             "unchecked": copies.unchecked,
             "read_bytes": copies.read_bytes,
             "differing": [dataclasses.asdict(one) for one in copies.differing],
+            "lost": list(copies.lost),
             "by_nature": [dataclasses.asdict(one) for one in copies.by_nature],
         },
         "digest_check": found

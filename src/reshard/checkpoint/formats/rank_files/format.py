@@ -41,7 +41,7 @@ class RankFilesFormat(CheckpointFormat):
         return read_rank_files(path)
 
     def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
-        """The checkpoint of files with plain tensors, cut as the user says."""
+        """Open files whose tensors are cut as the user specifies, where the files do not."""
         from reshard.checkpoint.formats.rank_files.reader import read_rank_files
 
         return read_rank_files(path, cut)

@@ -1,24 +1,110 @@
-"""Plain tensors of ranks, cut by rules that the user gives.
+"""Tensors of ranks whose files do not describe how they are cut, cut by rules of the user.
 
 Files of ranks with plain tensors do not say how they are cut. A mesh and rules do
 (`--source-mesh tp=2 --source-rule '*.weight=tp, -'`), or a recipe. Shapes of whole tensors follow
 (`formats.source_cut`). What an optimizer keeps of a parameter is cut as the parameter is.
+
+Where some tensors are DTensors, rules are for those whose own description lacks an axis: plain
+tensors that several ranks have, and DTensors on several meshes, each a part of the ranks
+(`cut_lacking_parts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.rank_files.joining import Parts, bind_sharding
+from reshard.checkpoint.formats.rank_files.local_parts import LocalPart
 from reshard.checkpoint.formats.rank_files.rank_states import list_parameters
-from reshard.checkpoint.formats.source_cut import SourceCut, find_layouts, join_shapes
+from reshard.checkpoint.formats.source_cut import (
+    DescribedPart,
+    SourceCut,
+    describe_no_lacking,
+    find_layouts,
+    find_missing_axes,
+    join_shapes,
+    select_by_rules,
+)
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import CoverageError, FormatError, ShardError, UsageError
+from reshard.layout import Box
+from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 
 Shape = tuple[int, ...]
+
+
+def lacks_axis(parts: Parts) -> bool:
+    """Whether several ranks have the same part of a tensor by their files, on no common mesh."""
+    shardings = {part.sharding for _, part in parts.values()}
+    first = next(iter(parts.values()))[1]
+    if len(parts) < 2 or not first.shape:
+        return False
+    if len(shardings) == 1 and (sharding := first.sharding) is not None:
+        return not {*parts} <= {*sharding.mesh.devices}
+    boxes = [one for rank, of in parts.items() for one in _describe(rank, of[1])]
+    return len({one.box for one in boxes}) < len(boxes)
+
+
+def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:
+    """Yield what a rank's file says of its part: the boxes that it is."""
+    if part.sharding is None:
+        whole = Box((0,) * len(part.shape), part.shape)
+        yield from (DescribedPart(box, part.shape) for box in part.boxes or (whole,))
+        return
+    layout = part.sharding.layout(part.shape)
+    group = part.sharding.mesh.devices
+    boxes = layout.boxes(rank) if rank < layout.slots else ()
+    if not boxes:
+        local = part.tensors[0].shape
+        boxes = (Box((0,) * len(local), local),)
+    yield from (DescribedPart(box, part.shape, group) for box in boxes)
+
+
+def cut_lacking_parts(
+    folder: Path, parts: Mapping[str, Parts], cut: SourceCut, ranks: int
+) -> tuple[dict[str, StoredTensor], DeviceMesh]:
+    """Return the tensors whose own description lacks an axis, cut by a mesh and rules.
+
+    The mesh has its ranks as they were counted (`find_missing_axes`).
+
+    Raises:
+        FormatError: parts that contradict the rules.
+        RecipeError: rules that do not fit.
+        UsageError: a mesh of other ranks than there are files of; rules that match no such tensor.
+    """
+    _check_ranks(folder, cut, ranks)
+    lacking = [name for name, of_tensor in parts.items() if lacks_axis(of_tensor)]
+    chosen = select_by_rules(lacking, cut)
+    if not chosen:
+        raise UsageError(describe_no_lacking(folder, lacking))
+    described = {}
+    for name in chosen:
+        found = {rank: [*_describe(rank, part)] for rank, (_, part) in parts[name].items()}
+        several = next((rank for rank, of_rank in found.items() if len(of_rank) != 1), None)
+        if several is not None:
+            raise FormatError(
+                f"{folder}: tensor {name!r}: rank {several} has {len(found[several])} parts of it, "
+                "expected one that a rule can set apart; save it as one part a rank"
+            )
+        described[name] = {rank: of_rank[0] for rank, of_rank in found.items()}
+    cuts, mesh = find_missing_axes(described, cut, folder)
+    # What an optimizer keeps of a parameter is cut as it is.
+    numbers = list_parameters(parts, chosen)
+    for name in lacking:
+        leader = _find_parameter(name, numbers)
+        if name not in cuts and leader in chosen and _are_alike(parts[name], parts[leader]):
+            cuts[name] = cuts[leader]
+    tensors = {}
+    for name, (sharding, layout) in cuts.items():
+        tensors[name] = bind_sharding(folder, name, parts[name], sharding, ranks, layout.shape)
+        try:
+            _ = tensors[name].assembly
+        except CoverageError as error:
+            raise CoverageError(f"{folder}: {error}") from error
+    return tensors, mesh
 
 
 def cut_plain_parts(
@@ -31,11 +117,7 @@ def cut_plain_parts(
         RecipeError: rules that do not fit.
         UsageError: a mesh of other ranks than there are files of.
     """
-    if sorted(cut.mesh.devices) != list(range(ranks)):
-        raise UsageError(
-            f"the source's mesh {cut.mesh.text} has {len(cut.mesh.devices)} ranks, and {folder} "
-            f"files of {ranks}; give a mesh of {ranks}"
-        )
+    _check_ranks(folder, cut, ranks)
     local = {name: next(iter(found.values()))[1].shape for name, found in parts.items()}
     for name, found in parts.items():
         file, first = next(iter(found.values()))
@@ -47,13 +129,9 @@ def cut_plain_parts(
                 )
     # What an optimizer keeps of a parameter is cut as it is; rules are for the others.
     numbers = list_parameters(parts)
-    followed = {}
-    for name in parts:
-        parameter, _ = split_state_name(name) or ("", "")
-        if parameter.isdecimal() and int(parameter) < len(numbers):
-            parameter = numbers[int(parameter)]
-        if parameter in parts:
-            followed[name] = parameter
+    followed = {
+        name: parameter for name in parts if (parameter := _find_parameter(name, numbers)) in parts
+    }
     shapes = {
         name: {rank: part.shape for rank, (_, part) in found.items()}
         for name, found in parts.items()
@@ -76,6 +154,32 @@ def cut_plain_parts(
         except CoverageError as error:
             raise CoverageError(f"{folder}: {error}") from error
     return tensors
+
+
+def _find_parameter(name: str, numbers: Sequence[str]) -> str:
+    """Return the parameter that optimizer state is of, or nothing for what is no such state."""
+    parameter, _ = split_state_name(name) or ("", "")
+    if parameter.isdecimal() and int(parameter) < len(numbers):
+        return numbers[int(parameter)]
+    return parameter
+
+
+def _are_alike(state: Parts, parameter: Parts) -> bool:
+    """Whether ranks have the same parts of optimizer state as of its parameter."""
+    return all(
+        rank in parameter
+        and part.tensors[0].shape == parameter[rank][1].tensors[0].shape
+        and part.sharding == parameter[rank][1].sharding
+        for rank, (_, part) in state.items()
+    )
+
+
+def _check_ranks(folder: Path, cut: SourceCut, ranks: int) -> None:
+    if sorted(cut.mesh.devices) != list(range(ranks)):
+        raise UsageError(
+            f"the source's mesh {cut.mesh.text} has {len(cut.mesh.devices)} ranks, and {folder} "
+            f"files of {ranks}; give a mesh of {ranks}"
+        )
 
 
 def _follow(sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceCut) -> ShardingSpec:

@@ -7,7 +7,7 @@ extra_state_...      PATH, or rank_R.PATH           where ranks differ: random s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,10 +84,13 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
     return states
 
 
-def list_parameters(parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]]) -> list[str]:
-    """The names of the model's parameters in their order.
+def list_parameters(
+    parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]], cut: Collection[str] = ()
+) -> list[str]:
+    """Return the names of the model's parameters in their order.
 
-    Plain tensors beside parts of others are buffers; of tied tensors the first counts.
+    Plain tensors beside parts of others are buffers, but for those that a user has `cut`; of tied
+    tensors the first counts.
     """
     model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
     says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
@@ -95,7 +98,7 @@ def list_parameters(parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]]) ->
     names = []
     for name, own in model.items():
         first = next(iter(own.values()))[1]
-        if (says_cuts and first.is_plain) or name.startswith("rank_"):
+        if (says_cuts and first.is_plain and name not in cut) or name.startswith("rank_"):
             continue
         place = tuple(
             (rank, file, tensor.start_bytes, tensor.view, tensor.shape)

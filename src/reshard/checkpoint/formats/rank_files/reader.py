@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
-from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.rank_files.file_names import (
     FORMAT_NAME,
     MODEL,
@@ -14,13 +15,13 @@ from reshard.checkpoint.formats.rank_files.file_names import (
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
 from reshard.checkpoint.formats.rank_files.optimizer_names import find_state_names, name_groups
-from reshard.checkpoint.formats.rank_files.plain_cuts import cut_plain_parts
+from reshard.checkpoint.formats.rank_files.plain_cuts import cut_lacking_parts, cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
     RankStates,
     list_parameters,
     read_states,
 )
-from reshard.checkpoint.formats.source_cut import SourceCut
+from reshard.checkpoint.formats.source_cut import SourceCut, describe_numbering
 from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
@@ -35,13 +36,14 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
 
     Args:
         folder: where they are.
-        cut: how plain tensors were cut, which their files do not say.
+        cut: how tensors were cut whose files do not describe it, or lack an axis.
 
     Raises:
         CheckpointError: the file of a rank that is missing.
         FormatError: files that are damaged, or do not fit together.
         CoverageError: parts that leave some of a tensor out.
-        UsageError: plain tensors of several ranks, and no `cut`; or a `cut` that is not asked for.
+        UsageError: plain tensors of several ranks, and no `cut`; or a `cut` for tensors that their
+            files describe.
     """
     groups = group_by_kind(folder, find_rank_files(folder))
     ranks = len(next(iter(groups.values())))
@@ -58,11 +60,6 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
     says_cuts = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
-    if cut is not None and says_cuts:
-        raise UsageError(
-            f"the files in {folder} say themselves how tensors are cut; leave the source's mesh "
-            "and rules out"
-        )
     if cut is None and not says_cuts and ranks > 1 and MODEL in groups:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, and nothing says how they "
@@ -71,12 +68,16 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
             f"several axes cut them, their product is {ranks}, and ranks next to each other are "
             "neighbours on the last: --source-mesh dp=...,tp=..."
         )
-    if cut is not None:
-        tensors = cut_plain_parts(folder, states.parts, cut, ranks)
-    else:
-        tensors = {
-            name: join_parts(folder, name, parts, ranks) for name, parts in states.parts.items()
-        }
+    mesh = None if cut is None else cut.mesh
+    known: dict[str, StoredTensor] = {}
+    if cut is not None and says_cuts:
+        known, mesh = cut_lacking_parts(folder, states.parts, cut, ranks)
+    elif cut is not None:
+        known = cut_plain_parts(folder, states.parts, cut, ranks)
+    tensors = {
+        name: known[name] if name in known else join_parts(folder, name, parts, ranks)
+        for name, parts in states.parts.items()
+    }
     meshes = {
         part.sharding.mesh
         for parts in states.parts.values()
@@ -99,18 +100,21 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         FORMAT_NAME,
         tensors,
         files,
-        cut.mesh if cut is not None else meshes.pop() if len(meshes) == 1 else None,
+        mesh if mesh is not None else meshes.pop() if len(meshes) == 1 else None,
         checksums=list_checksums(archived),
         values=states.values,
         said_cut=None if cut is None else str(cut),
+        notes=() if cut is None or mesh is None else describe_numbering(cut, mesh),
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
     )
-    return _name_optimizer_state(checkpoint, states)
+    return _name_optimizer_state(checkpoint, states, known)
 
 
-def _name_optimizer_state(checkpoint: Checkpoint, states: RankStates) -> Checkpoint:
-    """The checkpoint with optimizer state under the names of parameters, where these are known."""
-    parameters = [(name, checkpoint[name].shape) for name in list_parameters(states.parts)]
+def _name_optimizer_state(
+    checkpoint: Checkpoint, states: RankStates, cut: Collection[str]
+) -> Checkpoint:
+    """Return the checkpoint with optimizer state under the names of parameters, where known."""
+    parameters = [(name, checkpoint[name].shape) for name in list_parameters(states.parts, cut)]
     inside = {
         name: tensor.shape
         for name, tensor in checkpoint.tensors.items()

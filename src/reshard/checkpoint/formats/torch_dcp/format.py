@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
-from reshard.checkpoint.manifest import Manifest
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_cut import SourceCut
 
 
 class TorchDcpFormat(CheckpointFormat):
@@ -24,6 +28,7 @@ class TorchDcpFormat(CheckpointFormat):
     )
     # Megatron's `common.pt` beside the archives is part of its checkpoints.
     carries_weights = True
+    takes_cut = True
 
     def detect(self, path: Path) -> bool:
         """Whether the metadata are there, or `path` is one of them."""
@@ -37,11 +42,22 @@ class TorchDcpFormat(CheckpointFormat):
 
         return read(path if path.is_dir() else path.parent)
 
+    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+        """Open a save without collectives whose metadata lack an axis that `cut` has."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read
+
+        return read(path if path.is_dir() else path.parent, cut)
+
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """The checkpoint in the layouts of the manifest."""
         from reshard.checkpoint.formats.torch_dcp.reader import read_with_manifest
 
         return read_with_manifest(folder, manifest)
+
+    def drops_copies(self, checkpoint: Checkpoint) -> bool:
+        """Whether the ranks talked when they saved: PyTorch then keeps one of equal chunks."""
+        folder = checkpoint.folder
+        return (folder / METADATA_NAME).exists() and not (folder / MANIFEST_NAME).exists()
 
     def has_file(self, name: str) -> bool:
         """Whether it is a file of archives, or the metadata of a rank."""

@@ -16,19 +16,29 @@ its own, `__R.metadata`, which knows that rank's part only. Here they are one ch
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.checkpoint.formats.source_cut import (
+    DescribedPart,
+    SourceCut,
+    describe_no_lacking,
+    find_missing_axes,
+    select_by_rules,
+)
+from reshard.checkpoint.formats.torch_dcp.files import rank_of_file
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpMetadata,
     DcpTensor,
     StatePath,
     StoredBytes,
 )
-from reshard.errors import CheckpointError, CoverageError
+from reshard.errors import CheckpointError, CoverageError, FormatError, UsageError
 from reshard.layout import Box
+from reshard.mesh import DeviceMesh
 
 _NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
 
@@ -118,6 +128,54 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
     other_attributes = (*unlike, *(name for name in differing if name not in unlike))
     metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes)
     return MergedMetadata(metadata, copies, tuple(others))
+
+
+def cut_lacking_tensors(
+    folder: Path, tensors: Mapping[str, DcpTensor], cut: SourceCut, ranks: int
+) -> tuple[dict[str, DcpTensor], DeviceMesh]:
+    """Return tensors of which ranks have the same boxes, cut by a mesh and rules instead.
+
+    The mesh has its ranks as they were counted (`find_missing_axes`).
+
+    Raises:
+        FormatError: chunks that contradict the rules.
+        RecipeError: rules that do not fit.
+        UsageError: a mesh of other ranks; rules that match no such tensor.
+    """
+    if sorted(cut.mesh.devices) != list(range(ranks)):
+        raise UsageError(
+            f"the source's mesh {cut.mesh.text} has {len(cut.mesh.devices)} ranks, and {folder} is "
+            f"of {ranks}; give a mesh of {ranks}"
+        )
+    lacking = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.shape and len({chunk.box for chunk in tensor.chunks}) < len(tensor.chunks)
+    }
+    chosen = select_by_rules(lacking, cut)
+    if not chosen:
+        raise UsageError(describe_no_lacking(folder, lacking))
+    parts: dict[str, dict[int, DescribedPart]] = {}
+    for name in chosen:
+        of_tensor = parts.setdefault(name, {})
+        for chunk in lacking[name].chunks:
+            rank = rank_of_file(chunk.place.file)
+            if rank is None or rank in of_tensor:
+                raise FormatError(
+                    f"{folder}: tensor {name!r}: {chunk.place.file} has several parts of it, or is "
+                    "of no rank; expected one part a rank that a rule can set apart"
+                )
+            of_tensor[rank] = DescribedPart(chunk.box, lacking[name].shape)
+    cuts, mesh = find_missing_axes(parts, cut, folder)
+    changed = dict(tensors)
+    for name, (_, layout) in cuts.items():
+        chunks = []
+        for chunk in lacking[name].chunks:
+            boxes = layout.boxes(rank_of_file(chunk.place.file) or 0)
+            box = boxes[0] if boxes else Box((0,) * len(chunk.box.start), chunk.box.shape)
+            chunks.append(dataclasses.replace(chunk, box=box))
+        changed[name] = DcpTensor(lacking[name].dtype, layout.shape, tuple(chunks))
+    return changed, mesh
 
 
 def _check_same_kind(name: str, file: str, origin: dict[str, str], *, is_same: bool) -> None:

@@ -30,6 +30,12 @@ from reshard.checkpoint.contents import (
     StoredTensor,
 )
 from reshard.checkpoint.files.descriptors import read_up_to
+from reshard.checkpoint.formats.source_cut import (
+    SourceCut,
+    describe_no_lacking,
+    describe_numbering,
+    select_by_rules,
+)
 from reshard.checkpoint.formats.torch_dcp.chunks import ChunkReader
 from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, rank_of_file
 from reshard.checkpoint.formats.torch_dcp.metadata import (
@@ -40,19 +46,24 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
 from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedFile
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
     MergedMetadata,
+    cut_lacking_tensors,
     merged_metadata,
     rank_metadata_names,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
-from reshard.errors import CheckpointError, FormatError
+from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.text.rank_sets import rank_text
 
 # Bounds on what is read into memory at once: metadata, and items that are compared.
 LARGEST_METADATA_BYTES = 1 << 30
 LARGEST_COMPARED_BYTES = 1 << 20
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
     """Describe the checkpoint in a folder with `.metadata`, from its files alone.
+
+    With `cut`, a save without collectives whose metadata lack an axis is cut by it.
 
     Raises:
         FormatError: a file that is damaged or contradicts another.
@@ -67,6 +78,11 @@ def read(folder: Path) -> Checkpoint:
     if names:
         merged = merged_metadata([(name, _read_metadata_file(folder / name)) for name in names])
     metadata = merged.metadata if merged else _read_metadata_file(folder / METADATA_NAME)
+    mesh = None
+    notes: list[str] = []
+    if cut is not None:
+        metadata, mesh = _cut_tensors(folder, metadata, cut, len(names))
+        notes += describe_numbering(cut, mesh)
     files = _list_files(folder, metadata, merged.other_items if merged else ())
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
@@ -88,7 +104,6 @@ def read(folder: Path) -> Checkpoint:
         (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
         for name in metadata.other_attributes
     ]
-    notes = []
     if merged:
         unread += others
         copies = f"; {merged.copies} shards are copies of those of a lower rank, which are read"
@@ -111,6 +126,33 @@ def read(folder: Path) -> Checkpoint:
         attributes=metadata.attributes,
         unread=tuple(unread),
         notes=tuple(notes),
+        mesh=mesh,
+        said_cut=None if cut is None else str(cut),
+    )
+
+
+def _cut_tensors(
+    folder: Path, metadata: DcpMetadata, cut: SourceCut, ranks: int
+) -> tuple[DcpMetadata, DeviceMesh]:
+    """Return the metadata with tensors whose descriptions lack an axis cut by a user's rules.
+
+    Raises UsageError where the axis cannot be had back from the files.
+    """
+    if ranks:
+        tensors, mesh = cut_lacking_tensors(folder, metadata.tensors, cut, ranks)
+        return dataclasses.replace(metadata, tensors=tensors), mesh
+    chosen = select_by_rules(metadata.tensors, cut)
+    if not chosen:
+        raise UsageError(describe_no_lacking(folder, ()))
+    stored = {rank_of_file(chunk.place.file) for chunk in metadata.tensors[chosen[0]].chunks}
+    stored_text = rank_text(rank for rank in stored if rank is not None)
+    raise UsageError(
+        f"{folder}: {chosen[0]!r} has each of its parts once, stored by ranks {stored_text}: when "
+        "the ranks talk, PyTorch saves one of the parts that several ranks have under the same "
+        "name and offset, so that parts over an axis that is not in the mesh of the DTensors are "
+        "lost in this checkpoint, and no rule brings them back. Save again with the axis in the "
+        "mesh, under other names, with use_collectives=False, or as files of ranks (which "
+        "--source-mesh reads); without the source's mesh and rules, what is there is read"
     )
 
 
