@@ -125,9 +125,12 @@ def replaced_shards() -> None:
     source, target = Net(1), sharded(2)
     refit = Refit.prepare(source, target)
     refit.run()
+    expect_output(target, source, "before")
+    target.reshard()
     old = target.head.weight
     target.head.weight = torch.nn.Parameter(torch.zeros_like(old))
     refused(refit.run, RunError, "the module has another tensor as head.weight")
+    refused(lambda: Refit.prepare(source, target), ShardError, "head.weight: replaced after FSDP2")
 
 
 def other_doors() -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
+from torch.distributed.tensor import DTensor
 
 from reshard.errors import ShardError
 from reshard.layout import Layout
@@ -83,6 +84,29 @@ def _list_groups() -> Iterator[Any]:
             group = getattr(state, "_fsdp_param_group", None)
             groups = [] if group is None else [group]
         yield from groups
+
+
+def find_detached(module: torch.nn.Module) -> str:
+    """The name of a parameter in whose place FSDP2 computes with another shard; empty for none.
+
+    FSDP2 takes over a parameter that was replaced before the first forward, and none after it.
+
+    >>> find_detached(torch.nn.Linear(2, 2))
+    ''
+    """
+    groups = [group for group in _list_groups() if getattr(group, "_reset_sharded_params", False)]
+    if not groups:
+        return ""
+    names = {id(part): name for name, part in module.named_modules()}
+    for one in chain.from_iterable(group.fsdp_params for group in groups):
+        part, name = one._module_info.module, one._module_info.param_name
+        if id(part) not in names:
+            continue
+        now = part._parameters.get(name)
+        is_other = isinstance(now, DTensor) and now is not one.sharded_param
+        if is_other or find_storage(one.sharded_param) != find_storage(one._sharded_param_data):
+            return f"{names[id(part)]}.{name}".lstrip(".")
+    return ""
 
 
 def _has_copy(group: Any) -> bool:

@@ -38,6 +38,7 @@ from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
+from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_storage, free_gathered
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
@@ -160,6 +161,7 @@ class Redistribution:
         out, local = self._prepared.out, self._prepared.local
         if out is not None and local is not None:
             _count_write(local)
+            forget_cached()
             (mark_usable if is_usable else mark_unusable)(out)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -134,11 +135,32 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    local = local.detach()
+    local = _unwrap_memory(local).detach()
     # A conjugate or a negative that is only marked as such has other bytes than elements.
     if local.is_conj() or local.is_neg():
         return local.resolve_conj().resolve_neg()
     return local
+
+
+def _unwrap_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that wraps another of the same elements, as of float8 training.
+
+    Raises ShardError for a tensor that wraps others, such as quantised weights with their scales.
+    """
+    local: Any = tensor
+    while type(local) not in WITH_MEMORY and is_traceable_wrapper_subclass(local.data):
+        # A parameter of a wrapper is one, too.
+        inside = local.data
+        names, _ = inside.__tensor_flatten__()
+        inner = getattr(inside, names[0]) if len(names) == 1 else None
+        if inner is None or (inner.shape, inner.dtype) != (local.shape, local.dtype):
+            raise ShardError(
+                f"{type(inside).__name__} has no memory of its own: its elements are "
+                f"computed of {', '.join(names)}. Give these tensors, by names of their own, or "
+                "its dequantised elements and the other side's quantize="
+            )
+        local = inner
+    return cast(torch.Tensor, local)
 
 
 def check_local(

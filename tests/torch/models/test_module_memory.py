@@ -1,7 +1,8 @@
-"""What a rank gives as its model: names of tensors in modules that hold another one."""
+"""Tensors of modules: their names, and whether they are the modules' memory."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,11 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
-from reshard.torch.models.module_memory import tensors_of
+from reshard.errors import ShardError
+from reshard.torch import Refit
+from reshard.torch.models.module_memory import ModuleSlots, tensors_of
 
 
 @pytest.fixture
@@ -35,3 +39,55 @@ def test_modules_around_a_module_do_not_rename_it() -> None:
         found = dict(tensors_of(one))
         assert list(found) == names
         assert found["0.weight"] is own[0].weight
+
+
+def test_tensors_of_a_scripted_module() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    assert [name for name, _ in tensors_of(scripted)] == ["weight", "bias"]
+    assert ModuleSlots.of(scripted, scripted.parameters()).find_replaced() == ""
+
+
+def test_views_in_a_state_dict_are_the_parameters() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_state_dict_post_hook(
+        lambda _module, state, *_: state.update(renamed=state.pop("weight").detach())
+    )
+    found = dict(tensors_of(module))
+    assert found["renamed"] is module.weight
+
+
+def test_copies_in_a_state_dict_are_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    module.register_state_dict_post_hook(
+        lambda _module, state, *_: state.update({"0.bias": state["0.bias"].clone()})
+    )
+    with pytest.raises(ShardError, match=r"^0\.bias: in the state dict of Sequential, but not"):
+        tensors_of(module)
+
+
+def test_parameters_that_deepspeed_has_partitioned() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight.data = torch.empty(0)
+    module.weight.ds_tensor = torch.zeros(2)
+    with pytest.raises(ShardError, match="weight: partitioned by DeepSpeed's ZeRO-3"):
+        tensors_of(module)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("weight", "problem"),
+    [
+        (torch.empty(2, 2, device="meta"), "hooks that offload parameters"),
+        (TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), "TwoTensor has no memory of its own"),
+    ],
+)
+@pytest.mark.parametrize("is_target", [True, False])
+def test_parameters_without_memory_of_their_own(
+    weight: torch.Tensor, problem: str, is_target: bool
+) -> None:
+    odd, plain = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    odd.weight = torch.nn.Parameter(weight)
+    with pytest.raises(ShardError, match=problem):
+        Refit.prepare(*((plain, odd) if is_target else (odd, plain)))

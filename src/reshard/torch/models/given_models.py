@@ -61,7 +61,8 @@ class MegatronModel:
 class LaidModel(dict[str, Any]):
     """`{name: (tensor, Layout)}`, made of a model of other names.
 
-    `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
+    `module` is what it was made of, if that is one. `own_names` are the model's, where they
+    differ. `problems` are why it cannot be used on this
     rank: a refit raises them on every rank, where an error of one would let the others wait.
     `first_rank` is the rank of this process's job that the layouts call 0.
     """
@@ -69,6 +70,7 @@ class LaidModel(dict[str, Any]):
     def __init__(self, first_rank: int = 0) -> None:
         super().__init__()
         self.first_rank = first_rank
+        self.module: torch.nn.Module | None = None
         self.own_names: dict[str, str] = {}
         self.problems: list[str] = []
 

@@ -20,8 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ShardError, UsageError
-from reshard.torch.fully_sharded import find_shard, find_storage, list_flat_parameters, list_handles
-from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
+from reshard.torch.forward_copies import find_copies, find_merged, list_tuners
+from reshard.torch.fully_sharded import (
+    find_detached,
+    find_shard,
+    find_storage,
+    list_flat_parameters,
+    list_handles,
+)
+from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
 
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
@@ -77,6 +84,18 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
+    partitioned = [name for name, v in found.items() if not v.numel() and hasattr(v, "ds_tensor")]
+    if partitioned:
+        raise ShardError(
+            f"{partitioned[0]}: partitioned by DeepSpeed's ZeRO-3, which leaves the module without "
+            "elements of it. Within deepspeed.zero.GatheredParameters(module.parameters()), give "
+            "{name: parameter.data.clone()}; modifier_rank=0 there brings back what is written"
+        )
+    if detached := find_detached(module):
+        raise ShardError(
+            f"{detached}: replaced after FSDP2's first forward, which goes on computing with the "
+            "shard that it had; copy into that one (load_state_dict without assign=True)"
+        )
     own = {
         id(tensor): tensor
         for part in module.modules()
@@ -97,7 +116,8 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
                 f"{shown}: in the state dict of {type(module).__name__}, but not its parameters or "
                 "buffers: copies that a state dict hook or a quantised module makes, which its "
                 "forward does not use. Give the tensors that it uses, by name, in place of the "
-                "module, such as dict(module.named_parameters())"
+                "module, such as dict(module.named_parameters()); of a quantised module, the "
+                "module that it was made of"
             )
     return found
 
@@ -140,11 +160,33 @@ def _describe_view(tensor: torch.Tensor) -> object:
     return (type(tensor) is DTensor, tuple(tensor.shape), *where)
 
 
+def modules_of(model: Model) -> list[torch.nn.Module]:
+    """The modules that a model is given as; none where it is given as tensors.
+
+    >>> modules_of({"weight": torch.zeros(2)})
+    []
+    """
+    if isinstance(model, MegatronModel):
+        return chunks_of(model)
+    inside = model.module if isinstance(model, LaidModel) else model
+    return [inside] if isinstance(inside, torch.nn.Module) else []
+
+
+def find_written_copies(model: Model) -> str:
+    """Why forwards would not use what is written into a model's tensors; empty where they would."""
+    try:
+        return next(filter(None, map(find_copies, modules_of(model))), "")
+    except UsageError:
+        # What is no model is reported where its tensors are listed.
+        return ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleSlots:
     """Slots: the table of a submodule, the name in it, the tensor that was there, its whole name.
 
     Shards: a flat parameter of FSDP1, where its shard was, and the type of the module that has it.
+    Tuners: parts that can merge adapters into their weights, by name.
 
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     >>> slots = ModuleSlots.of(module, module.parameters())
@@ -157,15 +199,13 @@ class ModuleSlots:
 
     slots: tuple[tuple[dict[str, Any], str, torch.Tensor, str], ...] = ()
     shards: tuple[tuple[Any, int, str], ...] = ()
+    tuners: tuple[tuple[str, torch.nn.Module], ...] = ()
 
     @classmethod
     def of(cls, model: Model, used: Iterable[torch.Tensor]) -> ModuleSlots:
         """Those of tensors of a model that are used; none where the model is no module."""
-        if isinstance(model, MegatronModel):
-            modules = chunks_of(model)
-        elif isinstance(model, torch.nn.Module):
-            modules = [model]
-        else:
+        modules = modules_of(model)
+        if not modules:
             return cls()
         chosen = set(map(id, used))
         return cls(
@@ -174,7 +214,8 @@ class ModuleSlots:
                 for module in modules
                 for path, part in module.named_modules()
                 for table in (part._parameters, part._buffers)
-                for key, tensor in table.items()
+                # Scripted modules have tables that cannot be asked for one name.
+                for key, tensor in (table.items() if isinstance(table, dict) else ())
                 if tensor is not None and id(tensor) in chosen
             ),
             tuple(
@@ -182,7 +223,14 @@ class ModuleSlots:
                 for module in modules
                 for handle in list_handles(module)
             ),
+            tuple(tuner for module in modules for tuner in list_tuners(module)),
         )
+
+    def find_merged(self, is_target: bool) -> str:
+        """Why adapters that are merged now would count twice, or not at all; empty where none."""
+        if not self.tuners:
+            return ""
+        return find_merged(self.tuners, None if is_target else (slot[2] for slot in self.slots))
 
     def find_replaced(self, may_compute: bool = False) -> str:
         """The name of the first slot that has another tensor; empty where none has.

@@ -39,6 +39,10 @@ from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.sides import WITH_MEMORY, local_of, place_sharding
 
+_OFFLOADED = (
+    " (hooks that offload parameters leave them on meta between forwards; remove the hooks, as "
+    "accelerate.hooks.remove_hook_from_submodules does)"
+)
 # What this process has listed.
 _KNOWN = KnownTensors()
 
@@ -369,13 +373,20 @@ class _Lister:
         if value.layout is not torch.strided or value.is_meta:
             self.problems.append(
                 f"{name}: a {value.layout} tensor on {value.device}; give one dense and in memory"
+                + _OFFLOADED * value.is_meta
             )
             return None
         if value.is_conj() or value.is_neg():
             self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
             return None
         # What has its memory itself has nothing to wait for, or to resolve.
-        return value.detach() if type(value) in WITH_MEMORY else local_of(value)
+        if type(value) in WITH_MEMORY:
+            return value.detach()
+        try:
+            return local_of(value)
+        except ShardError as error:
+            self.problems.append(f"{name}: {error}")
+            return None
 
     def _register(
         self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True

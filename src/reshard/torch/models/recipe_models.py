@@ -69,6 +69,7 @@ def by_recipe(
         refit raises them on all ranks.
     """
     found = LaidModel(first_rank)
+    found.module = model if isinstance(model, torch.nn.Module) else None
     try:
         whole = {name: _shape(name, shape) for name, shape in shapes.items()}
         assignment = assign(whole, mesh, rules, recipe, config, allow=allow)

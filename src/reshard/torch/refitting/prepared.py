@@ -75,6 +75,9 @@ class PreparedRefit:
         for side in (self.before, self.after):
             for name, change in side.list_changes():
                 return f"{name} {change}; give it its memory back, or prepare again"
+        for slots, is_target in zip(self.slots, (False, True), strict=True):
+            if problem := slots.find_merged(is_target):
+                return problem
         for slots, may_compute in zip(self.slots, (True, False), strict=True):
             if name := slots.find_replaced(may_compute):
                 return (

@@ -38,9 +38,11 @@ from reshard.torch.exchange.usability import (
     unmark,
     written_states,
 )
+from reshard.torch.forward_copies import forget_cached
 from reshard.torch.models.given_models import Model
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.model_pairs import GivenNames, ModelPair
+from reshard.torch.models.module_memory import find_written_copies
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.hosts import find_hosts
@@ -266,9 +268,10 @@ class Refit:
         problem = problem or find_problem_of_changes(changed_only)
         problem = problem or find_problem_of_quantize(quantize) or find_problem_of_cast(cast)
         given = ModelPair.of(source, target, num_experts)
+        problem = problem or given.problem or find_written_copies(given.target) or None
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
-        notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
+        notes = agree(Intent(parts, problem, notes=given.notes), group)
         naming = GivenNames(source_names, target_names, stacks, ties)
         offsets, samples = (source_offset, target_offset), check_replicas is True
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
@@ -367,7 +370,7 @@ class Refit:
         count_runs(self._uncounted)
         # A forward of another thread may have gathered shards meanwhile.
         self._prepared.free_gathered(of_source=False)
-        torch.clear_autocast_cache()
+        forget_cached()
         self._left = self._see_written()
         self.is_usable = True
 

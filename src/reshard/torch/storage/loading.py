@@ -24,6 +24,7 @@ from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.forward_copies import find_copies, forget_cached
 from reshard.torch.fully_sharded import find_storage, free_gathered
 from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.sides import check_writable
@@ -87,6 +88,8 @@ def load(
         if isinstance(target, torch.nn.Module) and isinstance(value, tuple)
     }
     _check_fit(checkpoint, tensors, flat, strict)
+    if isinstance(target, torch.nn.Module) and (problem := find_copies(target)):
+        raise ShardError(f"{problem}; nothing was written")
     parts = {name: part for name, (part, _) in flat.items() if part is not None}
     written = {**tensors, **parts}
     if problem := free_gathered(lambda: set(map(find_storage, written.values())) - {0}):
@@ -117,6 +120,7 @@ def load(
         elif not locals_[name].is_inference():
             # What reads a file writes behind autograd's back.
             torch.autograd.graph.increment_version(locals_[name])
+    forget_cached()
     unused = tuple(name for name in checkpoint.tensors if name not in given)
     return LoadReport(len(tensors) + len(flat), local_bytes, unused)
 

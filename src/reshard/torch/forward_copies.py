@@ -1,0 +1,150 @@
+"""Other forms of parameters that a module's forward computes with.
+
+A forward may read something that was computed of a parameter earlier, and that a write into the
+parameter does not change:
+
+===========================================  ===================================================
+form                                         what happens to it
+===========================================  ===================================================
+parameters gathered by FSDP                  freed before and after a run (`fully_sharded`)
+casts that autocast has cached               forgotten after a run
+`torch.nn.utils.parametrize.cached()`        forgotten after a run
+weights of an RNN that are not its           refused
+parameters
+constants of code compiled with `freezing`   refused
+adapters merged into their base (PEFT,       refused, where the base is written, or read beside
+loralib)                                     the adapters
+weights that vLLM or SGLang has processed    refused
+===========================================  ===================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+# Methods of vLLM's and SGLang's layers that leave weights as they were loaded.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+# Weights of their latent attention that are computed of others, and plain attributes of layers.
+_COMPUTED = ("W_UV", "W_UK", "W_UK_T", "w_kc", "w_vc")
+_PROCESS = "process_weights_after_loading"
+
+
+def forget_cached() -> None:
+    """Forget values that torch computed of parameters and keeps for later forwards.
+
+    >>> linear = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
+    >>> with parametrize.cached(), torch.no_grad():
+    ...     before = linear.weight.item()
+    ...     _ = linear.parametrizations.weight.original0.mul_(2)
+    ...     unchanged = linear.weight.item() == before
+    ...     forget_cached()
+    ...     print(unchanged, linear.weight.item() == 2 * before)
+    True True
+    """
+    torch.clear_autocast_cache()
+    parametrize._cache.clear()
+
+
+def find_copies(module: torch.nn.Module) -> str:
+    """Why a forward of the module would not use what is written into its parameters, or empty.
+
+    >>> find_copies(torch.nn.LSTM(2, 2))
+    ''
+    """
+    for path, part in module.named_modules():
+        for problem in _list_copies(part):
+            return f"{path or type(module).__name__}: {problem}"
+    return ""
+
+
+def _list_copies(part: torch.nn.Module) -> Iterator[str]:
+    if isinstance(part, torch.nn.RNNBase):
+        own = [getattr(part, name, None) for name in part._flat_weights_names]
+        if any(one is not flat for one, flat in zip(own, part._flat_weights, strict=False)):
+            yield (
+                f"{type(part).__name__} computes with weights that are not its parameters, such as "
+                "those from before they were parametrized; set them by its attributes, so that "
+                "it uses them"
+            )
+    if is_frozen(part):
+        yield (
+            "compiled with freezing=True, which makes constants of its parameters; compile it "
+            "without, or call torch._dynamo.reset() and compile it after every run"
+        )
+    computed = [name for name in _COMPUTED if isinstance(vars(part).get(name), torch.Tensor)]
+    if computed:
+        yield (
+            f"{type(part).__name__} computes with {computed[0]}, which an engine computed of its "
+            "parameters; fill the engine by its own loader, as reshard.torch.vllm does"
+        )
+    method = vars(part).get("quant_method")
+    if hasattr(type(method), _PROCESS) and _processes(type(method)):
+        yield (
+            f"{type(method).__name__} of {type(part).__name__} processes weights for kernels once "
+            "they are loaded; fill the engine by its own loader, as reshard.torch.vllm does"
+        )
+
+
+def _processes(method: type) -> bool:
+    """Whether a method of vLLM's or SGLang's may change weights once they are loaded."""
+    if method.__name__ in _PLAIN_METHODS:
+        return False
+    definers = [one for one in method.__mro__ if _PROCESS in vars(one)]
+    # The base class of all methods does nothing.
+    return bool(definers) and definers[0].__name__ not in ("QuantizeMethodBase", "LinearMethodBase")
+
+
+def is_frozen(part: torch.nn.Module) -> bool:
+    """Whether a module was compiled by Inductor with parameters as constants.
+
+    >>> is_frozen(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
+    False
+    """
+    for compiled in (part, vars(part).get("_compiled_call_impl")):
+        read: Any = getattr(compiled, "get_compiler_config", None)
+        # The options of the compilation, over those of Inductor at this moment.
+        config = read() if read is not None else None
+        if config is not None and config.get("freezing"):
+            return True
+    return False
+
+
+def list_tuners(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The parts that can merge adapters into their weights, by name."""
+    return [
+        (path, part)
+        for path, part in module.named_modules()
+        if hasattr(type(part), "merged") or "merged" in vars(part)
+    ]
+
+
+def find_merged(
+    tuners: Iterable[tuple[str, torch.nn.Module]], used: Iterable[torch.Tensor] | None
+) -> str:
+    """Why adapters that are merged now would count twice, or not at all; empty where none are.
+
+    Args:
+        tuners: of `list_tuners`.
+        used: the tensors that are read; None for a module that is written.
+    """
+    merged = [(path, part) for path, part in tuners if getattr(part, "merged", False) is True]
+    if not merged:
+        return ""
+    read = None if used is None else set(map(id, used))
+    for path, part in merged:
+        adapters = [
+            parameter
+            for name, parameter in part.named_parameters()
+            if not name.startswith("base_layer.") and name not in ("weight", "bias")
+        ]
+        if read is None or any(id(one) in read for one in adapters):
+            return (
+                f"{path} of the {'target' if read is None else 'source'} has its adapters merged "
+                "into its weights; unmerge them (unmerge_adapter() in PEFT)"
+                + (", or leave the adapters out" if read is not None else "")
+            )
+    return ""
