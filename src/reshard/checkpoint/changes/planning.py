@@ -299,7 +299,9 @@ class _Change:
                 "compares them"
             )
         rewritten, carried = {}, old.carried
-        if config is not None and config != self.config:
+        # A config that is not copied, since it is a link to elsewhere, is not written either.
+        is_copied = "config.json" not in dict(old.left_out)
+        if config is not None and config != self.config and is_copied:
             rewritten["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
         if config is not None and "quantization_config" not in config and self.weights:
             carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)

@@ -6,7 +6,8 @@
 4. What is none of these is named, where it can be told what it is (`unknown`).
 
 Other files in a folder are carried along when they are small; reshard never reads them, but
-for `config.json`, in which recipes look up numbers.
+for `config.json`, in which recipes look up numbers. Links that lead out of the folder are named and
+not followed: a downloaded folder must not decide which of the user's files are copied.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
+from reshard.checkpoint.files.foreign_links import describe_foreign_link, is_link
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path, walk_folder
 from reshard.checkpoint.files.places.upload_marker import expect_settled
 from reshard.checkpoint.files.resident_memory import give_back_memory
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from reshard.recipes.recipe import Recipe
     from reshard.recipes.rules import Rule
 
+_FOLDER_LINK = "a link to a folder, which is not entered"
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
 _MOST_INNER_FOLDERS = 64
 # Weights in other formats: they say the same as the tensors, and would contradict them.
@@ -241,6 +244,9 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     for parent, folders, files in walk_folder(folder):
         # In place: only the folders that are left in the list are entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if is_link(parent / name):
+                left_out.append(((parent / name).relative_to(folder).as_posix(), _FOLDER_LINK))
         for name in files:
             path = parent / name
             relative = path.relative_to(folder).as_posix()
@@ -250,6 +256,8 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
                 left_out.append((relative, "not a file of this checkpoint"))
             elif name.endswith(_OTHER_WEIGHTS) and not carries_weights:
                 left_out.append((relative, "weights in another format"))
+            elif (problem := describe_foreign_link(path, folder)) is not None:
+                left_out.append((relative, problem))
             elif not path.is_file():
                 left_out.append((relative, "not a regular file"))
             elif path.stat().st_size > LARGEST_CARRIED_BYTES:

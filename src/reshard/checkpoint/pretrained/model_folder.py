@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.files.foreign_links import describe_foreign_link
 from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
@@ -74,6 +75,11 @@ def find_model_files(
                 f"no config.json in {folder}, which says what the model is; name the folder of the "
                 "model that was trained, or its config.json, with --config"
             )
+        if (problem := describe_foreign_link(path, path.parent)) is not None:
+            raise CheckpointError(
+                f"{path} is {problem}, and links of a checkpoint are not followed out of it; if it "
+                f"is the right one, name it with --config {path.resolve()}"
+            )
     return ModelFiles(_read_config(path), path.parent, _find_companions(path.parent))
 
 
@@ -97,7 +103,13 @@ def _find_companions(folder: Path) -> dict[str, Path]:
     for name in sorted(path.name for path in folder.iterdir()):
         path = folder / name
         is_one = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
-        if is_one and path.is_file() and path.stat().st_size <= LARGEST_CARRIED_BYTES:
+        is_foreign = describe_foreign_link(path, folder) is not None
+        if (
+            is_one
+            and not is_foreign
+            and path.is_file()
+            and path.stat().st_size <= LARGEST_CARRIED_BYTES
+        ):
             found[name] = path
     return found
 
