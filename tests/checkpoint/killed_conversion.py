@@ -48,10 +48,10 @@ class Case:
 
 def write_old(target: Path) -> None:
     (target / "inner").mkdir(parents=True)
-    (target / "old weights").write_bytes(bytes(10_000))
+    (target / "old.safetensors").write_bytes(bytes(10_000))
     # Only a checkpoint is replaced, and its manifest shows one.
     (target / MANIFEST_NAME).write_text("{}")
-    (target / "inner" / "old words").write_text("old")
+    (target / "inner" / "old.safetensors").write_text("old")
 
 
 def run_again(case: Case, target: Path, has_old: bool, old: dict[str, str] | None) -> Outcome:

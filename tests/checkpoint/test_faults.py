@@ -76,7 +76,7 @@ def target(tmp_path: Path) -> Path:
     """An old target, which the runs may replace."""
     folder = tmp_path / "place" / "target"
     folder.mkdir(parents=True)
-    (folder / "old weights").write_bytes(bytes(1000))
+    (folder / "old.safetensors").write_bytes(bytes(1000))
     (folder / MANIFEST_NAME).write_text("{}")
     return folder
 
@@ -168,7 +168,7 @@ def test_any_call_that_is_refused_once(
     for number in [*range(0, total - 12, 23), *range(total - 12, total)]:
         shutil.rmtree(target)
         target.mkdir()
-        (target / "old weights").write_bytes(bytes(1000))
+        (target / "old.safetensors").write_bytes(bytes(1000))
         (target / MANIFEST_NAME).write_text("{}")
         with monkeypatch.context() as patch:
             Calls(patch, CHANGING_CALLS).fail(number, errno.EIO, times=1)
@@ -534,7 +534,7 @@ def test_a_disk_without_room(
 ) -> None:
     target = small_disk / "target"
     target.mkdir()
-    (target / "old weights").write_bytes(bytes(1000))
+    (target / "old.safetensors").write_bytes(bytes(1000))
     (target / MANIFEST_NAME).write_text("{}")
     old = contents(target)
     filler = fill(small_disk, left_bytes)

@@ -115,6 +115,11 @@ _RUN_OPTIONS = (
         help="Replace the checkpoint at TARGET, once the new one is complete.",
     ),
     click.option(
+        "--discard-others",
+        is_flag=True,
+        help="With --overwrite: delete also files that are no part of the checkpoint at TARGET.",
+    ),
+    click.option(
         "--restart", is_flag=True, help="Discard what an interrupted run left, and start over."
     ),
     staging_option,

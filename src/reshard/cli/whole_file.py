@@ -36,15 +36,18 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
         RunError: what the system refuses.
     """
     from reshard.checkpoint.files.folders import refusals_explained
+    from reshard.checkpoint.files.modes import common_bits, restrict_mode
 
     # In the same folder, since a rename works within one file system only.
     draft = path.with_name(f".reshard-{what}.{os.getpid()}")
     with refusals_explained(f"write the {what}", path):
         try:
+            replaced = common_bits([path])
             with open(draft, "x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            restrict_mode(draft, replaced)
             _put_in_place(draft, path, overwrite)
         finally:
             draft.unlink(missing_ok=True)

@@ -26,7 +26,9 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.files.modes import OpenBits, find_open_bits
 from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.arrangement import Arrangement
@@ -85,6 +87,21 @@ class Conversion:
         """The files beside the tensors: the content of each, or where it is copied from."""
         carried = {name: self.source.path(name) for name in self.source.carried}
         return {**carried, **self.rewritten}
+
+    @property
+    def written_names(self) -> frozenset[str]:
+        """The files that the target gets, but for those that its format adds, such as an index."""
+        files = (file.stored.name for file in self.arrangement.files)
+        return frozenset((*files, *self.companions))
+
+    @property
+    def open_bits(self) -> OpenBits:
+        """The most bits that the modes of the target's files may have: those of the source's."""
+        read = [self.source.path(file.name) for file in self.source.files]
+        for adapter in map(as_path, self.request.adapters):
+            read += [adapter] if adapter.is_file() else [*adapter.iterdir()]
+        copied = {name: path for name, path in self.companions.items() if isinstance(path, Path)}
+        return find_open_bits(self.source.folder, read, copied)
 
     @property
     def unknown(self) -> tuple[str, ...]:

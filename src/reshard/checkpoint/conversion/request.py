@@ -79,6 +79,7 @@ class RunArguments(TypedDict, total=False):
     extra_bytes: int
     threads: int | None
     overwrite: bool
+    discard_others: bool
     restart: bool
     progress: ProgressFunction | None
     processes: Processes | None

@@ -61,7 +61,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.elements.casting import CastCounts
-from reshard.errors import DigestError, InterruptedRunError, RunError
+from reshard.errors import DigestError, InterruptedRunError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 
@@ -362,7 +362,7 @@ class _ConversionRun:
         if self.upload is not None:
             self.upload.commit(self.staging)
         else:
-            self.staging.owner.commit()
+            self.staging.owner.commit(self.conversion.open_bits)
         self.processes.share(True)
 
     def _finish(self) -> None:
@@ -403,6 +403,7 @@ def run_conversion(
     extra_bytes: int = DEFAULT_EXTRA_BYTES,
     threads: int | None = None,
     overwrite: bool = False,
+    discard_others: bool = False,
     restart: bool = False,
     progress: ProgressFunction | None = None,
     sync_bytes: int = SYNC_BYTES,
@@ -418,6 +419,7 @@ def run_conversion(
         threads: at most so many at a time; when None as many as fit, up to 4, which processes of
             one machine share among them.
         overwrite: replace a checkpoint that is there; until the end it stays as it is.
+        discard_others: delete with it what is no part of it, such as data sets and `.git`.
         restart: throw away what an earlier, unfinished run left.
         progress: called with a `Progress` after every block.
         sync_bytes: how much is written between two entries in the journal.
@@ -428,7 +430,8 @@ def run_conversion(
             when None. A folder's staging folder is beside it.
 
     Raises:
-        UsageError: a target that exists; too small a memory limit.
+        UsageError: a target that exists, or with files that are no part of a checkpoint; too small
+            a memory limit.
         MissingExtraError: xxhash (or, for PyTorch's archives, zlib-ng) is not installed.
         RunError: a full disk, a read-only target, an interruption, a source that changed.
         DigestError: a source that is not what its manifest says.
@@ -436,6 +439,10 @@ def run_conversion(
     began_s = time.monotonic()
     processes = processes or OneProcess()
     expect_stop(stop)
+    if discard_others and not overwrite:
+        raise UsageError(
+            "discard_others without overwrite, which alone replaces a target; give both"
+        )
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. What can be refused is refused before anything is written.
     conversion.expect_runnable(extra_bytes, threads)
@@ -464,11 +471,19 @@ def run_conversion(
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
         # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
-            here, target, conversion_id, description, overwrite=overwrite, restart=restart
+            here,
+            target,
+            conversion_id,
+            description,
+            overwrite=overwrite,
+            restart=restart,
+            written=None if discard_others else conversion.written_names,
         ) as staged:
             if staged.already_complete or (
                 upload is not None
-                and upload.is_complete(staged, overwrite=overwrite, restart=restart)
+                and upload.is_complete(
+                    staged, overwrite=overwrite, restart=restart, discard_others=discard_others
+                )
             ):
                 LOGGER.info("%s: an earlier run did all of it", conversion.target)
                 return _report(conversion, began_s, complete=True)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ from reshard.checkpoint.conversion.journal import (
     read_journal,
 )
 from reshard.checkpoint.conversion.processes import Processes
+from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import (
     FolderLock,
@@ -60,6 +61,7 @@ from reshard.checkpoint.files.folders import (
     sync_folder,
     sync_folders_under,
 )
+from reshard.checkpoint.files.modes import ALL_BITS, OpenBits, restrict_modes
 from reshard.checkpoint.files.own_files import expect_own_folder
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import ReshardError, RunError, UsageError
@@ -87,15 +89,21 @@ class Staging(Closing):
     (['checkpoint'], ['weights'])
     """
 
-    __slots__ = ("_journal", "_lock", "_overwrite", "target")
+    __slots__ = ("_journal", "_lock", "_overwrite", "_written", "target")
 
     def __init__(
-        self, target: Path, lock: FolderLock, journal: Journal | None, overwrite: bool
+        self,
+        target: Path,
+        lock: FolderLock,
+        journal: Journal | None,
+        overwrite: bool,
+        written: Collection[str] | None = None,
     ) -> None:
         self.target = target
         self._lock = lock
         self._journal = journal
         self._overwrite = overwrite
+        self._written = written
 
     @classmethod
     def open(
@@ -106,13 +114,15 @@ class Staging(Closing):
         *,
         overwrite: bool = False,
         restart: bool = False,
+        written: Collection[str] | None = None,
     ) -> Staging:
         """Begin or resume the conversion that shall appear as the folder `target`.
 
         `conversion_id` and `description` say which conversion this is, as for `Journal.open`.
         A commit that an earlier run could not finish is finished first; if it was of this
         same conversion there is nothing left to do, and `already_complete` says so.
-        `restart` throws away what an earlier run staged (never a target).
+        `restart` throws away what an earlier run staged (never a target). `written` are the files
+        of the new checkpoint: a target with others is refused; None discards them.
 
         Raises `UsageError` for a target that is there and may not be replaced, that is no
         folder, or whose parent is no folder. Raises `RunError` where another process works
@@ -120,14 +130,14 @@ class Staging(Closing):
         no sense, and for what the file system refuses.
         """
         with refusals_explained("look at the target", target):
-            target = _check_target(target, overwrite)
+            target = _check_target(target, overwrite, written)
             root = staging_folder(target)
             if not os.path.lexists(root):
                 _refuse_existing(target, overwrite)
             lock = FolderLock.acquire(root)
             try:
                 return cls._open_locked(
-                    target, lock, conversion_id, description, overwrite, restart
+                    target, lock, conversion_id, description, overwrite, restart, written
                 )
             except BaseException:
                 lock.close()
@@ -142,6 +152,7 @@ class Staging(Closing):
         description: Any,
         overwrite: bool,
         restart: bool,
+        written: Collection[str] | None,
     ) -> Staging:
         root = lock.folder
         record = None if restart else read_journal(root / "journal")
@@ -181,7 +192,7 @@ class Staging(Closing):
                 "expected the files of the run that the journal beside it records: "
                 "--restart starts over"
             ) from error
-        return cls(target, lock, journal, overwrite)
+        return cls(target, lock, journal, overwrite, written)
 
     @property
     def content(self) -> Path:
@@ -216,8 +227,10 @@ class Staging(Closing):
             )
         return self._journal
 
-    def commit(self) -> None:
+    def commit(self, bits: OpenBits = ALL_BITS) -> None:
         """Give the content the target's name, and delete what stood there before.
+
+        `bits` are the most that the modes of its folders and files may have.
 
         Every file in `content` must have been synced. Killed anywhere in here, the next `open`
         brings it to its end. Raises `RunError` where the target appeared during the run, and
@@ -226,6 +239,7 @@ class Staging(Closing):
         journal, root = self.journal, self._lock.folder
         with refusals_explained("put the new checkpoint in its place", self.target):
             self._lock.expect_in_place()
+            restrict_modes(self.content, bits, self.target)
             # The names of files must be durable before the commit record says that all is written.
             sync_folders_under(self.content)
             # Another program may have made it since `open` looked.
@@ -235,6 +249,9 @@ class Staging(Closing):
                     "expected its name to be free: move it away, or run this again with "
                     "--overwrite to replace it"
                 )
+            if self._overwrite and self._written is not None:
+                # Files may have come since `open` looked.
+                expect_nothing_lost(self.target, self._written)
             journal.append_commit(Commit(self.content.stat().st_ino, self._overwrite))
             journal.close()
             _put_in_place(self.target, root)
@@ -269,13 +286,15 @@ def staging_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.reshard-staging")
 
 
-def check_target(target: Path, overwrite: bool, restart: bool) -> Path | None:
+def check_target(
+    target: Path, overwrite: bool, restart: bool, written: Collection[str] | None = None
+) -> Path | None:
     """The staging folder that an earlier run left, of a target to which a conversion could go.
 
     Raises UsageError and RunError where the conversion would be refused for its target.
     """
     with refusals_explained("look at the target", target):
-        target = _check_target(target, overwrite)
+        target = _check_target(target, overwrite, written)
         root = staging_folder(target)
         is_begun = os.path.lexists(root)
         if is_begun:
@@ -285,7 +304,7 @@ def check_target(target: Path, overwrite: bool, restart: bool) -> Path | None:
         return root if is_begun else None
 
 
-def _check_target(target: Path, overwrite: bool) -> Path:
+def _check_target(target: Path, overwrite: bool, written: Collection[str] | None) -> Path:
     """The target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))
     parent = target.parent
@@ -303,6 +322,8 @@ def _check_target(target: Path, overwrite: bool) -> Path:
             f"the target {target} has {found} in it, which would be deleted\n"
             "expected a folder for this checkpoint alone: name one inside it"
         )
+    if overwrite and written is not None:
+        expect_nothing_lost(target, written)
     if not parent.is_dir():
         raise UsageError(
             f"the target's parent is not a folder: {parent}\n"
@@ -465,10 +486,12 @@ def open_shared(
     *,
     overwrite: bool,
     restart: bool,
+    written: Collection[str] | None = None,
 ) -> Iterator[SharedStaging]:
     """The staging folder of a conversion, opened by all processes together.
 
-    Raises what `Staging.open` raises, on process 0; RunError with its message on the others.
+    `written` is as for `Staging.open`. Raises what that raises, on process 0; RunError with its
+    message on the others.
     """
     # The other processes wait for what process 0 says: an error, or where the content is.
     if processes.rank > 0:
@@ -485,7 +508,12 @@ def open_shared(
         return
     try:
         staging = Staging.open(
-            target, conversion_id, description, overwrite=overwrite, restart=restart
+            target,
+            conversion_id,
+            description,
+            overwrite=overwrite,
+            restart=restart,
+            written=written,
         )
     except ReshardError as error:
         # They wait in `share`, and would not hear of the error otherwise.

@@ -37,6 +37,7 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.file_checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.processes import HostProcesses, Processes
+from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
@@ -100,14 +101,16 @@ class ConversionUpload(Closing):
         self._processes, self.here = processes, here
         self.hosts = here.hosts
         self._upload = Upload(target, conversion_id, _list_files(conversion), MANIFEST_NAME)
-        self._arrangement = conversion.arrangement
+        self._arrangement, self._written = conversion.arrangement, conversion.written_names
         self.spread: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._left: IntArray = np.zeros(0, dtype=np.int64)
         self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._sender = PartSender(self._send, threads)
 
-    def is_complete(self, staging: SharedStaging, *, overwrite: bool, restart: bool) -> bool:
+    def is_complete(
+        self, staging: SharedStaging, *, overwrite: bool, restart: bool, discard_others: bool
+    ) -> bool:
         """Whether an earlier run put all of it in its place; the same on all processes.
 
         Raises as `Upload.find_target`; RunError with its message on the other processes.
@@ -118,6 +121,8 @@ class ConversionUpload(Closing):
                 found = self._upload.find_target(
                     overwrite=overwrite, restart=restart, is_resumed=owner.resumed
                 )
+                if overwrite and not found and not discard_others:
+                    expect_nothing_lost(self._upload.target, self._written)
             is_complete = bool(self._processes.share(found))
         except (UsageError, RunError) as error:
             # Nothing was begun: a refusal leaves no empty staging folder behind.
@@ -379,6 +384,7 @@ def begun_target(
     overwrite: bool,
     restart: bool,
     staging: str | os.PathLike[str] | None = None,
+    discard_others: bool = False,
 ) -> Path | None:
     """The staging folder that an earlier run left, of a target to which a conversion could go.
 
@@ -386,9 +392,12 @@ def begun_target(
     """
     target = conversion.target
     if not isinstance(target, PlacePath):
-        return check_target(target, overwrite, restart)
+        written = None if discard_others else conversion.written_names
+        return check_target(target, overwrite, restart, written)
     expect_writable(target)
     begun = check_target(spool_target(target, staging), overwrite, restart)
+    if overwrite and not discard_others:
+        expect_nothing_lost(target, conversion.written_names)
     if begun is None and not overwrite and target.exists():
         raise UsageError(
             f"the target exists: {target}\n"

@@ -36,6 +36,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.deltas.beside import decode_value, is_plain_path
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.files.modes import common_bits, restrict_mode
 from reshard.checkpoint.files.own_files import open_new
 from reshard.checkpoint.files.places.place_path import check_path_text
 from reshard.checkpoint.files.source_file import FileIdentity
@@ -360,15 +361,19 @@ def _expect_text(value: Any) -> str:
 class DeltaWriter:
     """A delta in the making: payload first, index last, under another name until it is whole.
 
-    Leaving it as a context manager without `finish` removes what was written.
+    Leaving it as a context manager without `finish` removes what was written. The file's mode has
+    no bits but `open_bits`, and of those the ones of a file that it replaces.
 
     Raises:
         UsageError: a file that is there, and not to be replaced.
         RunError: a file that cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, open_bits: int = 0o777
+    ) -> None:
         self.path = Path(check_path_text(path))
+        self._open_bits = open_bits & common_bits([self.path])
         if self.path.is_dir():
             raise UsageError(f"{self.path} is a folder; a delta is a file")
         if not overwrite and os.path.lexists(self.path):
@@ -412,5 +417,6 @@ class DeltaWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+            restrict_mode(self._temporary, self._open_bits)
             self._temporary.replace(self.path)
             sync_folder(self.path.absolute().parent)

@@ -38,6 +38,7 @@ from reshard.checkpoint.deltas.compression import COMPRESSIONS, compress
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter
 from reshard.checkpoint.deltas.encoding import EncodedBlock, encode_block, word_bytes
 from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.modes import common_bits
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
@@ -140,7 +141,10 @@ def diff(
     making = _Making(a, b, compression is not None)
     workers = making.threads(extra_bytes, threads)
     try:
-        with DeltaWriter(out, overwrite=overwrite) as writer:
+        read = [side.path(file.name) for side in (a, b) for file in side.files]
+        # A folder that others may not look into hides files whose own modes are open.
+        bits = common_bits([a.folder, b.folder, *read])
+        with DeltaWriter(out, overwrite=overwrite, open_bits=bits) as writer:
             making.write_blocks(writer, workers, progress)
             content = making.describe(writer, compression)
             writer.finish(content, making.digests, making.finished_records())

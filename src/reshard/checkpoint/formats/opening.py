@@ -55,7 +55,7 @@ _FOLDER_LINK = "a link to a folder, which is not entered"
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
 _MOST_INNER_FOLDERS = 64
 # Weights in other formats: they say the same as the tensors, and would contradict them.
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
 def open_checkpoint(
@@ -254,7 +254,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
                 continue
             if any(format.has_file(name) for format in formats):
                 left_out.append((relative, "not a file of this checkpoint"))
-            elif name.endswith(_OTHER_WEIGHTS) and not carries_weights:
+            elif name.endswith(OTHER_WEIGHTS) and not carries_weights:
                 left_out.append((relative, "weights in another format"))
             elif (problem := describe_foreign_link(path, folder)) is not None:
                 left_out.append((relative, problem))

@@ -112,7 +112,11 @@ def describe_run(
 
     conversion.expect_runnable(running["extra_bytes"], running["threads"])
     begun = begun_target(
-        conversion, running["overwrite"], running["restart"], running.get("staging")
+        conversion,
+        running["overwrite"],
+        running["restart"],
+        running.get("staging"),
+        running["discard_others"],
     )
     if as_json:
         write_json(_as_dry_json(source, conversion, begun))

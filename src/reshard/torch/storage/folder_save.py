@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
 from reshard.checkpoint.files.folders import (
     exchange_folders,
     refusals_explained,
@@ -20,12 +21,11 @@ from reshard.checkpoint.files.folders import (
     sync_folder,
     sync_folders_under,
 )
+from reshard.checkpoint.files.modes import ALL_BITS, restrict_modes
 from reshard.checkpoint.files.places.spool import saving_folder
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.checkpoint.formats.opening import has_checkpoint
-from reshard.checkpoint.formats.registry import all_formats
-from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import UsageError
 
 
@@ -55,6 +55,7 @@ class FolderSave:
 
     def _replace(self) -> None:
         target, folder = self._target, self.folder
+        restrict_modes(folder, ALL_BITS, target)
         if not os.path.lexists(target):
             folder.rename(target)
             sync_folder(target.parent)
@@ -69,7 +70,9 @@ class FolderSave:
         sync_folder(target.parent)
         # What is no part of the old checkpoint stays.
         for path in sorted(old.iterdir()):
-            if not _is_of_checkpoint(path) and not os.path.lexists(target / path.name):
+            if not (path.is_file() and is_checkpoint_file(path.name)) and not os.path.lexists(
+                target / path.name
+            ):
                 shutil.move(path, target / path.name)
         remove_folder(old)
 
@@ -96,10 +99,3 @@ def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = Fals
             with TargetFile(path, file.stored.size_bytes, is_sparse=is_sparse) as target:
                 for offset, content in file.known_bytes():
                     target.write(memoryview(bytearray(content)), offset)
-
-
-def _is_of_checkpoint(path: Path) -> bool:
-    """Whether a file in the folder of a checkpoint is part of one."""
-    if path.name in (MANIFEST_NAME, ".metadata", "model.safetensors.index.json"):
-        return True
-    return path.is_file() and any(one.has_file(path.name) for one in all_formats())
