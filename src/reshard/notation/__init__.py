@@ -1,8 +1,8 @@
 """Shardings in the words of other systems: their texts and live objects, both ways.
 
 Start at `registry`: a row for each notation, and which one a text is written in. A notation is a
-module, `mlir`, `jax`, `shardy`, `scalapack`, `megatron`, or a part of `dtensor/`, PyTorch's; each
-has `parse_NAME` and `NAME_text`, and some more:
+module, `mlir`, `jax`, `hlo`, `shardy`, `scalapack`, `megatron`, or a part of `dtensor/`, PyTorch's;
+each has `parse_NAME` and `NAME_text`, and some more:
 
     vocabulary, mesh_order, scanner    what several of them share
     dtensor.objects, jax_objects       live objects of torch and jax, which are not imported
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         sharding_of_placements,
     )
     from reshard.notation.flat_buffer import FlatBuffer
+    from reshard.notation.hlo import hlo_text, parse_hlo
     from reshard.notation.jax import jax_text, parse_jax
     from reshard.notation.jax_objects import (
         sharding_of_jax,
@@ -81,6 +82,7 @@ __all__ = [
     "PartitionedShard",
     "RaggedShard",
     "dtensor_text",
+    "hlo_text",
     "jax_text",
     "megatron_text",
     "mlir_mesh_text",
@@ -88,6 +90,7 @@ __all__ = [
     "mlir_text",
     "native_text",
     "parse_dtensor",
+    "parse_hlo",
     "parse_jax",
     "parse_megatron",
     "parse_mlir",

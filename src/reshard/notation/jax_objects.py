@@ -16,6 +16,7 @@ import numpy as np
 
 from reshard.errors import MissingExtraError, NotationError
 from reshard.mesh import DeviceMesh
+from reshard.notation.hlo import parse_hlo
 from reshard.notation.jax import PARTITION_SPECS, entries_of, sharding_of_entries
 from reshard.notation.scanner import reading
 from reshard.sharding import ShardingSpec
@@ -54,14 +55,40 @@ def sharding_of_jax(
             return ShardingSpec(DeviceMesh("mesh", (), (), [device.id]), [()] * len(shape))
         if kind == "NamedSharding":
             return _read_partition_spec(sharding.spec, mesh_of(sharding.mesh), shape)
+        if kind in ("GSPMDSharding", "HloSharding"):
+            return _read_tile_assignment(sharding, mesh, shape)
         if kind not in PARTITION_SPECS:
             raise NotationError(
-                f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding or "
-                "SingleDeviceSharding"
+                f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding, GSPMDSharding "
+                "or SingleDeviceSharding"
             )
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh")
         return _read_partition_spec(sharding, mesh, shape)
+
+
+def _read_tile_assignment(
+    sharding: Any, mesh: DeviceMesh | None, shape: Sequence[int] | None
+) -> ShardingSpec:
+    """Return the sharding of an `HloSharding`, or of a `GSPMDSharding`, which has devices too."""
+    if not hasattr(sharding, "_device_assignment"):
+        return parse_hlo(str(sharding), mesh, shape)
+    # The numbers in the text are places in this list of devices.
+    ids = [device.id for device in sharding._device_assignment]
+    text = str(sharding._hlo_sharding)
+    if mesh is not None:
+        if mesh.devices != tuple(ids):
+            raise NotationError(
+                f"a sharding of the devices {ids}, where the mesh {mesh.text} has the ranks "
+                f"{[*mesh.devices]}; give the mesh in the order of the sharding's devices, or none"
+            )
+        return parse_hlo(text, mesh, shape)
+    if "devices=" not in text:
+        return parse_hlo(text, DeviceMesh("mesh", (len(ids),), ("devices",), ids), shape)
+    found = parse_hlo(text, None, shape)
+    ranks = [ids[number] for number in found.mesh.devices]
+    own = DeviceMesh(found.mesh.name, found.mesh.shape, found.mesh.axis_names, ranks)
+    return ShardingSpec(own, found.dim_specs, partial_axes=found.partial_axes)
 
 
 def _read_partition_spec(

@@ -102,6 +102,13 @@ NOTATIONS = {
             rf"^\s*(?:[\w.]*\.)?(?:PartitionSpec|NamedSharding|P)\((?!\s*{_REDUCTION}\s*\))",
         ),
         Notation(
+            "hlo",
+            "reshard.notation.hlo",
+            "{devices=[2,1,4]<=[8] last_tile_dim_replicate}",
+            r"^\s*(?:sharding\s*=\s*|(?:\w+\.)*GSPMDSharding\()?\{+\s*"
+            r"(?:devices\s*=|replicated\b|maximal\b|manual\b|unknown\b|unreduced\b)",
+        ),
+        Notation(
             "shardy",
             "reshard.notation.shardy",
             '[{"dp", "tp"}, {}]',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,36 @@ def test_shapes_are_found() -> None:
     assert found.ranks == 4
     with pytest.raises(ShardError, match="described by shapes alone"):
         checkpoint.load(found)
+
+
+def test_tensors_of_pytorch_are_described_and_shared(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    parts = [torch.arange(6.0).reshape(2, 3).to(torch.bfloat16) + 10 * rank for rank in range(2)]
+    held = {
+        rank: {"w": part.t().contiguous().t(), "n": torch.nn.Parameter(torch.ones(2))}
+        for rank, part in enumerate(parts)
+    }
+    found = checkpoint.describe_ranks(held, TP2, rules=["w=tp, -", "n=-"])
+    assert found["w"].dtype.name == "bfloat16" and found["w"].shape == (4, 3)
+    assert found["n"].shape == (2,)
+    checkpoint.convert(found, tmp_path / "dcp", to="full", format="torch-dcp")
+    state = {"w": torch.empty(4, 3, dtype=torch.bfloat16)}
+    importlib.import_module("torch.distributed.checkpoint").load(
+        state, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    assert torch.equal(state["w"], torch.cat(parts))
+
+
+def test_tensors_without_memory_are_described_alone() -> None:
+    torch = pytest.importorskip("torch")
+    held = {rank: {"w": torch.empty(2, 3, device="meta")} for rank in range(2)}
+    found = checkpoint.describe_ranks(held, TP2, rules=["w=tp, -"])
+    assert found["w"].shape == (4, 3)
+    with pytest.raises(ShardError, match="described by shapes alone"):
+        checkpoint.load(found)
+    sparse = {rank: {"w": torch.eye(2).to_sparse()} for rank in range(2)}
+    with pytest.raises(UsageError, match=r"a tensor of torch.sparse_coo of 'w'; give the rank's"):
+        checkpoint.describe_ranks(sparse, TP2, rules=["w=tp, -"])
 
 
 def test_copies_of_a_part_count_once() -> None:
@@ -101,8 +132,8 @@ W = {0: {"w": (2, 4)}, 1: {"w": (2, 4)}}
         ({**W, 1: {"w": (3, 4)}}, ["w=tp, -"], ShardError, "rank 0 has .*2, 4.*of .5, 4"),
         ({**W, 1: {"w": (8,)}}, ["w=tp, -"], ShardError, "are not of one tensor"),
         ({**W, 1: {"w": ("int8", (2, 4))}}, ["w=tp, -"], ShardError, "not of one tensor"),
-        ({**W, 1: {"w": "text"}}, ["w=tp, -"], UsageError, "has 'text' of 'w'; give a NumPy array"),
-        ({**W, 1: {"w": (2, -4)}}, ["w=tp, -"], UsageError, "give a NumPy array, a shape"),
+        ({**W, 1: {"w": "text"}}, ["w=tp, -"], UsageError, "has 'text' of 'w'; give a NumPy"),
+        ({**W, 1: {"w": (2, -4)}}, ["w=tp, -"], UsageError, "give a NumPy array or a PyTorch"),
         (W, ["v=tp, -"], RecipeError, "no rule"),
         (W, ["w=tp"], RecipeError, "'w'"),
         ([W], ["w=tp, -"], UsageError, "ranks of list; give"),

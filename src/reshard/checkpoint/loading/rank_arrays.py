@@ -11,7 +11,9 @@ other ranks and compared as one on a disk; converting it writes it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,16 +68,17 @@ def describe_ranks(
     """The checkpoint that the arrays of ranks are, without copying them.
 
     Args:
-        ranks: what each rank of the mesh holds, by name: NumPy arrays, shapes, or pairs of a type
-            and a shape. A rank that holds nothing of a tensor does not name it.
+        ranks: the arrays of each rank of the mesh, by name: NumPy arrays, PyTorch tensors, shapes,
+            or pairs of a type and a shape. A rank that holds nothing of a tensor does not name it.
         mesh: of the ranks.
         rules, recipe, options, allow: how tensors are cut, as in a `ConversionRequest`.
         config: config.json of the model, for a recipe's numbers.
         dtype: of shapes without a type.
 
     Returns:
-        Every tensor with its whole shape, layout and sharding. Of arrays it has the elements, which
-        a conversion writes and `load` reads; they must not change meanwhile.
+        Every tensor with its whole shape, layout and sharding. It shares the memory of arrays and
+        of tensors on the CPU, whose elements a conversion writes and `load` reads; they must not
+        change meanwhile. Tensors on other devices are described by their types and shapes alone.
 
     Raises:
         ShardError: ranks that do not fit together, or to the rules; the first is named.
@@ -181,6 +184,8 @@ def _read_parts(
 def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
     if isinstance(held, np.ndarray):
         return _HeldPart(as_dtype(held.dtype), held.shape, held)
+    if type(held).__module__.partition(".")[0] == "torch" and hasattr(held, "layout"):
+        return _read_tensor(rank, name, held)
     pair = held
     if isinstance(held, tuple) and len(held) == 2 and isinstance(held[1], tuple | list):
         kind, pair = as_dtype(held[0]), held[1]
@@ -189,8 +194,31 @@ def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
     ):
         return _HeldPart(kind, tuple(pair))
     raise UsageError(
-        f"rank {rank} has {held!r} of {name!r}; give a NumPy array, a shape, or a type and a shape"
+        f"rank {rank} has {held!r} of {name!r}; give a NumPy array or a PyTorch tensor, a shape, "
+        "or a type and a shape"
     )
+
+
+def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
+    """Return a PyTorch tensor's type and shape, and its memory if NumPy can share it."""
+    torch = sys.modules["torch"]
+    if hasattr(held, "placements") or held.layout is not torch.strided:
+        kind = type(held).__name__ if hasattr(held, "placements") else str(held.layout)
+        raise UsageError(
+            f"rank {rank} has a tensor of {kind} of {name!r}; give the rank's own dense part, as "
+            "tensor.to_local() returns it"
+        )
+    found = _HeldPart(as_dtype(held.dtype), tuple(held.shape))
+    if held.device.type != "cpu" or type(held).__name__ == "FakeTensor":
+        return found
+    own = held.detach().resolve_conj().resolve_neg()
+    try:
+        array = own.numpy()
+    except TypeError:
+        # NumPy has no such type; an integer of the same size has the same bytes.
+        same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        array = own.view(same_size[own.element_size()]).numpy()
+    return dataclasses.replace(found, array=array)
 
 
 def _hold(
