@@ -240,3 +240,69 @@ def test_groups_of_megatron_are_told_by_their_decay(tmp_path: Path) -> None:
         found = to("megatron", given).checkpoint.values["optimizer.param_groups"]
         assert [group.get("wd_mult") for group in found] == expected
         assert "step" in found[0]
+
+
+def two_parameters() -> dict[str, Any]:
+    """Two parameters with moments, and one that no optimizer has."""
+    found: dict[str, Any] = {"frozen": ("float32", (3,))}
+    for name in ("up", "down"):
+        found[name] = ("float32", (4, 2))
+        found |= {
+            f"optimizer.state.{name}.{key}": ("float32", (4, 2))
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        found[f"optimizer.state.{name}.step"] = ("float32", ())
+    return found
+
+
+@pytest.mark.parametrize("style", ["fsdp2", "torch", "megatron", "reshard"])
+def test_a_parameter_in_no_group_gets_one(tmp_path: Path, style: str) -> None:
+    groups = [{"params": ["up"], "lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}]
+    source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
+    found = to(style, source)
+    assert any("(first: down) are in no group" in note for note in found.notes)
+    assert not any("PyTorch's defaults" in note for note in found.notes)
+    values = found.checkpoint.values
+    if style == "fsdp2":
+        assert values["optim.param_groups.1.params"] == ["down"]
+        assert values["optim.param_groups.1.lr"] == 0.5
+    else:
+        first, second = values["optimizer.param_groups"]
+        assert second["params"] == ([1] if style == "torch" else ["down"])
+        assert {**first, "params": 0} == {**second, "params": 0}
+
+
+@pytest.mark.parametrize("style", ["fsdp2", "torch"])
+def test_hyper_parameters_that_are_made_up_are_noted(tmp_path: Path, style: str) -> None:
+    groups = [{"params": ["up", "down"], "lr": 0.5}]
+    source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
+    (note,) = [note for note in to(style, source).notes if "PyTorch's defaults" in note]
+    assert "no betas, eps, weight_decay:" in note
+    assert "eps 1e-08" in note
+
+
+def test_megatron_gets_groups_where_there_are_none(tmp_path: Path) -> None:
+    # Its optimizer looks its groups up, and does not load without them.
+    found = to("megatron", opened(tmp_path / "a", two_parameters()))
+    (group,) = found.checkpoint.values["optimizer.param_groups"]
+    assert group["params"] == ["up", "down"] or group["params"] == ["down", "up"]
+    assert group["step"] == 7
+    assert any("no groups of hyper-parameters" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("style", ["fsdp2", "torch", "megatron", "reshard", "optax"])
+def test_a_parameter_of_a_group_without_state_is_noted(tmp_path: Path, style: str) -> None:
+    groups = [{**GROUPS[0], "params": ["up", "down", "frozen"]}]
+    source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
+    assert any("(first: frozen) are in a group" in note for note in to(style, source).notes)
+
+
+def test_numbers_that_nothing_is_known_of_stay(tmp_path: Path) -> None:
+    # Three weights of one shape and two numbers: the group and the state keep them.
+    types = dict.fromkeys(("model.a", "model.b", "model.c"), ("float32", (2,)))
+    types |= {f"optimizer.state.{n}.exp_avg": ("float32", (2,)) for n in range(2)}
+    groups = [{"params": [0, 1], "lr": 0.5}]
+    source = opened(tmp_path / "a", types, values={"optimizer.param_groups": groups})
+    found = to("torch", source).checkpoint
+    assert found.values["optimizer.param_groups"][0]["params"] == [0, 1]
+    assert "optimizer.state.1.exp_avg" in found.tensors

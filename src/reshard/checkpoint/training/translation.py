@@ -47,6 +47,8 @@ _FLOAT32 = dtype("float32")
 
 # What SGD and Muon keep, which count no steps.
 _KEYS_WITHOUT_STEPS = frozenset({MASTER, STEP, "momentum_buffer"})
+# Hyper-parameters whose defaults change what an optimizer computes.
+_HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "dampening", "nesterov")
 # What fits into the int32 that Optax counts in.
 MOST_STEPS = 1 << 31
 
@@ -167,11 +169,15 @@ class _Translation:
         return kept
 
     def _complete_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups, with all that PyTorch's optimizers want where the target is theirs."""
-        if not self.style.is_pytorch:
+        """Complete the groups with what the target's optimizers look up in them."""
+        if groups:
+            self._describe_stateless(groups)
+            groups = self._add_left(groups)
+        is_megatron = self.style.has_group_steps and bool(self.state.optimizer)
+        if not self.style.is_pytorch and not is_megatron:
             return groups
         if groups:
-            return [complete_group(group, self._keys_of(group)) for group in groups]
+            return self._add_hyper(groups) if self.style.is_pytorch else groups
         made = complete_group({}, self.state.keys)
         hyper = ", ".join(f"{k} {made[k]}" for k in ("lr", "betas", "eps", "momentum") if k in made)
         self.notes.append(
@@ -179,6 +185,48 @@ class _Translation:
             f"defaults ({hyper}), which the program that goes on has to set"
         )
         return [{**made, PARAMETERS: [*self.state.optimizer]}]
+
+    def _describe_stateless(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Note the parameters that groups name and that have no optimizer state."""
+        names = [n for group in groups for n in group.get(PARAMETERS) or () if type(n) is str]
+        left = [n for n in names if n not in self.state.optimizer and n in self.state.weights]
+        if left and self.state.optimizer:
+            self.notes.append(
+                f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in a group of the "
+                "source and have no optimizer state, as frozen ones have none: where they are "
+                f"trained, {self.style.program} looks for state of them, which the target lacks"
+            )
+
+    def _add_left(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add a group of the parameters that have optimizer state and are in no group."""
+        if not all(isinstance(group.get(PARAMETERS), list) for group in groups):
+            return groups
+        named = {name for group in groups for name in group[PARAMETERS]}
+        left = [name for name in self.state.optimizer if name not in named]
+        if not left:
+            return groups
+        self.notes.append(
+            f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
+            "source: they become one more, with the hyper-parameters of the first"
+        )
+        return [*groups, {**groups[0], PARAMETERS: left}]
+
+    def _add_hyper(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Complete groups with all that PyTorch's optimizers look up in them."""
+        completed = [complete_group(group, self._keys_of(group)) for group in groups]
+        added = {
+            key: made[key]
+            for group, made in zip(groups, completed, strict=True)
+            for key in _HYPER
+            if key in made and key not in group
+        }
+        if added:
+            shown = ", ".join(f"{key} {value}" for key, value in added.items())
+            self.notes.append(
+                f"groups of the source have no {', '.join(added)}: those of the target have "
+                f"PyTorch's defaults ({shown})"
+            )
+        return completed
 
     def _keys_of(self, group: Mapping[str, Any]) -> Iterable[str]:
         """What is kept of the parameters of a group; of all where it does not name them."""
@@ -214,12 +262,16 @@ class _Translation:
         """What parameters are called in optimizer state, where that is not their name."""
         if not self.style.are_numbered:
             return {}
+        if not self.state.optimizer:
+            # Numbers that nothing is known of stay as they are, as their state does.
+            return {}
         for group in groups:
             own = group.get(PARAMETERS)
             group[PARAMETERS] = own = [one for one in own or () if type(one) is str]
         order = dict.fromkeys(name for group in groups for name in group[PARAMETERS])
         left = [name for name in self.state.optimizer if name not in order]
         if left:
+            # Of groups that do not name their parameters.
             self.notes.append(
                 f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
                 "source, and in the last one of the target"

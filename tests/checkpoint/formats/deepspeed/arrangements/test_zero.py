@@ -231,3 +231,48 @@ def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     plain = unpack("zero1-bf16-2-plain", tmp_path)
     with pytest.raises(UsageError, match="data-parallel ranks alone"):
         reshard.checkpoint.convert(plain, tmp_path / "n", to="dp=2,ep=2", format="deepspeed-zero1")
+
+
+FROZEN = ["layers.0.weight", "layers.0.bias", "scale.weight"]
+
+
+@pytest.mark.parametrize("format", [*STAGES, "deepspeed-universal"])
+@pytest.mark.parametrize("left_out", [FROZEN, FROZEN[:1]])
+def test_frozen_parameters_are_listed_all_or_none(
+    format: str, left_out: list[str], tmp_path: Path
+) -> None:
+    """DeepSpeed looks every frozen parameter of its model up in a list that is there."""
+    source, target = unpack("zero2-bf16-4-frozen", tmp_path), tmp_path / "new"
+    to = "full" if format == "deepspeed-universal" else "dp=2"
+    if format == "deepspeed-zero3" and left_out != FROZEN:
+        # Its frozen parameters are stored in no other place.
+        with pytest.raises(UsageError, match=r"not 'layers\.0\.weight', which is frozen too"):
+            reshard.checkpoint.convert(source, target, to=to, format=format, exclude=left_out)
+        return
+    reshard.checkpoint.convert(source, target, to=to, format=format, exclude=left_out)
+    for file in target.glob("*/*model_states.pt"):
+        assert torch.load(file, weights_only=False)["frozen_param_fragments"] is None
+
+
+def test_a_source_without_counters_and_scheduler_is_noted(tmp_path: Path) -> None:
+    folder, fsdp = unpack("zero1-bf16-2-plain", tmp_path), tmp_path / "fsdp"
+    same = reshard.checkpoint.convert(folder, tmp_path / "z", to="dp=1", format="deepspeed-zero1")
+    assert not any("global_steps" in note for note in same.notes)
+    weights = {"include": ["optimizer.*", "*.weight", "*.bias"], "training": "fsdp2"}
+    reshard.checkpoint.convert(folder, fsdp, to="full", format="torch-dcp", **weights)
+    for format in (*STAGES, "deepspeed-universal"):
+        to = "full" if format == "deepspeed-universal" else "dp=1"
+        report = reshard.checkpoint.convert(fsdp, tmp_path / format, to=to, format=format)
+        assert any("no global_steps: DeepSpeed counts from 0" in note for note in report.notes)
+        assert any("load_lr_scheduler_states=False" in note for note in report.notes)
+
+
+def test_numbers_of_parameters_are_refused(tmp_path: Path) -> None:
+    state = {n: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)} for n in range(2)}
+    model = {name: torch.zeros(2) for name in ("a", "b", "c")}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "s.pt")
+    with pytest.raises(UsageError, match=r"numbers for names \(optimizer\.state\.0\)"):
+        reshard.checkpoint.convert(
+            tmp_path / "s.pt", tmp_path / "z", to=1, format="deepspeed-zero1"
+        )

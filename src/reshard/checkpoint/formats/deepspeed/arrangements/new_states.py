@@ -127,6 +127,21 @@ class NewValues:
         found = self._rest.get("global_steps")
         return found if type(found) is int and found >= 0 else 0
 
+    def describe_missing(self) -> list[str]:
+        """Describe the counters and the scheduler of DeepSpeed that the source does not have."""
+        notes = []
+        if "global_steps" not in self._rest:
+            notes.append(
+                "the source has no global_steps: DeepSpeed counts from 0, for names of saves and "
+                "its logs; optimizers have steps of their own"
+            )
+        if all(name.partition(".")[0] != "lr_scheduler" for name in self._rest):
+            notes.append(
+                "the source has no state of a learning rate scheduler of DeepSpeed: an engine that "
+                "has a scheduler loads this with load_lr_scheduler_states=False"
+            )
+        return notes
+
     @property
     def zero(self) -> Mapping[str, Any]:
         """The configuration of ZeRO, as far as the source says."""

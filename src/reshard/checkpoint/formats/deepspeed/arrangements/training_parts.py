@@ -53,6 +53,7 @@ class TrainingParts:
         weights: parameters whose weights are there beside.
         buffers: tensors of the module that are no parameters.
         frozen: the shapes of parameters that no optimizer has.
+        missing_frozen: those of them that the source names and does not have.
         is_sure: whether the source says which these and the buffers are.
         shared: second names of parameters, with the first ones.
         others: tensors of a user's state.
@@ -69,6 +70,15 @@ class TrainingParts:
     others: tuple[str, ...]
     is_sure: bool
     notes: tuple[str, ...] = ()
+    missing_frozen: tuple[str, ...] = ()
+
+    @property
+    def are_frozen_listed(self) -> bool:
+        """Whether files of weights list the frozen parameters.
+
+        DeepSpeed looks up every frozen parameter of its model in a list, unless there is None.
+        """
+        return self.is_sure and bool(self.frozen) and not self.missing_frozen
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -119,6 +129,7 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
         others,
         isinstance(values.get("buffer_names"), list),
         tuple(notes),
+        tuple(name for name in _named_frozen(values) if name not in {*shapes, *placed}),
     )
 
 
@@ -134,6 +145,13 @@ def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
             "safetensors"
         )
     without = [name for name, keys in states.items() if MASTER not in keys]
+    if without and all(name.isdigit() for name in without):
+        raise UsageError(
+            f"optimizer state of {count_text(len(without), 'parameter')} has numbers for names "
+            f"(optimizer.state.{without[0]}), and shapes do not tell which parameter has which; "
+            "DeepSpeed's checkpoints need their names. Save it with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, which has names"
+        )
     if without:
         raise UsageError(
             f"{count_text(len(without), 'parameter')} (first: {without[0]}) have optimizer state, "
@@ -188,14 +206,19 @@ def _find_groups(
     return found
 
 
+def _named_frozen(values: Mapping[str, Any]) -> list[str]:
+    """The frozen parameters that a reader of DeepSpeed's files names."""
+    found = values.get("frozen_params")
+    return [*found] if isinstance(found, list) else []
+
+
 def _sort_rest(
     rest: list[str], values: Mapping[str, Any], shapes: Mapping[str, Shape], notes: list[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Buffers, frozen parameters and tensors of a user's state."""
     known = values.get("buffer_names")
     if isinstance(known, list):
-        frozen = values.get("frozen_params")
-        of_frozen = {*frozen} if isinstance(frozen, list) else set()
+        of_frozen = {*_named_frozen(values)}
         buffers = tuple(name for name in rest if name in {*known})
         found = tuple(name for name in rest if name in of_frozen)
         return buffers, found, tuple(n for n in rest if n not in {*buffers, *found})

@@ -39,7 +39,7 @@ class UniversalArranger(Arranger):
                 self.files.write(self._state_file(name, key), value, 0)
         self._write_optimizer()
         values = self.values.held(self.new.values, with_clipping=True)
-        notes = [*self.parts.notes, *self._notes()]
+        notes = [*self.parts.notes, *self._notes(), *self.values.describe_missing()]
         return self.files.arrange(format_name, self.new.mesh, values, notes)
 
     def _notes(self) -> list[str]:
@@ -49,6 +49,9 @@ class UniversalArranger(Arranger):
                 f"there are {len(self.parts.groups)} groups of parameters: stage 3 of DeepSpeed "
                 "gives all of them the hyper-parameters of the first one when it loads this"
             )
+        counted = {key for kept in self.plain_states.values() for key in kept}
+        if STEP not in {*self.parts.keys, *counted}:
+            notes.append("stage 3 of DeepSpeed does not load this without a number of steps")
         others = [key for key in self.parts.keys if key not in _OF_STAGE3]
         if others:
             notes.append(f"stage 3 of DeepSpeed does not load {', '.join(others)} from this")
@@ -66,7 +69,8 @@ class UniversalArranger(Arranger):
         for name, tensor in module.items():
             self.files.put(name, 0, file, tensor)
         others, paths = self._put_others(file, 0)
-        fragments = {name: module[name] for name in parts.frozen} if parts.is_sure else None
+        is_listed = parts.are_frozen_listed
+        fragments = {name: module[name] for name in parts.frozen} if is_listed else None
         groups = [group.names for group in parts.groups]
         state = self.values.model_state(parts, 1, 1, groups, module, fragments, others, paths)
         self.files.write(file, state, 0)

@@ -177,6 +177,12 @@ class ZeroArranger(Arranger):
     def __init__(self, new: NewCheckpoint, stage: int) -> None:
         super().__init__(new)
         self.stage = stage
+        if stage == 3 and self.parts.frozen and self.parts.missing_frozen:
+            raise UsageError(
+                f"the source has {next(iter(self.parts.frozen))!r} and not "
+                f"{self.parts.missing_frozen[0]!r}, which is frozen too: DeepSpeed's stage 3 loads "
+                "all frozen parameters or none; leave all of them out (--exclude), or none"
+            )
         self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
         self.shared = share_experts(self.ranks, new.mesh, self.values)
         self.plan = plan_partitions(self.parts, stage, self.shared, self.values, self.low)
@@ -188,7 +194,7 @@ class ZeroArranger(Arranger):
             self._write_weights(rank)
         for rank in range(self.ranks):
             self._write_partition(rank)
-        notes = [*self.parts.notes, *describe_order(self.parts)]
+        notes = [*self.parts.notes, *describe_order(self.parts), *self.values.describe_missing()]
         if self.parts.experts:
             notes.append(
                 f"experts are shared out over {self.shared.sets} of {self.ranks} ranks (`ep` in "
@@ -231,8 +237,9 @@ class ZeroArranger(Arranger):
                 if piece.rank == rank:
                     self.files.put(own, rank, file, fragments[own])
         others, paths = self._put_others(file, rank)
-        # DeepSpeed takes what is listed as frozen for all that is.
-        frozen = fragments if is_stage3 or parts.is_sure else None
+        # Stage 3 has the frozen parameters nowhere else.
+        is_listed = parts.are_frozen_listed or (is_stage3 and bool(parts.frozen))
+        frozen = fragments if is_listed else None
         names = [self.plan.names(buffer, rank) for buffer in range(len(self.plan.copies))]
         state = self.values.model_state(
             parts, self.stage, self.ranks, names, module, frozen, others, paths
