@@ -119,7 +119,7 @@ def training() -> None:
 
 
 def chosen_shardings() -> None:
-    mesh = DeviceMesh.of(dp=2, tp=4)
+    mesh = DeviceMesh.of(tp=8)
     w, x, y = sp.abstract((1024, 4096)), sp.abstract((8192, 1024)), sp.abstract((8192, 4096))
     value_and_slope = sp.value_and_grad(loss)
     found = sp.auto(value_and_slope, mesh, w, x, y)

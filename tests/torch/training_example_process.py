@@ -1,4 +1,7 @@
-"""One rank of a job that trains as the example does, and goes on over other meshes."""
+"""One rank of a job that trains as the example does, and goes on over other meshes.
+
+Arguments: the folder of checkpoints; the number of steps, a multiple of ten.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ import train
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    common = ["--tiny", "--dtype", "float64", "--every", "20", "--folder", sys.argv[1]]
-    for mesh, zero, order, steps in (
-        ("dp=4", "1", "", "80"),
-        ("pp=2,dp=2", "2", "zb-v", "100"),
-        ("dp=2,tp=2", "3", "", "180"),
-        ("pp=2,tp=2", "0", "zb-h1", "200"),
+    folder, tenth = sys.argv[1], int(sys.argv[2]) // 10
+    common = ["--tiny", "--dtype", "float64", "--every", str(tenth), "--folder", folder]
+    for mesh, zero, order, tenths in (
+        ("dp=4", "1", "", 4),
+        ("pp=2,dp=2", "2", "zb-v", 5),
+        ("dp=2,tp=2", "3", "", 9),
+        ("pp=2,tp=2", "0", "zb-h1", 10),
     ):
+        steps = str(tenths * tenth)
         words = ["--mesh", mesh, "--zero", zero, "--order", order, "--steps", steps]
         run = train.train(train.read_arguments([*common, *words]))
         assert len(run.losses) == int(steps)

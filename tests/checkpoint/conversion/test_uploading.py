@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -28,6 +29,7 @@ from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversio
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.files.places import part_grid
 from reshard.errors import CheckpointError, RunError, UsageError
+from selection import keep_covering, keep_where
 
 ADDRESS = f"s3://{BUCKET}/some/model"
 # Formats of files that have checksums of their own.
@@ -146,8 +148,14 @@ def calls(
     return outcome.calls
 
 
-@pytest.mark.parametrize("kill", range(KILLS))
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+@pytest.mark.parametrize(
+    ("is_elsewhere", "kill"),
+    keep_covering(
+        1,
+        itertools.product((False, True), range(KILLS)),
+        "every kill, here and elsewhere; each is in a default case",
+    ),
+)
 def test_killed_and_run_again(
     server: BucketServer,
     processes: FaultyProcesses,
@@ -370,7 +378,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "reshard"
 
 
-@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp", "torch-pickle"])
+@pytest.mark.parametrize(
+    "form",
+    keep_where(
+        lambda form: form == "torch-dcp",
+        ("sharded-safetensors", "torch-dcp", "torch-pickle"),
+        "hosts that are threads write every format by default",
+    ),
+)
 def test_hosts_share_the_work(
     server: BucketServer, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -391,9 +406,17 @@ def test_hosts_share_the_work(
     assert sum(read) < 1.2 * size_bytes
 
 
+ROWS_OF_HOSTS = [row for row in CONVERSIONS if row.format in CHECKED and "dtype" not in row.name]
+FIRST_OF_FORMAT = {row.format: row for row in reversed(ROWS_OF_HOSTS)}
+
+
 @pytest.mark.parametrize(
     "row",
-    [row for row in CONVERSIONS if row.format in CHECKED and "dtype" not in row.name],
+    keep_where(
+        lambda row: FIRST_OF_FORMAT[row.format] is row,
+        ROWS_OF_HOSTS,
+        "another conversion to a format that a default case writes",
+    ),
     ids=lambda row: row.name,
 )
 def test_hosts_write_what_one_writes(
@@ -431,8 +454,18 @@ def test_hosts_write_what_one_writes(
     assert server.pending == [] and len(server.stored_parts) == len(set(server.stored_parts))
 
 
-@pytest.mark.parametrize("form", ["sharded-safetensors", "torch-dcp"])
-@pytest.mark.parametrize(("killed", "hosts"), [(0, 2), (3, 2), (1, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("killed", "hosts", "form"),
+    keep_where(
+        lambda case: case in ((0, 2, "sharded-safetensors"), (2, 3, "torch-dcp")),
+        [
+            (*case, form)
+            for case in ((0, 2), (3, 2), (1, 1), (2, 3))
+            for form in ("sharded-safetensors", "torch-dcp")
+        ],
+        "the first process and another die; as many hosts and more go on by default",
+    ),
+)
 def test_hosts_go_on(
     server: BucketServer,
     tmp_path: Path,

@@ -14,6 +14,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, MeshError, SpecError, UsageError
 from reshard.spmd.shards.runner import InProcess
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=3)
 WIDTH, INNER = 3, 4
@@ -66,7 +67,7 @@ def draw_arrays(tokens: int, count: int, chosen: int, seed: int = 0) -> list[np.
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=choose(25, 60))
 @given(
     tokens=st.integers(1, 13),
     count=st.integers(1, 7),

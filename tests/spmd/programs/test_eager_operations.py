@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, UsageError
+from selection import keep_covering
 
 MESH = DeviceMesh.of(x=2, y=3)
 TOKENS, WIDTH, INNER, COUNT = 12, 4, 8, 6
@@ -40,9 +42,18 @@ def given(seed: int, cut: str = "x, -") -> tuple[Any, ...]:
     return sp.array(x, spec(MESH, cut)), sp.array(ROUTER), matrices
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("cut", ["x, -", "x y, -", "-, -"])
-@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive", "widest", "cost"])
+@pytest.mark.parametrize(
+    ("strategy", "cut", "library"),
+    keep_covering(
+        1,
+        itertools.product(
+            ["eager", "basic", "aggressive", "widest", "cost"],
+            ["x, -", "x y, -", "-, -"],
+            ["numpy", "torch"],
+        ),
+        "every combination; each strategy, cut and library is in a default case",
+    ),
+)
 def test_programs_with_experts(strategy: str, cut: str, library: str) -> None:
     def loss(x: Any, router: Any, matrices: Any) -> Any:
         return sp.sum(sp.sin(layer(x, router, matrices)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import PlanError
+from selection import keep_covering
 
 MESH = DeviceMesh.of(x=4)
 LAYERS, ROWS, WIDTH = 8, 2048, 16
@@ -42,8 +44,14 @@ def held_bytes(program: Any, given: Any) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-@pytest.mark.parametrize("strategy", ["eager", "basic"])
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    keep_covering(
+        1,
+        itertools.product(["eager", "basic"], [0.9, 0.7, 0.5]),
+        "every combination; each strategy and each share is in a default case",
+    ),
+)
 def test_a_limit_is_kept_by_computing_again(strategy: str, share: float) -> None:
     given = arguments()
     free = sp.jit(step, strategy=strategy)

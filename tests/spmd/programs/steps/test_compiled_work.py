@@ -61,6 +61,23 @@ def test_results_are_equal(backend: str, rows: int) -> None:
     assert max(compiled_counts(program)) >= 3
 
 
+def test_true_is_its_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[str] = []
+
+    def take_eager(function: Any, *, backend: str, **options: Any) -> Any:
+        backends.append(backend)
+        return compile_by(function, backend="eager", **options)
+
+    compile_by = torch.compile
+    monkeypatch.setattr(torch, "compile", take_eager)
+    x, w = array((8, 6), "x, -"), array((6, 6), "-, -")
+    program = sp.jit(layers, compile=True)
+    for _ in range(2):
+        expect_same(program(x, w), layers(x, w))
+    assert set(backends) == {"inductor"}
+
+
+@pytest.mark.exhaustive(reason="a C++ compiler runs for 15 s; other backends are default cases")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="its default backend needs a compiler")
 def test_its_default_backend() -> None:
     x, w = array((8, 6), "x, -"), array((6, 6), "-, -")

@@ -5,6 +5,7 @@ That DeepSpeed itself goes on from them is tested with DeepSpeed (`tests/engines
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from deepspeed_records import recorded, unpack
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
 from reshard.checkpoint.pretrained.weights import take_weights
 from reshard.errors import UsageError
+from selection import keep_covering
 
 torch = pytest.importorskip("torch")
 
@@ -27,18 +29,25 @@ def values_of(checkpoint: reshard.checkpoint.Checkpoint) -> dict[str, bytes]:
     return {name: read(checkpoint, name).tobytes() for name in checkpoint}
 
 
-@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(
-    ("format", "to"),
-    [
-        ("deepspeed-zero1", 1),
-        ("deepspeed-zero1", 3),
-        ("deepspeed-zero3", 2),
-        ("deepspeed-zero3", 4),
-    ],
+    ("target", "name"),
+    keep_covering(
+        1,
+        itertools.product(
+            [
+                ("deepspeed-zero1", 1),
+                ("deepspeed-zero1", 3),
+                ("deepspeed-zero3", 2),
+                ("deepspeed-zero3", 4),
+            ],
+            SOURCES,
+        ),
+        "every source to every stage; each source and each stage is in a default case",
+    ),
 )
-def test_what_is_written_is_read_again(name: str, format: str, to: int, tmp_path: Path) -> None:
+def test_what_is_written_is_read_again(target: tuple[str, int], name: str, tmp_path: Path) -> None:
     """Masters, moments, steps, values and groups; every source, over other ranks."""
+    format, to = target
     source = reshard.checkpoint.open(unpack(name, tmp_path))
     reshard.checkpoint.convert(source, tmp_path / "new", to=f"dp={to}", format=format)
     new = reshard.checkpoint.open(tmp_path / "new")
@@ -193,8 +202,17 @@ def test_what_fsdp_saved_becomes_zero(tmp_path: Path) -> None:
     assert groups[2]["params"] == ["head.weight"]
 
 
-@pytest.mark.parametrize("name", [one for one in recorded() if "experts" in one])
-@pytest.mark.parametrize("to", ["dp=1", "dp=4", "dp=2,ep=2", "ep=4", "dp=3,ep=2"])
+@pytest.mark.parametrize(
+    ("to", "name"),
+    keep_covering(
+        1,
+        itertools.product(
+            ["dp=1", "dp=4", "dp=2,ep=2", "ep=4", "dp=3,ep=2"],
+            [one for one in recorded() if "experts" in one],
+        ),
+        "every source to all ranks; each source and each of these is in a default case",
+    ),
+)
 def test_experts_over_other_ranks(name: str, to: str, tmp_path: Path) -> None:
     """Weights, float32 weights and moments of every expert, and groups that say whose they are."""
     source = reshard.checkpoint.open(unpack(name, tmp_path))
