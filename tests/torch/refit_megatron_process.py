@@ -20,7 +20,14 @@ from refit_models import expect, expect_same, laid_out, module_of
 from reshard.errors import ReshardError, ShardError
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import MegatronRanks
-from reshard.torch import MegatronModel, Refit, refit
+from reshard.torch import (
+    MegatronModel,
+    Refit,
+    build_centralized_reshard_plan,
+    build_local_reshard_plan,
+    execute_reshard_plan,
+    refit,
+)
 
 MODELS = {
     "tp4": Model(tp=4, pp=1, dp=1, ep=1, etp=1, vpp=1, offset=0),
@@ -218,6 +225,49 @@ def with_offsets() -> None:
         expect_same(one.state_dict(), other.state_dict(), "with offsets")
 
 
+def by_megatrons_lists() -> None:
+    """The lists of slices, executed here by hand, and by the plan itself."""
+    rank = dist.get_rank()
+    names = [*MODELS]
+    for number, (before, after) in enumerate(zip(names, [*names[1:], names[0]], strict=True)):
+        source, target = MODELS[before], MODELS[after]
+        given = chunks_of(source, rank, is_empty=False)
+        found = chunks_of(target, rank, is_empty=True)
+        build = (build_local_reshard_plan, build_centralized_reshard_plan)[number % 2]
+        plan = build(
+            None if given is None else MegatronModel(given, source.names),
+            None if found is None else MegatronModel(found, target.names),
+        )
+        sent: list[Any] = [None] * dist.get_world_size()
+        own = [
+            (op.peer_rank, op.my_slice, op.peer_slice, tensors(given)[op.param_name][op.my_slice])
+            for op in plan.send_ops
+        ]
+        dist.all_gather_object(sent, own)
+        # The k-th receive from a rank belongs to its k-th send to this one, as with isend, irecv.
+        arriving = [iter([op for op in one if op[0] == rank]) for one in sent]
+        by_hand = {name: torch.full_like(tensor, -1) for name, tensor in tensors(found).items()}
+        for op in plan.recv_ops:
+            _, theirs, mine, value = next(arriving[op.peer_rank])
+            expect((theirs, mine) == (op.peer_slice, op.my_slice), f"{op} gets {theirs} to {mine}")
+            by_hand[op.param_name][op.my_slice] = value
+        expect(not any([*one] for one in arriving), "sends without a receive")
+        expected = tensors(chunks_of(target, rank, is_empty=False))
+        expect_same(by_hand, expected, f"by hand, {before} to {after}")
+        execute_reshard_plan(plan, given, found, group=None)
+        expect_same(tensors(found), expected, f"by the plan, {before} to {after}")
+
+
+def tensors(chunks: list[torch.nn.Module] | None) -> dict[str, torch.Tensor]:
+    """The tensors of a rank's chunks, by the names that plans have for them."""
+    several = chunks is not None and len(chunks) > 1
+    return {
+        f"{number}.{name}" if several else name: tensor
+        for number, chunk in enumerate(chunks or [])
+        for name, tensor in chunk.state_dict().items()
+    }
+
+
 def with_what_attributes_leave_out() -> None:
     """A vocabulary without its padding, shared heads, to plain layouts; a cast; a wrong shape."""
     rank = dist.get_rank()
@@ -334,6 +384,7 @@ def main() -> None:
     between_megatrons_own_pairs()
     if dist.get_world_size() == 4:
         between_all_pairs()
+        by_megatrons_lists()
         with_live_groups()
         groups_that_cannot_be()
         with_offsets()

@@ -20,6 +20,12 @@ from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
 from reshard.torch.refitting.options import RefitOptions
 from reshard.torch.refitting.refit import Refit, refit
+from reshard.torch.refitting.reshard_plan import (
+    ReshardPlan,
+    build_centralized_reshard_plan,
+    build_local_reshard_plan,
+    execute_reshard_plan,
+)
 from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.storage.loading import LoadReport, load
 from reshard.torch.storage.reader import StorageReader
@@ -35,14 +41,18 @@ __all__ = [
     "RedistributionOptions",
     "Refit",
     "RefitOptions",
+    "ReshardPlan",
     "StorageReader",
     "StorageWriter",
     "SyncReport",
     "Transform",
     "WeightLink",
     "WeightSync",
+    "build_centralized_reshard_plan",
+    "build_local_reshard_plan",
     "by_recipe",
     "connect",
+    "execute_reshard_plan",
     "is_usable",
     "keep_memory",
     "layout_of",

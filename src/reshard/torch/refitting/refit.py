@@ -61,7 +61,7 @@ from reshard.torch.refitting.options import (
     find_problem_of_quantize,
     sort_table,
 )
-from reshard.torch.refitting.plan import list_complete_names
+from reshard.torch.refitting.plan import PartItem, list_complete_names
 from reshard.torch.refitting.planning import (
     Buckets,
     Planning,
@@ -477,6 +477,21 @@ class Refit:
         return RefitMoves(
             tuple(move for rank, part in parts for move in list_moves(part.items, rank))
         )
+
+    @property
+    def source_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The local tensors of the source on this rank, by the names that all ranks share."""
+        return self._prepared.before.locals
+
+    @property
+    def target_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The local tensors of the target on this rank, by the names that all ranks share."""
+        return self._prepared.after.locals
+
+    @property
+    def part_items(self) -> tuple[PartItem, ...]:
+        """The tensors that this rank sends, keeps or receives, with their transfers."""
+        return self._prepared.part.items
 
     def compare_replicas(self) -> None:
         """Compare the replicas within both models. All ranks of the group call this.
