@@ -367,7 +367,7 @@ def engine_dies() -> None:
         begun_s = time.monotonic()
         if NAME == "a":
             refused(sync.run, LinkError, "still has version 0")
-            expect(sync.is_usable and sync.version == 0, "old.safetensors")
+            expect(sync.is_usable and sync.version == 0, "old weights")
             return
         for step in (1, 2):
             if SIDE == "trainer":
@@ -393,7 +393,7 @@ def trainer_dies() -> None:
         os._exit(9)
     begun_s = time.monotonic()
     refused(sync.run, LinkError, "still has version 0")
-    expect(sync.is_usable and sync.version == 0, "old.safetensors")
+    expect(sync.is_usable and sync.version == 0, "old weights")
     expect_values(model, 0)
     expect(time.monotonic() - begun_s < 10, "in time")
 

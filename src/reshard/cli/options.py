@@ -123,6 +123,12 @@ _RUN_OPTIONS = (
         "--restart", is_flag=True, help="Discard what an interrupted run left, and start over."
     ),
     staging_option,
+    click.option(
+        "--wait-for-ranks",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="How long to wait until all processes of torchrun have started. [default: 300]",
+    ),
 )
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from checkpoint.process_runs import content, run
-from reshard import checkpoint
-from reshard.checkpoint.conversion.processes import OneProcess, running_processes
-from reshard.errors import UsageError
+from live_processes import free_port
+from reshard import checkpoint, log
+from reshard.checkpoint.conversion.processes import (
+    OneProcess,
+    ProcessMark,
+    _meet_first,
+    running_processes,
+)
+from reshard.errors import RunError, UsageError
 
-pytest.importorskip("torch")
+distributed = pytest.importorskip("torch.distributed")
 SHARDED, TORCH = "sharded-safetensors", "torch-dcp"
 WHOLE: dict[str, Tensor] = {
     "w": tensor("float32", (300, 200), 1),
@@ -119,3 +131,68 @@ def test_variables_that_contradict_each_other(
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=match), running_processes():
         pass
+
+
+def start_one(rank: int, size: int, port: int, wait_s: float) -> subprocess.Popen[str]:
+    code = (
+        "from reshard.checkpoint.conversion.processes import running_processes\n"
+        f"with running_processes(wait_s={wait_s}) as processes: print(processes.collect({rank}))"
+    )
+    variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        text=True,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "match"),
+    [
+        (0, r"rank 1 of 2 did not come within 1 s(.|\n)*--wait-for-ranks"),
+        (1, r"rank 0 did not come within 1 s(.|\n)*--wait-for-ranks"),
+    ],
+)
+def test_a_process_that_never_comes(rank: int, match: str) -> None:
+    with start_one(rank, 2, free_port(), 1) as alone:
+        _, text = alone.communicate(timeout=60)
+    assert alone.returncode == 1 and re.search(match, text), text
+
+
+@pytest.fixture
+def store() -> Any:
+    return distributed.HashStore()
+
+
+def come(store: Any, rank: int, mark: ProcessMark) -> None:
+    store.set(f"come/{rank}", json.dumps(astuple(mark)))
+
+
+def test_a_process_that_came_and_ended_is_known_at_once(store: Any) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    come(store, 1, replace(ProcessMark.of_this_process(), number=ended.pid))
+    with pytest.raises(RunError, match="rank 1 ended before the others came"):
+        _meet_first(store, 0, 3, 60)
+
+
+def test_a_number_that_another_process_has_by_now() -> None:
+    assert replace(ProcessMark.of_this_process(), start="1").is_gone
+
+
+def test_what_runs_elsewhere_cannot_be_told(store: Any) -> None:
+    elsewhere = replace(ProcessMark.of_this_process(), place="another host", start="1")
+    assert not elsewhere.is_gone
+    come(store, 1, elsewhere)
+    assert _meet_first(store, 0, 2, 60) == {1: elsewhere}
+
+
+def test_who_waits_long_says_for_whom(
+    store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "NOTICE_S", 0.05)
+    come(store, 1, ProcessMark.of_this_process())
+    with pytest.raises(RunError, match="ranks 0,3 of 4 did not come"):
+        _meet_first(store, 2, 4, 0.3)
+    assert capsys.readouterr().err == ("reshard: waiting for ranks 0,3 of 4, which have not come\n")

@@ -7,30 +7,41 @@ little: what process 0 decided, what each has done at the end, and at intervals 
 1. `share` hands a value of process 0 to all; `collect` hands everybody's to all.
 2. An error in one process reaches the others: at once through `fail`, which they notice at
    their next `check`.
-3. A process that was killed sends nothing. The others notice that its sign of life does not
-   change, and stop after `timeout_s`.
+3. A process that was killed sends nothing. Others on its host notice at once that it is gone,
+   those on other hosts that its sign of life does not change: they stop after `timeout_s`.
+4. At first each waits until all have come, `wait_s` at most, since processes start slowly on
+   clusters, and after 10 s says which have not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from reshard.checkpoint.files.host_memory import name_host
 from reshard.errors import MissingExtraError, RunError, UsageError
+from reshard.log import WaitNotice
+from reshard.text.rank_sets import ranks_text
 
 Value = TypeVar("Value")
 
 DEFAULT_TIMEOUT_S = 60.0
-# Nothing waits so long: a process that is gone is noticed by its sign of life.
-_LONGEST_TALK = datetime.timedelta(days=1)
+DEFAULT_WAIT_S = 300.0
 _BEAT_S = 0.5
 _WAIT_S = 0.02
+# How often this process has joined the others in a group that existed.
+_JOINED = itertools.count()
 
 
 class Processes(Protocol):
@@ -120,11 +131,19 @@ class GlooProcesses:
     noticed whatever the network does.
     """
 
-    def __init__(self, distributed: Any, group: Any, store: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        distributed: Any,
+        group: Any,
+        store: Any,
+        timeout_s: float,
+        marks: Mapping[int, ProcessMark],
+    ) -> None:
         self._distributed = distributed
         self._group = group
         self._store = store
         self._timeout_s = timeout_s
+        self._marks = marks
         self.rank: int = distributed.get_rank(group)
         self.size: int = distributed.get_world_size(group)
         self._meetings = 0
@@ -183,6 +202,9 @@ class GlooProcesses:
             self._look(now_s)
 
     def _look(self, now_s: float) -> None:
+        gone = [rank for rank, mark in self._marks.items() if mark.is_gone]
+        if gone:
+            raise RunError(f"process {gone[0]} has ended; run the same command again, it continues")
         if self._store.check(["failed"]):
             raise RunError(f"another process stopped: {self._store.get('failed').decode()}")
         for other in range(self.size):
@@ -212,16 +234,127 @@ class GlooProcesses:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """A process as others of its host can look for it: where it runs, its number, its start.
+
+    >>> ProcessMark.of_this_process().is_gone
+    False
+    """
+
+    place: str
+    number: int
+    start: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessMark:
+        """The mark of the process that calls this."""
+        return cls(_name_place(), os.getpid(), _find_start(os.getpid()))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended; False where this host cannot tell."""
+        return self.place == _name_place() != "" and _find_start(self.number) != self.start != ""
+
+
+def _name_place() -> str:
+    """Return the running system and its namespace of processes; empty if unknown."""
+    try:
+        return f"{name_host()[0]} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _find_start(number: int) -> str:
+    """Return when a process began, in ticks; empty if it has ended."""
+    try:
+        # The name of the program, in brackets, may have blanks and brackets in it.
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, ProcessMark]:
+    """Wait until all processes have come, and return the marks of the others.
+
+    Raises RunError where one does not come in time, or has come and ended.
+    """
+    mark = ProcessMark.of_this_process()
+    store.set(f"come/{rank}", json.dumps(astuple(mark)))
+    missing = [other for other in range(size) if other != rank]
+    marks: dict[int, ProcessMark] = {}
+    notice = WaitNotice(lambda: f"{ranks_text(missing)} of {size}, which have not come")
+    begun_s = time.monotonic()
+    while missing:
+        for other in [other for other in missing if store.check([f"come/{other}"])]:
+            marks[other] = ProcessMark(*json.loads(store.get(f"come/{other}")))
+            missing.remove(other)
+        gone = [other for other, one in marks.items() if one.is_gone]
+        if gone and missing:
+            raise RunError(f"{ranks_text(gone)} ended before the others came; start all again")
+        if missing and time.monotonic() - begun_s > wait_s:
+            raise RunError(
+                f"{ranks_text(missing)} of {size} did not come within {wait_s:g} s; see whether "
+                "they were started and with which MASTER_ADDR and MASTER_PORT, or give them longer "
+                "with --wait-for-ranks"
+            )
+        notice.check()
+        if missing:
+            time.sleep(_WAIT_S)
+    return marks
+
+
+def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
+    """The store that `torchrun` serves, or else process 0. Raises RunError."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = rank == 0 and not is_agents
+    if not is_server:
+        _wait_for_server(host, port, wait_s)
+    timeout = datetime.timedelta(seconds=wait_s)
+    store = distributed.TCPStore(
+        host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"reshard/{attempt}", store)
+
+
+def _wait_for_server(host: str, port: int, wait_s: float) -> None:
+    """Return once somebody listens there; torch would log every try. Raises RunError."""
+    notice = WaitNotice(lambda: f"rank 0, which does not listen at {host}:{port}")
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=wait_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise RunError(
+                    f"rank 0 did not come within {wait_s:g} s: {host}:{port}: "
+                    f"{error.strerror or error}; see whether it was started, or give it longer "
+                    "with --wait-for-ranks"
+                ) from error
+        notice.check()
+        time.sleep(_BEAT_S)
+
+
 @contextmanager
-def running_processes(timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Processes]:
+def running_processes(
+    timeout_s: float = DEFAULT_TIMEOUT_S, wait_s: float = DEFAULT_WAIT_S
+) -> Iterator[Processes]:
     """The processes that this one was started with: one, unless WORLD_SIZE says otherwise.
 
     A process group that exists already is used; otherwise one is made, and taken down after.
 
+    Args:
+        timeout_s: how long a process may give no sign of life.
+        wait_s: how long to wait for all to come.
+
     Raises:
-        UsageError: variables that contradict each other.
+        UsageError: variables that contradict each other; times that cannot be.
         MissingExtraError: several processes, and torch is not installed.
-        RunError: the other processes cannot be reached.
+        RunError: the other processes do not come, or cannot be reached.
     """
     # 1. How many processes there are, by the variables that torchrun sets.
     size = os.environ.get("WORLD_SIZE", "1")
@@ -242,21 +375,29 @@ def running_processes(timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Processe
         raise MissingExtraError(
             f"{size} processes talk through torch.distributed; pip install torch, or run one"
         ) from error
-    # 2. A gloo group of our own, also in a job whose own group is of another backend.
-    own = not distributed.is_initialized()
+    # 2. Meet all others, before torch waits for them without a word.
+    rank, own = int(os.environ["RANK"]), not distributed.is_initialized()
+    longest = datetime.timedelta(seconds=max(wait_s, timeout_s))
     try:
         if own:
-            distributed.init_process_group("gloo", timeout=_LONGEST_TALK)
-        group = distributed.new_group(backend="gloo", timeout=_LONGEST_TALK)
-        store = distributed.PrefixStore(
-            "reshard", distributed.distributed_c10d._get_default_store()
-        )
+            store = _open_store(distributed, rank, wait_s)
+            marks = _meet_first(store, rank, int(size), wait_s)
+            distributed.init_process_group(
+                "gloo", store=store, rank=rank, world_size=int(size), timeout=longest
+            )
+        else:
+            rank = distributed.get_rank()
+            world = distributed.distributed_c10d._get_default_store()
+            store = distributed.PrefixStore(f"reshard/{next(_JOINED)}", world)
+            marks = _meet_first(store, rank, distributed.get_world_size(), wait_s)
+        # A gloo group of our own, also in a job whose own group is of another backend.
+        group = distributed.new_group(backend="gloo", timeout=longest)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"cannot reach the other {int(size) - 1} processes: {str(error).splitlines()[0]}"
         ) from error
     # 3. The sign of life, for as long as the caller works.
-    processes = GlooProcesses(distributed, group, store, timeout_s)
+    processes = GlooProcesses(distributed, group, store, timeout_s, marks)
     try:
         yield processes
     finally:

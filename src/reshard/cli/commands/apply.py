@@ -34,6 +34,7 @@ def apply(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    wait_for_ranks: float | None,
     **arguments: Any,
 ) -> int:
     """Apply DELTAS to the checkpoint BASE, as TARGET.
@@ -66,5 +67,8 @@ def apply(
         describe_run(base, conversion, running, as_json, quiet)
         return DONE
     beside = {"deltas": list(deltas)}
-    run_and_report("applying", (base, target), conversion, running, as_json, quiet, beside)
+    places = base, target
+    run_and_report(
+        "applying", places, conversion, running, as_json, quiet, beside, wait_s=wait_for_ranks
+    )
     return DONE

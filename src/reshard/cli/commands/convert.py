@@ -61,6 +61,7 @@ def convert(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    wait_for_ranks: float | None,
     **arguments: Any,
 ) -> int:
     """Convert the checkpoint SOURCE to another layout or format, as TARGET.
@@ -100,7 +101,10 @@ def convert(
     if dry_run:
         describe_run(source, conversion, running, as_json, quiet)
     else:
-        run_and_report("converting", (source, target), conversion, running, as_json, quiet)
+        places = source, target
+        run_and_report(
+            "converting", places, conversion, running, as_json, quiet, wait_s=wait_for_ranks
+        )
     return DONE
 
 
@@ -132,15 +136,18 @@ def run_and_report(
     as_json: bool,
     quiet: bool,
     beside: Mapping[str, Any] | None = None,
+    *,
+    wait_s: float | None,
 ) -> None:
     """Run a conversion, and say what was done.
 
-    `places` are the source and the target as the user named them, `beside` more keys of --json.
+    `places` are the source and the target as the user named them, `beside` more keys of --json;
+    `wait_s` is how long to wait for other processes.
 
     Raises:
         InterruptedRunError: ctrl-C.
     """
-    from reshard.checkpoint.conversion.processes import running_processes
+    from reshard.checkpoint.conversion.processes import DEFAULT_WAIT_S, running_processes
     from reshard.checkpoint.conversion.run import run_conversion
 
     # Before the work, not after hours of it.
@@ -148,7 +155,7 @@ def run_and_report(
         write_error(f"note: {printable(loss)}")
     try:
         with (
-            running_processes() as processes,
+            running_processes(wait_s=wait_s or DEFAULT_WAIT_S) as processes,
             shown_progress(verb, quiet or processes.rank > 0) as progress,
         ):
             running = {**running, "progress": progress, "processes": processes}
