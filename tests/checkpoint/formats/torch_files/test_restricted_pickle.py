@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import count_parts, read_pickle
 from reshard.errors import FormatError, UsageError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)
@@ -211,3 +211,43 @@ def test_any_change_gives_a_value_or_an_error(value: Any, data: st.DataObject) -
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(UsageError, match="a set cannot be written"):
         write_pickle({1, 2})
+
+
+def doubled(kind: str, depth: int) -> bytes:
+    """A pickle whose every part holds the one before twice, as `kind` does."""
+    opened, closed = {
+        "list": (b"](", b"e"),
+        "tuple": (b"(", b"t"),
+        "dict": (b"}(", b"u"),
+        "duplicate": (b"", b""),
+    }[kind]
+    keys = (b"K\x01", b"K\x02") if kind == "dict" else (b"", b"")
+    parts = [b"\x80\x02K\x07\x85q\x00"]
+    for number in range(1, depth):
+        before = b"h" + bytes([number - 1])
+        if kind == "duplicate":
+            parts.append(b"2\x86q" + bytes([number]))
+            continue
+        twice = b"".join(key + before for key in keys)
+        parts.append(b"0" + opened + twice + closed + b"q" + bytes([number]))
+    return b"".join(parts) + b"."
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "duplicate"])
+def test_shared_parts_take_no_more_than_their_bytes_allow(kind: str) -> None:
+    """Of 60 doublings whoever walks through the value would meet 2**60 parts."""
+    with pytest.raises(FormatError, match="parts of it that are shared make more than"):
+        read_pickle(doubled(kind, 60), {}, "x")
+    assert read_pickle(doubled(kind, 10), {}, "x")
+
+
+def test_parts_that_are_shared_many_times_are_read() -> None:
+    betas = (0.9, 0.95)
+    groups = [{"betas": betas, "params": [number]} for number in range(1000)]
+    assert read_pickle(pickle.dumps(groups), {}, "x") == groups
+
+
+def test_a_value_that_holds_itself_is_counted() -> None:
+    value: list[object] = [1]
+    value.append(value)
+    assert count_parts(value, 100) == 3

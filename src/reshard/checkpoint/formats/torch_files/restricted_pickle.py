@@ -10,7 +10,8 @@ of our own:
 3. A call or a new object becomes a `Call` that remembers function, arguments, state, items and
    members. Nothing is called.
 4. An opcode that no such pickle has is refused. What is built is at most a small multiple of
-   the bytes read, however they are arranged; only plain values are hashed.
+   the bytes read, however they are arranged; only plain values are hashed. Parts that are shared
+   count once for each place where they are, since whoever walks through the value meets them there.
 
 With a `Builder` every name is taken, and calls and references that it knows become values of its
 own while the pickle is read, so that a description of a million tensors is never whole in memory.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.formats.torch_files.pickle_terms import (
@@ -42,6 +43,8 @@ _MARK = object()
 _FORGOTTEN = object()
 # How far back the parts of a tensor are remembered: its sizes, strides, hooks, storage, arguments.
 _PARTS = 6
+# A value may have so many parts, and so many more for each byte of its pickle.
+_MIN_PARTS, _PARTS_A_BYTE = 10_000, 64
 
 Allowed = Mapping[str, frozenset[str]]
 
@@ -142,6 +145,7 @@ class _Reader:
         self._label = label
         self._builder = builder
         self._forgets = forgets
+        self._shares = False
         self._start = start
         self.at = start
         self.size = len(content)
@@ -170,6 +174,8 @@ class _Reader:
                 value = self._stack.pop()
                 if self._stack or value is _MARK:
                     raise self.damaged("it ends with something left over")
+                if self._shares:
+                    self._expect_proportion(value)
                 return value
             handler = handlers[opcode]
             if handler is None:
@@ -296,6 +302,7 @@ class _Reader:
         self._pop_to_mark()
 
     def duplicate(self) -> None:
+        self._shares = True
         self._stack.append(self._stack[-1])
 
     def set_item(self) -> None:
@@ -341,6 +348,8 @@ class _Reader:
         value = memo[number] if number < len(memo) else self._scattered[number]
         if value is _FORGOTTEN:
             raise _ForgottenError
+        if type(value) in _SHARED:
+            self._shares = True
         self._stack.append(value)
 
     def _forget_parts(self, arguments: tuple[Any, ...]) -> None:
@@ -350,6 +359,15 @@ class _Reader:
             part = memo[at]
             if type(part) is tuple or any(part is argument for argument in arguments):
                 memo[at] = _FORGOTTEN
+
+    def _expect_proportion(self, value: Any) -> None:
+        """Raise FormatError where shared parts make a value far larger than its pickle."""
+        most = _MIN_PARTS + _PARTS_A_BYTE * (self.at - self._start)
+        if count_parts(value, most) > most:
+            raise self.damaged(
+                f"parts of it that are shared make more than {most} of {self.at - self._start} "
+                "bytes, which no state of a model does"
+            )
 
     def name_in_lines(self) -> None:
         module = self._line()
@@ -490,6 +508,44 @@ def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(type(item) in _KEYS for item in key)
     return type(key) in _KEYS
+
+
+# What has parts, and can stand in several places.
+_SHARED = frozenset([list, dict, tuple, Call])
+
+
+def count_parts(value: Any, most: int) -> int:
+    """The parts of a value, shared ones once for each place; some number above `most` if more.
+
+    A part that holds itself counts as one there.
+
+    >>> shared = [1, 2]
+    >>> count_parts([shared, shared], 100)
+    7
+    """
+    sizes: dict[int, int] = {}
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:
+        part, is_left = waiting.pop()
+        if is_left:
+            total = 1 + sum(sizes.get(id(one), 1) for one in _list_parts(part))
+            if total > most:
+                return total
+            sizes[id(part)] = total
+        elif type(part) in _SHARED and id(part) not in sizes:
+            sizes[id(part)] = 1
+            waiting.append((part, True))
+            waiting.extend((one, False) for one in _list_parts(part) if type(one) in _SHARED)
+    return sizes.get(id(value), 1)
+
+
+def _list_parts(value: Any) -> Iterable[Any]:
+    if type(value) is dict:
+        return value.values()
+    if type(value) is Call:
+        return (value.arguments, value.state, value.items, value.members)
+    parts: Iterable[Any] = value
+    return parts
 
 
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
