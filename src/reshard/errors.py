@@ -96,6 +96,10 @@ class FormatError(CheckpointError, ValueError):
     """A file whose bytes are not what its format promises."""
 
 
+class UnreadableTensorError(FormatError):
+    """A tensor of a kind that cannot be read, in a checkpoint whose other tensors can be."""
+
+
 class CoverageError(CheckpointError, ValueError):
     """Shards of one tensor that overlap, disagree, or leave part of it out."""
 

@@ -349,16 +349,23 @@ def _compare_descriptions(
             return f"has dtypes {kinds[0].dtype.name} and {kinds[1].dtype.name}"
         return None
 
-    differences = []
+    differences = [
+        Difference(name, f"of {one.folder} cannot be read: it is {why}")
+        for one in (a, b)
+        for name, why in one.unreadable.items()
+    ]
+    unreadable = {*a.unreadable, *b.unreadable}
     right_kinds = others.kind.tolist()
     for name, kind in zip(mine.names, mine.kind.tolist(), strict=True):
+        if name in unreadable:
+            continue
         if name not in others:
             differences.append(Difference(name, f"is only in {a.folder}"))
             continue
         problem = compare_kinds(kind, right_kinds[others.row(name)])
         if problem is not None:
             differences.append(Difference(name, problem))
-    only = (name for name in others.names if name not in mine)
+    only = (name for name in others.names if name not in mine and name not in unreadable)
     return differences + [Difference(name, f"is only in {b.folder}") for name in only]
 
 

@@ -21,7 +21,7 @@ from reshard.binding import Binding, FileRange, FileRanges, View
 from reshard.checkpoint.files.places.place_path import join_path
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.dtypes import DType
-from reshard.errors import CheckpointError, CoverageError, PlanError
+from reshard.errors import CheckpointError, CoverageError, PlanError, UnreadableTensorError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
@@ -245,6 +245,7 @@ class Checkpoint:
         values: plain values that were saved beside the tensors, by name: numbers, text, None, and
             lists, tuples and dicts of such.
         unread: values beside the tensors that no target can have, with the reason.
+        unreadable: tensors that cannot be read, by name, with their type or another reason.
         notes: what a user should know of how it is read.
         said_cut: how its tensors are cut, where the user said so and its files do not.
         check_copies: how parts that several ranks hold are compared when tensors are read, one of
@@ -273,11 +274,16 @@ class Checkpoint:
     held: Mapping[str, HeldFile] = field(default_factory=dict)
     check_copies: str = CHECK_COPIES[0]
     allowed: frozenset[str] = frozenset()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:
             return self.tensors[name]
         except KeyError:
+            if name in self.unreadable:
+                raise UnreadableTensorError(
+                    f"{name!r} in {self.folder} cannot be read: it is {self.unreadable[name]}"
+                ) from None
             raise CheckpointError(
                 f"no tensor {name!r} in {self.folder}; it has {len(self.tensors)}, see "
                 "`reshard inspect`"
@@ -300,6 +306,19 @@ class Checkpoint:
         if self.mesh is not None:
             return max(self.mesh.devices) + 1
         return max((tensor.layout.slots for tensor in self.tensors.values()), default=1)
+
+    def expect_readable(self) -> None:
+        """Raise UnreadableTensorError for tensors that cannot be read, if there are any."""
+        if not self.unreadable:
+            return
+        name, why = next(iter(self.unreadable.items()))
+        count = len(self.unreadable)
+        which = "a tensor" if count == 1 else f"{count} tensors"
+        raise UnreadableTensorError(
+            f"{self.folder} has {which} that cannot be read, {name!r} first: it is {why}. Leave "
+            f"it out with --exclude {name!r}, or all of its kind with a glob; `reshard inspect` "
+            "lists them"
+        )
 
     def path(self, name: str) -> Path:
         """The full path of one of its files."""

@@ -204,9 +204,9 @@ def test_a_module_is_no_state(tmp_path: Path) -> None:
 def test_what_is_no_data_is_listed(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "model": torch.nn.Linear(2, 2), "s": torch.eye(2).to_sparse()}
     torch.save(state, tmp_path / "model.pt")
-    unread = dict(open_checkpoint(tmp_path).unread)
-    assert "torch.nn.modules.linear.Linear" in unread["model"]
-    assert "to_dense" in unread["s"]
+    opened = open_checkpoint(tmp_path)
+    assert "torch.nn.modules.linear.Linear" in dict(opened.unread)["model"]
+    assert "to_dense" in opened.unreadable["s"]
 
 
 @pytest.mark.parametrize(

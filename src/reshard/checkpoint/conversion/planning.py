@@ -78,6 +78,7 @@ def plan_conversion(
     checkpoint, target = open_apart(source, target)
     checkpoint = _decode_items(request, checkpoint)
     checkpoint = take_source(request, checkpoint)
+    checkpoint.expect_readable()
     checkpoint = expect_equal_copies(
         checkpoint, check=request.check_copies, allow=tuple(request.allow)
     )

@@ -137,6 +137,8 @@ def diff(
         compress(b"")
     a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
     b = after if isinstance(after, Checkpoint) else open_checkpoint(after)
+    a.expect_readable()
+    b.expect_readable()
     a, b = expect_equal_copies(a), expect_equal_copies(b)
     making = _Making(a, b, compression is not None)
     workers = making.threads(extra_bytes, threads)

@@ -196,6 +196,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     values: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     unread: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     layouts: dict[tuple[int, ...], Layout] = {}
     archived: list[tuple[str, str, str, ArchivedTensor]] = []
     for file, flat in states.items():
@@ -210,7 +211,8 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
         values.update(flat.values)
         # A name without a path stands at the top.
         paths.update({name: path for name, path in flat.paths.items() if path != (name,)})
-        unread.update(flat.unread)
+        for name, why in flat.unread.items():
+            (unreadable if name in flat.unread_tensors else unread)[name] = why
     files = tuple(StoredFile(file, (folder / file).stat().st_size, 0) for file in states)
     return Checkpoint(
         folder,
@@ -221,6 +223,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
         checksums=list_checksums(archived),
         values=values,
         unread=tuple((shortened(name), reason) for name, reason in unread.items()),
+        unreadable=unreadable,
         notes=_note_ties(archived),
     )
 

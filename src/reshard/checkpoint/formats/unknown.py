@@ -315,7 +315,10 @@ def find_kind(file: Path) -> FileKind | None:
         return _TFLITE
     if head.lstrip().lower().startswith(_PAGES):
         return _PAGE
-    if int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:9] == b"{":
+    if (
+        int.from_bytes(head[:8], "little") <= 100_000_000
+        and head[8:].lstrip(b" \t\n\r")[:1] == b"{"
+    ):
         return _SAFETENSORS
     if len(head) == _HEAD_BYTES and not any(head):
         return _ZEROS

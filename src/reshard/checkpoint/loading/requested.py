@@ -121,6 +121,8 @@ def _find_layouts(
         raise UsageError(
             f"rank {rank} of {request.to_text!r}, whose ranks are 0 to {request.ranks - 1}"
         )
-    named = name_source(request, take_source(request, checkpoint))
+    taken = take_source(request, checkpoint)
+    taken.expect_readable()
+    named = name_source(request, taken)
     placed = place_tensors(request, named)
     return named.checkpoint, {name: one.layout for name, one in placed.tensors.items()}

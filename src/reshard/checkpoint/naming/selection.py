@@ -157,12 +157,17 @@ def find_new_names(
 
     Raises:
         UsageError: a pattern that matches nothing; no tensor left.
+        UnreadableTensorError: nothing left but tensors that cannot be read.
     """
     names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
+    others = [*checkpoint.unreadable, *dict(checkpoint.unread)]
     if is_expected:
-        _expect_matches(checkpoint, selection, names)
-    new = {name: selection.new_name(name) for name in names}
+        _expect_matches(checkpoint, selection, names, others)
+    new = {name: selection.new_name(name) for name in (*names, *others)}
     if is_expected and checkpoint.tensors and all(new[name] is None for name in checkpoint.tensors):
+        for name in checkpoint.unreadable:
+            if new[name] is not None:
+                _ = checkpoint[name]
         raise UsageError(
             f"no tensor is left of {count_text(len(checkpoint), 'tensor')} in {checkpoint.folder}; "
             "change --include or --exclude"
@@ -186,6 +191,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
     def find(name: str) -> str | None:
         return new.get(name, name)
 
+    kept_unread = [(name, why) for name, why in checkpoint.unread if find(name) is not None]
     paths = {}
     for name, path in checkpoint.paths.items():
         renamed = find(name)
@@ -195,6 +201,8 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
     return dataclasses.replace(
         checkpoint,
         tensors=_rename_all(checkpoint.tensors, find),
+        unreadable=_rename_keys(checkpoint.unreadable, find),
+        unread=tuple((find(name) or name, why) for name, why in kept_unread),
         items=_rename_all(checkpoint.items, find),
         values=_rename_keys(checkpoint.values, find),
         paths=paths,
@@ -264,7 +272,9 @@ def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None
         old_of[name] = old
 
 
-def _expect_matches(checkpoint: Checkpoint, selection: TensorSelection, names: list[str]) -> None:
+def _expect_matches(
+    checkpoint: Checkpoint, selection: TensorSelection, names: list[str], others: list[str]
+) -> None:
     """Raise UsageError for a pattern that matches nothing: it is a slip, and would go unseen."""
     prefix = selection.selected_prefix
     if prefix:
@@ -272,9 +282,10 @@ def _expect_matches(checkpoint: Checkpoint, selection: TensorSelection, names: l
         if not any(name in checkpoint.tensors for name in chosen):
             raise UsageError(_describe_idle(checkpoint, "select", prefix[:-1], names))
         names = [name.removeprefix(prefix) for name in chosen]
+        others = [name.removeprefix(prefix) for name in others if name.startswith(prefix)]
     for option, globs in (("include", selection.include), ("exclude", selection.exclude)):
         for glob in globs:
-            if not any(fnmatchcase(name, glob) for name in names):
+            if not any(fnmatchcase(name, glob) for name in (*names, *others)):
                 raise UsageError(_describe_idle(checkpoint, option, glob, names))
     globs_only = dataclasses.replace(selection, select=None)
     taken = [name for name in names if globs_only.takes(name)]

@@ -20,7 +20,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
-from reshard.checkpoint.training.state import find_training_state
+from reshard.checkpoint.training.state import find_training_state, is_optimizer_state
 from reshard.errors import CheckpointError
 from reshard.text.quantities import count_text
 
@@ -70,6 +70,10 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
             "the weights from the program that has the model, by the names of the architecture"
         )
     saved = {_SAVED_MODULE.sub(".", name) for name in weights if _SAVED_MODULE.search(name)}
+    # Unreadable optimizer state is left out as the rest of it is.
+    inside = {name for name in checkpoint.unreadable if is_optimizer_state(name)}
+    unreadable = {n: why for n, why in checkpoint.unreadable.items() if n not in inside}
+    dataclasses.replace(checkpoint, unreadable=unreadable).expect_readable()
     new: dict[str, str | None] = dict.fromkeys(
         (*checkpoint.tensors, *checkpoint.items, *checkpoint.values), None
     )
@@ -87,6 +91,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         by_new_names(checkpoint, new),
         attributes={},
         unread=(),
+        unreadable={},
         paths={},
         notes=(*checkpoint.notes, *_describe_rest(checkpoint, new, optimizer)),
     )
@@ -112,7 +117,7 @@ def _describe_rest(
     known = {*optimizer}
     others = [name for name in checkpoint.tensors if new[name] is None and name not in known]
     beside = [*checkpoint.items, *checkpoint.values, *checkpoint.attributes]
-    beside += [name for name, _ in checkpoint.unread]
+    beside += [*dict(checkpoint.unread), *checkpoint.unreadable]
     parts = [
         f"{count_text(len(names), one)}{many} (first: {names[0]})"
         for one, many, names in (

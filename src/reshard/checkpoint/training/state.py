@@ -171,6 +171,15 @@ def shapes_without_state(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     return {name: shape for name, shape in shapes.items() if name not in inside}
 
 
+def is_optimizer_state(name: str) -> bool:
+    """Whether a name is that of optimizer state, by itself.
+
+    >>> is_optimizer_state("optim.state.up.weight.exp_avg"), is_optimizer_state("up.weight")
+    (True, False)
+    """
+    return bool(_find_containers([name]))
+
+
 def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     """The numbers of the parameters of each group, by container, where a checkpoint has them."""
     found: dict[str, list[list[int]]] = {}

@@ -96,6 +96,7 @@ def inspect(
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
       items [{name, rank, size_bytes}] (bytes that are not tensors)
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
+      unreadable [{name, reason}] (tensors that cannot be read)
       attributes (plain values of the metadata, by name), notes
       values (plain values saved beside the tensors, by name)
       totals {tensors, elements, tensor_bytes, files, file_bytes}
@@ -131,6 +132,9 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
         return checkpoint
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in checkpoint.tensors):
+            for name in checkpoint.unreadable:
+                if fnmatchcase(name, pattern):
+                    _ = checkpoint[name]
             raise UsageError(
                 f"--tensor {pattern!r} matches none of {len(checkpoint)} tensors, such as "
                 f"{next(iter(checkpoint), None)!r}; write a glob on whole names: `*` stands for "
@@ -141,7 +145,12 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
         for name, tensor in checkpoint.tensors.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return dataclasses.replace(checkpoint, tensors=tensors)
+    unreadable = {
+        name: why
+        for name, why in checkpoint.unreadable.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors, unreadable=unreadable)
 
 
 def _drawing(tensor: StoredTensor) -> str:
@@ -204,6 +213,7 @@ def _as_text(
         f"{count_text(totals['tensors'], 'tensor')}, {count_text(totals['elements'], 'element')}, "
         f"{bytes_text(totals['tensor_bytes'])}, in {count_text(totals['files'], 'file')} of "
         f"{bytes_text(totals['file_bytes'])}",
+        *listing("unreadable", [f"{name} ({why})" for name, why in checkpoint.unreadable.items()]),
         *listing("no tensors, but bytes", checkpoint.items),
         *listing("carried along", checkpoint.carried),
         *listing("attributes", checkpoint.attributes),
@@ -318,6 +328,9 @@ def _as_json(
         "attributes": list(checkpoint.attributes),
         "values": list(checkpoint.values),
         "left_out": [{"name": name, "reason": why} for name, why in _list_left_out(checkpoint)],
+        "unreadable": [
+            {"name": name, "reason": why} for name, why in checkpoint.unreadable.items()
+        ],
         "notes": _list_notes(checkpoint),
         "totals": _totals(checkpoint),
         "copies": {

@@ -25,6 +25,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     build_header,
     parse_header,
     read_header,
+    read_metadata,
     tensor_size_bytes,
 )
 from reshard.dtypes import ALL_DTYPES, dtype
@@ -238,7 +239,8 @@ def test_what_the_package_accepts_is_accepted() -> None:
         # JSON
         (b"", 0, r"^f: the header begins with '', expected a JSON object"),
         (b"[]", 0, r"^f: the header begins with '\[\]', expected a JSON object"),
-        (b' {"a": 3}', 0, r"^f: the header begins with ' {\"a\": 3}', expected"),
+        (b'\x0b{"a": 3}', 0, r"^f: the header begins with '\\x0b{\"a\": 3}', expected"),
+        (b'{"a": 3}\x0b', 0, r"^f: the header is not JSON"),
         (b'\xef\xbb\xbf{"a": 3}', 0, r"^f: the header begins with '\\ufeff{"),
         (b'{"\xff": 3}', 0, r"^f: byte 10 of the file is no UTF-8 text \(invalid start byte\)"),
         (b'{"w": ', 0, r"^f: the header is not JSON: Expecting value"),
@@ -257,6 +259,23 @@ def test_what_the_package_accepts_is_accepted() -> None:
 def test_a_broken_header_is_named(header: object, data_bytes: int, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         parse(header, data_bytes)
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+@pytest.mark.parametrize(("before", "behind"), [(" \t\r\n", ""), ("", "\n\t \r "), ("\n", "\n")])
+def test_spaces_around_a_header(is_compact: bool, before: str, behind: str, tmp_path: Path) -> None:
+    """As safetensors 0.8 reads them; its metadata alone, too."""
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    }
+    separators = (",", ":") if is_compact else None
+    text = (before + json.dumps(entries, separators=separators) + behind).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    header = read_header(path)
+    assert [(one.name, one.start_bytes) for one in header.tensors] == [("w", 8 + len(text))]
+    assert header.metadata == read_metadata(path) == {"format": "pt"}
 
 
 def test_a_long_text_is_not_repeated_in_full() -> None:

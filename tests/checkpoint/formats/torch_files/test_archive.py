@@ -19,7 +19,7 @@ from reshard.checkpoint.formats.torch_files.archive import read_archive
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive, is_writable
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import ALL_DTYPES, DType, dtype
-from reshard.errors import FormatError, UsageError
+from reshard.errors import FormatError, UnreadableTensorError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")
@@ -89,9 +89,9 @@ class Attribute:
         (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
         (torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
         (torch.ones(2).expand(1000, 2), "more than its storage"),
-        (torch.ones(2, 2).to_sparse(), "_rebuild_sparse_tensor"),
-        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "_rebuild_qtensor"),
-        (torch.ones(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
+        (torch.ones(2, 2).to_sparse(), "a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "a quantized tens"),
+        (torch.ones(2, device="meta"), "a meta tensor"),
         (Attribute(), "Attribute"),
     ],
     ids=["dict", "list", "conj", "neg", "expanded", "sparse", "quantized", "meta", "class"],
@@ -101,7 +101,7 @@ def test_what_is_no_dense_tensor_is_refused(value: Any, message: str) -> None:
     archive = saved(value() if callable(value) else value)
     with pytest.raises(FormatError, match=message) as error:
         read(archive)
-    assert "item x" in str(error.value)
+    assert "item x" in str(error.value) or isinstance(error.value, UnreadableTensorError)
 
 
 def rewritten(
@@ -130,7 +130,7 @@ def test_archives_that_others_wrote_are_read() -> None:
         ({"archive/data/0": bytes(8)}, "its storage has 8 bytes, expected 120 elements"),
         ({"archive/data/0": None}, "no record 'data/0'"),
         ({"archive/data.pkl": None}, "no record 'data.pkl'"),
-        ({"archive/data.pkl": b"\x80\x02cposix\nsystem\n."}, r"posix\.system"),
+        ({"archive/data.pkl": b"\x80\x02cposix\nsystem\n."}, "expected a tensor"),
         ({"archive/data.pkl": bytes(1 << 21)}, "too many"),
     ],
 )

@@ -21,7 +21,7 @@ from reshard.checkpoint.formats.orbax.key_values import read_range
 from reshard.checkpoint.formats.orbax.tree_metadata import TreePath
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.errors import CheckpointError, FormatError, UnreadableTensorError, UsageError
 
 PLACEHOLDER = "PLACEHOLDER://"
 MOST_BYTES = 1 << 30
@@ -135,7 +135,7 @@ class _PackReader:
             return tuple(inner.value(1))
         raise self.fail(f"has an extension of type {kind}")
 
-    def _array(self) -> PackedArray:
+    def _array(self) -> PackedArray | UnreadableTensorError:
         if self.take(1) != b"\x93":
             raise self.fail("has an array without shape, type and bytes")
         shape, name = self.value(1), self.value(1)
@@ -153,9 +153,9 @@ class _PackReader:
         try:
             kind = as_dtype(name)
         except UsageError:
-            raise CheckpointError(
-                f"{self.label} has an array of the type {str(name)[:50]!r}, not known here"
-            ) from None
+            return UnreadableTensorError(
+                f"an array of the type {str(name)[:50]!r}, which is not known here"
+            )
         elements = kind.itemsize_bytes
         for length in shape:
             elements *= length
@@ -165,11 +165,12 @@ class _PackReader:
 
 
 def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
-    """The leaves of the file by their paths: plain values, `PackedArray`s, and placeholders.
+    """The leaves of the file by their paths: plain values, `PackedArray`s, and placeholders; for an
+    array that cannot be read, the error.
 
     Raises:
         FormatError: a file that is damaged.
-        CheckpointError: an array in pieces, or of a type that is not known.
+        CheckpointError: a file that is too large.
     """
     size = path.stat().st_size
     if size > MOST_BYTES:
@@ -185,10 +186,13 @@ def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
 
 def _list_leaves(value: Any, at: TreePath, path: Path) -> Iterator[tuple[TreePath, Any]]:
     if isinstance(value, dict) and _CHUNKED in value:
-        raise CheckpointError(
-            f"{path} has {'.'.join(map(str, at))!r} in pieces, as arrays beyond 1 GiB are; save it "
-            "with a newer Orbax"
+        yield (
+            at,
+            UnreadableTensorError(
+                "an array in pieces, as those beyond 1 GiB are; save it with a newer Orbax"
+            ),
         )
+        return
     is_empty = not isinstance(value, dict | list | tuple) or not value
     if is_empty or isinstance(value, PackedArray):
         yield at, value

@@ -67,7 +67,7 @@ from reshard.checkpoint.formats.orbax.zarr_metadata import (
     is_narrow,
     read_array,
 )
-from reshard.errors import CheckpointError, CoverageError, FormatError
+from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.text.quantities import count_text
@@ -82,7 +82,7 @@ def read(found: TreeFolder) -> Checkpoint:
     """Describe the checkpoint in a folder with `_METADATA`.
 
     Raises:
-        CheckpointError: a file that is missing; a type or codec that is not known.
+        CheckpointError: a file that is missing.
         FormatError: a file that is damaged.
         CoverageError: a chunk that is missing.
     """
@@ -99,9 +99,10 @@ def read(found: TreeFolder) -> Checkpoint:
     packed = PackedChunks(METADATA_NAME if has_metadata else anchor)
     narrow: dict[str, str] = {}
     unread: list[tuple[str, str]] = []
+    unreadable: dict[str, str] = {}
     aggregate = is_aggregate(folder)
     if aggregate:
-        tree, whole = _add_aggregate(folder, tree, plain)
+        tree, whole = _add_aggregate(folder, tree, plain, unreadable)
         for leaf_path, packed_array in whole.items():
             name = ".".join(map(str, leaf_path))
             tensors[name], paths[name] = _bind_whole(name, packed_array), leaf_path
@@ -117,7 +118,11 @@ def read(found: TreeFolder) -> Checkpoint:
         elif leaf.kind not in (ARRAY, NUMPY, SCALAR, *_UNKNOWN_KINDS):
             unread.append((name, f"a leaf of the kind {leaf.kind[:60]}, which is not known here"))
         else:
-            array, label = _find_array(values, name)
+            try:
+                array, label = _find_array(values, name)
+            except UnreadableTensorError as error:
+                unreadable |= dict.fromkeys(names.get(leaf.path, (name,)), str(error))
+                continue
             if leaf.kind == SCALAR:
                 plain[leaf.path] = _read_number(values, name, array, label)
                 continue
@@ -170,12 +175,13 @@ def read(found: TreeFolder) -> Checkpoint:
         attributes=attributes,
         values={".".join(map(str, path)): value for path, value in joined.items()},
         unread=tuple(unread),
+        unreadable=unreadable,
         notes=tuple(notes),
     )
 
 
 def _add_aggregate(
-    folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any]
+    folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any], unreadable: dict[str, str]
 ) -> tuple[TreeMetadata, dict[TreePath, PackedArray]]:
     """The tree with what the one file of an older save has; its plain values go into `plain`, and
     the arrays that lie in the file itself are returned."""
@@ -187,7 +193,9 @@ def _add_aggregate(
             leaves.setdefault(name, Leaf(path, _UNKNOWN_KINDS[0]))
             continue
         leaves.pop(name, None)
-        if isinstance(value, PackedArray):
+        if isinstance(value, UnreadableTensorError):
+            unreadable[name] = str(value)
+        elif isinstance(value, PackedArray):
             whole[path] = value
         else:
             plain[path] = value

@@ -24,7 +24,7 @@ from typing import Any
 from reshard.checkpoint.files.json_text import parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.errors import CheckpointError, FormatError, UnreadableTensorError, UsageError
 from reshard.layout import Box
 
 ZARR2_NAME, ZARR3_NAME = ".zarray", "zarr.json"
@@ -160,9 +160,9 @@ def _check(found: ArrayMetadata, label: str) -> None:
 def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
     compressor = described.get("compressor")
     if described.get("filters"):
-        raise CheckpointError(
-            f"{label} has filters ({str(described['filters'])[:100]}), which are not known here; "
-            "save it without"
+        raise UnreadableTensorError(
+            f"an array whose {label} has filters ({str(described['filters'])[:100]}), which are "
+            "not known here; save it without"
         )
     shape, chunk = _read_shape(described["shape"]), _read_shape(described["chunks"])
     order = str(described.get("order", "C"))
@@ -265,10 +265,10 @@ def _find_codec(name: Any, label: str) -> str:
     return CODECS[name]
 
 
-def _refuse_codec(names: list[str], label: str) -> CheckpointError:
-    return CheckpointError(
-        f"{label} is encoded by {', '.join(names)[:100]}; known are {', '.join(CODECS)}, and no "
-        "compression. Save it with one of these"
+def _refuse_codec(names: list[str], label: str) -> UnreadableTensorError:
+    return UnreadableTensorError(
+        f"an array that by {label} is encoded by {', '.join(names)[:100]}; known are "
+        f"{', '.join(CODECS)}, and no compression. Save it with one of these"
     )
 
 
@@ -280,8 +280,9 @@ def _find_type(name: str, label: str) -> DType:
     """
     match = _NUMPY_TYPE.fullmatch(name)
     if match and match[1] == ">" and match[3] != "1":
-        raise CheckpointError(
-            f"{label} has elements {name!r}, with the greatest byte first; save it on this machine"
+        raise UnreadableTensorError(
+            f"an array whose {label} has elements {name!r}, with the greatest byte first; save it "
+            "on this machine"
         )
     spelling = name
     if match:
@@ -290,8 +291,9 @@ def _find_type(name: str, label: str) -> DType:
     try:
         return as_dtype("uint8" if spelling in _NARROW else spelling)
     except UsageError:
-        raise CheckpointError(
-            f"{label} has elements of the type {name[:50]!r}, which is not known here"
+        raise UnreadableTensorError(
+            f"an array whose {label} has elements of the type {name[:50]!r}, which is not known "
+            "here"
         ) from None
 
 

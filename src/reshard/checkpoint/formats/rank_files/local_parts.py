@@ -19,9 +19,10 @@ import numpy as np
 
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor, as_sizes
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, shortened
+from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import FormatError, ReshardError, UsageError
+from reshard.errors import FormatError, ReshardError, UnreadableTensorError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -107,10 +108,12 @@ class PartReader:
         state = _attributes(call.arguments[3])
         local, spec = state["_local_tensor"], _attributes(state["_spec"])
         # The tensor of an asynchronous collective wraps another.
+        what = local
         if isinstance(local, Call) and len(local.arguments) > 3:
-            local = _attributes(local.arguments[3]).get("elem")
+            inner = local.arguments[3]
+            local = inner.get("elem") if isinstance(inner, dict) else None
         if type(local) is not ArchivedTensor:
-            raise FormatError(f"{where}: its own part is no tensor with elements")
+            raise UnreadableTensorError(f"a DTensor whose part is {explain(what)}")
         placements = [_placement(where, one) for one in spec["placements"]]
         if any(isinstance(one, Partial) for one in placements):
             raise FormatError(
@@ -234,7 +237,7 @@ def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
     try:
         return as_dtype(made[1].name), shape
     except UsageError as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise UnreadableTensorError(f"of {error}") from error
 
 
 def _placement(where: str, call: Call) -> Placement:

@@ -28,7 +28,7 @@ from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor, r
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.errors import FormatError
+from reshard.errors import FormatError, UnreadableTensorError
 
 # Where programs keep the state of the model in a file with more in it.
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
@@ -42,11 +42,13 @@ class RankStates:
         parts: for each name the part of each rank, and its file.
         values: plain values that are equal on all ranks; of one rank under `rank_R.`.
         unread: what is neither, with the reason.
+        unreadable: tensors that cannot be read on some rank, with their type.
     """
 
     parts: dict[str, dict[int, tuple[str, LocalPart]]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> RankStates:
@@ -63,7 +65,10 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         values: dict[str, dict[int, Any]] = {}
         for file in files:
             path, content = folder / file.name, next(contents)
-            parts = _find_parts(path, content, file, len(files), values, states)
+            unreadable: dict[str, str] = {}
+            parts = _find_parts(path, content, file, len(files), values, states, unreadable)
+            begin = OPTIMIZER_PREFIX if kind == OPTIMIZER else ""
+            states.unreadable |= {begin + name: why for name, why in unreadable.items()}
             for name, part in parts.items():
                 own = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
                 if kind == OPTIMIZER:
@@ -81,6 +86,9 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
                 states.values |= {
                     name_of_rank(name, rank, len(files)): one for rank, one in by_rank.items()
                 }
+    # What one rank cannot read is missing from the whole.
+    for name in states.unreadable:
+        states.parts.pop(name, None)
     return states
 
 
@@ -124,6 +132,7 @@ def _find_parts(
     ranks: int,
     values: dict[str, dict[int, Any]],
     states: RankStates,
+    unreadable: dict[str, str],
 ) -> dict[str, LocalPart]:
     """The parts in one file; its values are added to `values`, the rest to what is unread."""
     if path.name.endswith(SUFFIX):
@@ -141,14 +150,19 @@ def _find_parts(
     reader = PartReader(str(path), file.rank, ranks, partial(read_storage, path))
     parts = {}
     for name, value in flat.tensors.items():
-        parts[name] = part = reader.part(name, value)
+        try:
+            parts[name] = part = reader.part(name, value)
+        except UnreadableTensorError as error:
+            unreadable[name] = str(error)
+            continue
         check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
         # A state without anything in it has no name.
         if not name:
             continue
         values.setdefault(name, {})[file.rank] = value
-    states.unread |= flat.unread
+    for name, why in flat.unread.items():
+        (unreadable if name in flat.unread_tensors else states.unread)[name] = why
     return parts
 
 

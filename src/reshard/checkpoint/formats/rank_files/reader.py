@@ -106,6 +106,7 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         said_cut=None if cut is None else str(cut),
         notes=() if cut is None or mesh is None else describe_numbering(cut, mesh),
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
+        unreadable=states.unreadable,
     )
     return _name_optimizer_state(checkpoint, states, known)
 

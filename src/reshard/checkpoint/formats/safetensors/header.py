@@ -37,6 +37,7 @@ import numpy as np
 
 from reshard.checkpoint.files.json_text import first_repeated
 from reshard.checkpoint.formats.safetensors.header_text import (
+    JSON_SPACES,
     find_metadata,
     read_columns,
     sorted_by_offset,
@@ -99,17 +100,21 @@ _LONGEST_TAG = 32  # characters; beyond that it is not worth looking for near ma
 _ENTRY_KEYS = frozenset(["dtype", "shape", "data_offsets"])
 
 
-def read_header(path: str | os.PathLike[str]) -> FileHeader:
+def read_header(path: str | os.PathLike[str], *, allows_unknown: bool = False) -> FileHeader:
     """The header of the safetensors file at `path`; its data is not read.
 
     Raises CheckpointError if the file is missing or cannot be read, FormatError if its
-    bytes are not what the format promises.
+    bytes are not what the format promises, or if it has tensors of unknown element types and
+    they are not allowed.
     """
     label, header_json, file_size_bytes = _read_header_json(path)
     text, data_start_bytes = _decode(header_json, label), LENGTH_BYTES + len(header_json)
     # It may be long, and the text is as long again.
     del header_json
-    return _parse_text(text, data_start_bytes, file_size_bytes, label)
+    header = _parse_text(text, data_start_bytes, file_size_bytes, label)
+    for name, why in {} if allows_unknown else header.unreadable.items():
+        raise _refuse_unknown(label, name, why)
+    return header
 
 
 def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
@@ -194,20 +199,32 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
             f"{LARGEST_HEADER_BYTES} (100 MB)"
         )
     data_start_bytes = LENGTH_BYTES + len(header_json)
-    return _parse_text(_decode(header_json, label), data_start_bytes, file_size_bytes, label)
+    header = _parse_text(_decode(header_json, label), data_start_bytes, file_size_bytes, label)
+    for name, why in header.unreadable.items():
+        raise _refuse_unknown(label, name, why)
+    return header
+
+
+def _refuse_unknown(label: str, name: str, why: str) -> FormatError:
+    return FormatError(f"{label}: tensor {shown(name)}: {why.removeprefix('of ')}")
 
 
 def _parse_text(text: str, data_start_bytes: int, file_size_bytes: int, label: str) -> FileHeader:
+    # A copy of it may be long.
+    text = text if text[:1] == "{" else text.lstrip(JSON_SPACES)
+    unreadable: dict[str, str] = {}
     try:
         tensors, metadata = read_columns(text, data_start_bytes)
     except (ValueError, OverflowError, RecursionError):
         # Written in another way, or wrong: then it is said what is.
         entries = _parse_json(text, label)
         metadata = entries.pop("__metadata__", {})
-        listed = [_tensor(label, name, entries[name], data_start_bytes) for name in entries]
+        listed = [
+            _tensor(label, name, entries[name], data_start_bytes, unreadable) for name in entries
+        ]
         tensors = sorted_by_offset(HeaderTensors.of(listed))
     given: Any = metadata  # `FileHeader` sees whether it is what it should be
-    return FileHeader(label, given, tensors, data_start_bytes, file_size_bytes)
+    return FileHeader(label, given, tensors, data_start_bytes, file_size_bytes, unreadable)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, str]:
@@ -216,7 +233,7 @@ def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, str]:
     Raises as `read_header`.
     """
     label, header_json, file_size_bytes = _read_header_json(path)
-    metadata = find_metadata(_decode(header_json, label))
+    metadata = find_metadata(_decode(header_json, label).lstrip(JSON_SPACES))
     if metadata is None or not all(is_text(value) for value in metadata.values()):
         return parse_header(header_json, file_size_bytes, label).metadata
     return {key: str(value) for key, value in metadata.items()}
@@ -257,7 +274,9 @@ def _parse_json(text: str, label: str) -> dict[str, Any]:
     return entries
 
 
-def _tensor(label: str, name: str, entry: Any, data_start_bytes: int) -> TensorHeader:
+def _tensor(
+    label: str, name: str, entry: Any, data_start_bytes: int, unreadable: dict[str, str]
+) -> TensorHeader:
     def wrong(found: str, expected: str) -> FormatError:
         return FormatError(f"{label}: tensor {shown(name)}: {found}, expected {expected}")
 
@@ -281,7 +300,10 @@ def _tensor(label: str, name: str, entry: Any, data_start_bytes: int) -> TensorH
     try:
         element = dtype(tag)
     except UsageError as error:
-        raise FormatError(f"{label}: tensor {shown(name)}: {error}") from error
+        # Another version may know it; the bytes around it have their tensors all the same.
+        unreadable[name] = f"of {error}"
+        element, shape = dtype("uint8"), [stop - start]
+        tag = element.safetensors_tag
     # Other spellings, such as "float32", name a type but are no tags.
     if element.safetensors_tag != tag:
         raise wrong(f"dtype {tag!r}", f"a tag such as {element.safetensors_tag or 'F32'!r}")

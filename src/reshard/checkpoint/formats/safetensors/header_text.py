@@ -40,6 +40,8 @@ _OFFSETS = re.compile(
 )
 _FIXED_CHARACTERS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _PIECE_CHARACTERS = 1 << 20
+#: Characters that may stand around JSON.
+JSON_SPACES = " \t\n\r"
 
 
 def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mapping[str, object]]:
@@ -92,9 +94,9 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
 def _find_end(text: str) -> int:
     """Where the spaces behind a text begin; without a copy of it, which may be long."""
     end = len(text)
-    while end and text[end - 1] == " ":
+    while end and text[end - 1] in JSON_SPACES:
         begin = max(end - _PIECE_CHARACTERS, 0)
-        end = begin + len(text[begin:end].rstrip(" "))
+        end = begin + len(text[begin:end].rstrip(JSON_SPACES))
     return end
 
 

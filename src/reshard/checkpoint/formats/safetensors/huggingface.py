@@ -13,6 +13,7 @@ file where one would outgrow the limit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ FORMAT = HuggingFaceFormat()
 
 def read_single(path: Path) -> Checkpoint:
     """The checkpoint that is one safetensors file."""
-    return _checkpoint(path.parent, [read_header(path)], [path.name])
+    return _checkpoint(path.parent, [read_header(path, allows_unknown=True)], [path.name])
 
 
 def read_indexed(index: Path) -> Checkpoint:
@@ -138,7 +139,8 @@ def read_indexed(index: Path) -> Checkpoint:
     weight_map = read_weight_map(index)
     names = sorted(set(weight_map.values()))
     expect_files(index, weight_map)
-    headers = [*read_each(read_header, (index.parent / name for name in names))]
+    read = partial(read_header, allows_unknown=True)
+    headers = [*read_each(read, (index.parent / name for name in names))]
     found = {name: header.columns.names for name, header in zip(names, headers, strict=True)}
     check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)
@@ -149,9 +151,13 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
     names_in: list[str] = []
     kinds: dict[tuple[DType, tuple[int, ...]], int] = {}
     kind, shards, first = [np.zeros(0, dtype=np.int64)], [], 0
+    unreadable: dict[str, str] = {}
     for name, header in zip(names, headers, strict=True):
         metadata.update(header.metadata)
         columns = header.columns
+        if header.unreadable:
+            unreadable |= header.unreadable
+            columns = columns.without(header.unreadable)
         names_in += columns.names
         # Many tensors of a model are of one kind.
         numbers = [kinds.setdefault(one, len(kinds)) for one in columns.kinds]
@@ -164,7 +170,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
         StoredFile(name, header.file_size_bytes, 0)
         for name, header in zip(names, headers, strict=True)
     )
-    return Checkpoint(folder, FORMAT.name, tensors, files, metadata=metadata)
+    return Checkpoint(folder, FORMAT.name, tensors, files, metadata=metadata, unreadable=unreadable)
 
 
 def arrange_files(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -117,6 +117,12 @@ class HeaderTensors(Sequence[TensorHeader]):
         self.kind: IntArray = np.asarray(kind, dtype=np.int64)
         self.starts: IntArray = np.asarray(starts, dtype=np.int64)
 
+    def without(self, names: Container[str]) -> HeaderTensors:
+        """Return all tensors but some."""
+        rows = [row for row, name in enumerate(self.names) if name not in names]
+        kept = [self.names[row] for row in rows]
+        return HeaderTensors(kept, self.kinds, self.kind[rows], self.starts[rows])
+
     @classmethod
     def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
         """The same tensors as columns."""
@@ -172,7 +178,8 @@ class FileHeader:
     """What one safetensors file holds, proven: every byte of data belongs to one tensor.
 
     `label` names the file in errors (its path, if it has one). `tensors` are in the order
-    of their offsets, `metadata` cannot be changed.
+    of their offsets, `metadata` cannot be changed. `unreadable` has a reason for each tensor of
+    an unknown element type; in `tensors` it stands as that many bytes.
 
     Raises FormatError if the tensors overlap, leave holes or lie outside the file, if the
     file ends too early or goes on after them, or if two share a name.
@@ -183,6 +190,7 @@ class FileHeader:
     tensors: Sequence[TensorHeader]
     data_start_bytes: int
     file_size_bytes: int
+    unreadable: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_metadata(self.label, self.metadata)
@@ -203,8 +211,8 @@ class FileHeader:
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view of a dictionary cannot be pickled, the dictionary can.
         metadata = dict(self.metadata)
-        values = (self.label, metadata, self.tensors, self.data_start_bytes, self.file_size_bytes)
-        return FileHeader, values
+        places = (self.data_start_bytes, self.file_size_bytes)
+        return FileHeader, (self.label, metadata, self.tensors, *places, dict(self.unreadable))
 
 
 def is_text(value: object) -> bool:

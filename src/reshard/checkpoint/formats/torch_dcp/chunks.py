@@ -29,9 +29,10 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     look_into,
     unpacked_name,
 )
+from reshard.checkpoint.formats.torch_dcp.stream_transforms import check_transforms
 from reshard.checkpoint.formats.torch_files.archive import read_archive
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.errors import CheckpointError, CoverageError, FormatError
+from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 
 # What is read of an archive beside its elements: its first records, and its directory.
@@ -101,6 +102,7 @@ class ChunkReader(Closing):
         self._files = _OpenFiles(folder)
         self.checksums: list[StoredChecksum] = []
         self.packed: dict[str, list[PackedArchive]] = {}
+        self.unreadable: dict[str, str] = {}
 
     def close(self) -> None:
         """Close the files."""
@@ -121,10 +123,17 @@ class ChunkReader(Closing):
         return self._files.read(place.file, place.start_bytes, place.size_bytes)
 
     def bind(self, tensors: Mapping[str, DcpTensor]) -> Iterator[StoredTensor]:
-        """Tensors bound to their chunks, each proven to be covered by them once."""
+        """Tensors bound to their chunks, each proven to be covered by them once.
+
+        Those that cannot be read are left out, and are in `unreadable` afterwards.
+        """
         for names in _group_by_chunks(tensors):
             self._read_ahead(chunk for name in names for chunk in _select_chunks(tensors[name]))
-            yield from (self._bind(name, tensors[name]) for name in names)
+            for name in names:
+                try:
+                    yield self._bind(name, tensors[name])
+                except UnreadableTensorError as error:
+                    self.unreadable[name] = str(error)
 
     def _read_ahead(self, chunks: Iterable[DcpChunk]) -> None:
         ranges: list[NamedRange] = []
@@ -204,6 +213,10 @@ class ChunkReader(Closing):
 
         # Only the front of a compressed archive is unpacked: it says how the tensor lies in it.
         if place.transforms:
+            try:
+                check_transforms(place.transforms, label)
+            except CheckpointError as error:
+                raise UnreadableTensorError(f"hidden by a transform: {error}") from error
             tensor_bytes = chunk.box.elements * described.dtype.itemsize_bytes
             packed = look_into(
                 read,

@@ -9,7 +9,8 @@
       planner_data          {name: where it stood in the nested state dict}
       storage_meta, version
 
-1. The pickle is read without doing what it says (`restricted_pickle`).
+1. The pickle is read without doing what it says (`restricted_pickle`). Names of other classes
+   are kept as such; a tensor that is described by one is unreadable.
 2. Every chunk of every tensor is looked up in `storage_data`; what is not there is missing.
 3. Attributes beyond these (Megatron has some) do not matter for the tensors. Those of plain
    values are kept as they are (`plain_attributes`); the others are listed.
@@ -24,47 +25,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.safetensors.values import check_shape
-from reshard.checkpoint.formats.torch_files.archived_tensors import TORCH_DTYPES
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Pairs, shortened
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
-from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import read_inert
+from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import CoverageError, FormatError, UsageError
+from reshard.errors import CoverageError, FormatError, UnreadableTensorError, UsageError
 from reshard.layout import Box
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-_PATHS = frozenset(["PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"])
-_ALLOWED = {
-    _METADATA: frozenset(
-        [
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ]
-    ),
-    _FILESYSTEM: frozenset(["_StorageInfo", "_StoragePrefix"]),
-    # Megatron keeps the plans of all ranks.
-    "torch.distributed.checkpoint.planner": frozenset(
-        ["SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"]
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": frozenset(["MCoreSavePlan"]),
-    # Before PyTorch 2.2.
-    _SHARDED: frozenset(["TensorProperties", "MEM_FORMAT_ENCODING"]),
-    "torch": TORCH_DTYPES | {"Size"},
-    "torch.serialization": frozenset(["_get_layout"]),
-    "collections": frozenset(["OrderedDict"]),
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-}
 _KNOWN_ATTRIBUTES = {
     "state_dict_metadata",
     "storage_data",
@@ -75,6 +47,7 @@ _KNOWN_ATTRIBUTES = {
     "all_local_plans",
 }
 VERSION = "1.0.0"
+_ROOT = Global(_METADATA, "Metadata")
 
 StatePath = tuple[str | int, ...]
 
@@ -112,7 +85,8 @@ class DcpMetadata:
 
     `items` are bytes that are no tensor; `paths` says where in the nested state dict each name
     stood, where that is known. `attributes` are those unknown to PyTorch itself, where their
-    values are plain ones; `other_attributes` names those of anything else.
+    values are plain ones; `other_attributes` names those of anything else. `unreadable` has the
+    type of tensors that cannot be read, or another reason.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -120,6 +94,7 @@ class DcpMetadata:
     paths: Mapping[str, StatePath] = field(default_factory=dict)
     other_attributes: tuple[str, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_metadata(content: bytes, label: str) -> DcpMetadata:
@@ -129,30 +104,34 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
         FormatError: a pickle of anything else, or one that contradicts itself.
         CoverageError: a chunk that is listed and not stored.
     """
-    root = read_pickle(content, _ALLOWED, label)
-    if not (isinstance(root, Call) and root.function.name == "Metadata"):
+    root = read_inert(content, label)
+    if not (isinstance(root, Call) and root.function == _ROOT):
         raise FormatError(f"{label} is no metadata of torch.distributed.checkpoint")
     fields = _Fields(root, label)
     places = _places(fields.mapping("storage_data"), label)
     tensors: dict[str, DcpTensor] = {}
     items: dict[str, StoredBytes] = {}
+    unreadable: dict[str, str] = {}
     for name, described in fields.mapping("state_dict_metadata").items():
         _check_name(name, label)
         kind = described.function.name if isinstance(described, Call) else ""
         if isinstance(described, Call) and kind == "TensorStorageMetadata":
-            tensors[name] = _tensor(name, described, places, label)
+            try:
+                tensors[name] = _tensor(name, described, places, label)
+            except UnreadableTensorError as error:
+                unreadable[name] = str(error)
         elif kind == "BytesStorageMetadata":
             if (name, None) not in places:
                 raise CoverageError(f"{label} lists {name!r}, but does not say where its bytes are")
             items[name] = places[name, None]
         else:
-            raise FormatError(f"{label}: {name!r} is neither a tensor nor bytes")
+            unreadable[name] = explain(described)
     # Attributes unknown to PyTorch, such as Megatron's: plain ones are copied, the rest listed.
     unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
     attributes = plain_attributes({name: fields.get(name) for name in unknown})
     other = tuple(shortened(name) for name in unknown if name not in attributes)
     paths = _paths(fields.get("planner_data"))
-    return DcpMetadata(tensors, items, paths or {}, other, attributes)
+    return DcpMetadata(tensors, items, paths or {}, other, attributes, unreadable)
 
 
 class _Fields:
@@ -286,7 +265,7 @@ def _dtype(fields: _Fields, label: str) -> DType:
     try:
         return as_dtype(named.name)
     except UsageError as error:
-        raise FormatError(f"{label}: {error}") from error
+        raise UnreadableTensorError(f"of {error}") from error
 
 
 def _paths(planner_data: object) -> dict[str, StatePath] | None:

@@ -94,10 +94,12 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
     paths: dict[str, StatePath] = {}
     others: list[tuple[str, StoredBytes]] = []
     unlike: dict[str, None] = {}
+    unreadable: dict[str, str] = {}
     origin: dict[str, str] = {}
     boxes: dict[str, set[Box]] = {}
     copies = 0
     for file, part in parts:
+        unreadable = {**part.unreadable, **unreadable}
         for name, tensor in part.tensors.items():
             first = tensors.get(name)
             _check_same_kind(name, file, origin, is_same=name not in items)
@@ -126,7 +128,8 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
         unlike |= dict.fromkeys(part.other_attributes)
     attributes, differing = _join_attributes([part for _, part in parts])
     other_attributes = (*unlike, *(name for name in differing if name not in unlike))
-    metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes)
+    tensors = {name: one for name, one in tensors.items() if name not in unreadable}
+    metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes, unreadable)
     return MergedMetadata(metadata, copies, tuple(others))
 
 

@@ -67,8 +67,7 @@ def read(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
 
     Raises:
         FormatError: a file that is damaged or contradicts another.
-        CheckpointError: a file that is missing; a tensor that was transformed in a way that is
-            not known.
+        CheckpointError: a file that is missing.
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
@@ -126,6 +125,7 @@ def read(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         attributes=metadata.attributes,
         unread=tuple(unread),
         notes=tuple(notes),
+        unreadable={**metadata.unreadable, **chunks.unreadable},
         mesh=mesh,
         said_cut=None if cut is None else str(cut),
     )

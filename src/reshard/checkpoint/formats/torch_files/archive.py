@@ -43,7 +43,7 @@ from reshard.checkpoint.formats.torch_files.archived_tensors import (
     archived_tensor,
 )
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
-from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import read_inert
 from reshard.checkpoint.formats.torch_files.zip_records import (
     LOCAL_HEADER,
     LOCAL_SIGNATURE,
@@ -78,6 +78,7 @@ def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str)
 
     Raises:
         FormatError: no such archive, one that is damaged, or one of something else.
+        UnreadableTensorError: a tensor of another class, or of another element type.
     """
     what = f"{label} is no tensor"
     archive = ZipRecords(read, start_bytes, size_bytes, what, _LARGEST_DIRECTORY_BYTES)
@@ -85,7 +86,7 @@ def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str)
     if order != b"little":
         raise archive.wrong(f"its byte order is {order!r}, expected b'little'; save it again")
     pickle = archive.content("data.pkl", _LARGEST_PICKLE_BYTES)
-    return archived_tensor(archive, read_pickle(pickle, ALLOWED, label))
+    return archived_tensor(archive, read_inert(pickle, label))
 
 
 def read_archive_front(front: bytes, label: str) -> ArchivedTensor:
@@ -119,7 +120,7 @@ class _Front:
                 self._storage = name.removeprefix("data/"), begin
         if pickle is None:
             raise self.wrong("it does not begin with its record 'data.pkl'")
-        return archived_tensor(self, read_pickle(pickle, ALLOWED, self._label))
+        return archived_tensor(self, read_inert(pickle, self._label))
 
     def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
         """Where the storage begins, and the bytes that it must have."""

@@ -16,7 +16,7 @@ from reshard.checkpoint.blocks.strided_spans import extent
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference, shortened
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import FormatError, UsageError
+from reshard.errors import FormatError, UnreadableTensorError, UsageError
 
 # The classes of storages that are named for an element type; all others are untyped.
 TYPED_STORAGES = {
@@ -37,6 +37,17 @@ TYPED_STORAGES = {
 _NUMBERS = [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
 _QUANTIZED = ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
 _BITS = ["bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float4_e2m1fn_x2"]
+_EXPLANATIONS = {
+    "_rebuild_sparse_tensor": "a sparse tensor; save tensor.to_dense()",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor; save tensor.to_dense()",
+    "_rebuild_qtensor": "a quantized tensor; save tensor.dequantize()",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a meta tensor, which has no elements",
+    "_rebuild_tensor": "a tensor whose elements are repeated or computed when they are read; "
+    "save tensor.contiguous().resolve_conj().resolve_neg()",
+}
+# How `torch.save` makes plain tensors.
+_PLAIN_TENSORS = ("_rebuild_tensor_v", "_rebuild_parameter")
 TORCH_DTYPES = frozenset([d.name for d in ALL_DTYPES] + _NUMBERS + _QUANTIZED + _BITS)
 
 
@@ -74,6 +85,8 @@ def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
     # A parameter is a tensor, whether it needs a gradient, and hooks.
     if _is_call(value, "_rebuild_parameter") and value.arguments:
         value = value.arguments[0]
+    if isinstance(value, Call) and not value.function.name.startswith(_PLAIN_TENSORS):
+        raise UnreadableTensorError(describe_object(value))
     if not _is_call(value, "_rebuild_tensor_v2") and not _is_call(value, "_rebuild_tensor_v3"):
         raise archive.wrong(f"it holds {shortened(repr(type(value).__name__))}, expected a tensor")
     # Storage, offset, sizes, strides, whether it needs a gradient, hooks; version 3 has the element
@@ -84,9 +97,8 @@ def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
     if len(fields) not in (6, 7) or not isinstance(fields[0], Reference):
         raise archive.wrong("its tensor is not described as it should be")
     if metadata:
-        raise archive.wrong(
-            "its values are conjugated or negated only when they are read; save "
-            "`tensor.resolve_conj().resolve_neg()`"
+        raise UnreadableTensorError(
+            "conjugated or negated only when it is read; save `tensor.resolve_conj().resolve_neg()`"
         )
     storage, key, count = _storage(archive, fields[0].key)
     element = _element(archive, named[0] if named else storage)
@@ -104,6 +116,27 @@ def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
     return placed_tensor(
         archive, element, (start_bytes, storage_bytes, crc32), shape, View(offset, strides)
     )
+
+
+def describe_object(value: Call) -> str:
+    """Return what an object is that no call is made for, by its class.
+
+    >>> describe_object(Call(Global("datetime", "date"), ()))
+    'an object of datetime.date'
+    """
+    name, arguments = value.function.name, value.arguments
+    if value.function.module == "torch._utils":
+        name = "_rebuild_tensor" if name.startswith("_rebuild_tensor") else name
+        if name in _EXPLANATIONS:
+            return _EXPLANATIONS[name]
+    # Tensors of a class of their own: how they are made, the class; or the class alone.
+    at = {"_rebuild_from_type_v2": 1, "_rebuild_wrapper_subclass": 0}.get(name)
+    if at is not None and len(arguments) > at and isinstance(arguments[at], Global):
+        return f"a tensor of {shortened(str(arguments[at]))}"
+    # Objects that are copied by their class: it is the first argument.
+    if name in ("_reconstructor", "__newobj_ex__") and arguments:
+        return f"an object of {shortened(str(arguments[0]))}"
+    return f"an object of {shortened(str(value.function))}"
 
 
 def placed_tensor(
@@ -146,7 +179,7 @@ def _element(archive: Records, named: object) -> DType:
     try:
         return as_dtype(named)
     except UsageError as error:
-        raise archive.wrong(str(error)) from error
+        raise UnreadableTensorError(f"of {error}") from error
 
 
 def _is_call(value: object, name: str) -> bool:

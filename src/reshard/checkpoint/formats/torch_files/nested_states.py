@@ -27,7 +27,7 @@ import numpy as np
 
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global, shortened
-from reshard.checkpoint.formats.torch_files.saved_values import explain, numpy_array
+from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call, numpy_array
 from reshard.errors import FormatError
 
 StatePath = tuple[str | int, ...]
@@ -47,12 +47,14 @@ class FlatState:
         values: numbers, text, None, and lists, tuples and dicts of such.
         paths: where each of them stood.
         unread: everything else, with the reason.
+        unread_tensors: those of them that are tensors.
     """
 
     tensors: Mapping[str, Any]
     values: Mapping[str, Any]
     paths: Mapping[str, StatePath]
     unread: Mapping[str, str]
+    unread_tensors: frozenset[str] = frozenset()
 
 
 def flatten_state(
@@ -73,6 +75,7 @@ def flatten_state(
     values: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
     unread: dict[str, str] = {}
+    unread_tensors = set[str]()
     for path, value in _Walk(label, is_tensor).leaves(state, ()):
         name = ".".join(map(str, path))
         if name in paths or name in unread:
@@ -85,11 +88,13 @@ def flatten_state(
             tensors[name] = value
         elif isinstance(value, _Unread):
             unread[name] = value.reason
+            if value.is_tensor:
+                unread_tensors.add(name)
             continue
         else:
             values[name] = value
         paths[name] = path
-    return FlatState(tensors, values, paths, unread)
+    return FlatState(tensors, values, paths, unread, frozenset(unread_tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class _Unread:
     """Something that is neither a tensor nor plain."""
 
     reason: str
+    is_tensor: bool = False
 
 
 class _Walk:
@@ -171,7 +177,7 @@ class _Walk:
         array = numpy_array(value)
         if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" and array.size < 10_000:
             return array.tolist()
-        return _Unread(explain(value))
+        return _Unread(explain(value), is_tensor_call(value))
 
 
 def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> Any:

@@ -98,6 +98,30 @@ def build_pickle(content: bytes, builder: Builder, label: str, start: int = 0) -
     return value, reader.at
 
 
+class _Inert:
+    """A builder that makes nothing: calls and references stay what they are."""
+
+    def make(self, function: Global, arguments: tuple[Any, ...]) -> None:
+        """Nothing."""
+
+    def refer(self, key: Any) -> Any:
+        """The reference itself."""
+        return Reference(key)
+
+
+def read_inert(content: bytes, label: str) -> Any:
+    """Return the value that a pickle describes, as `read_pickle` does, with any names in it.
+
+    >>> import datetime, pickle
+    >>> read_inert(pickle.dumps([datetime.date(2026, 1, 1)]), "x")
+    [<datetime.date>]
+
+    Raises:
+        FormatError: an opcode that is not read, a damaged pickle.
+    """
+    return build_pickle(content, _Inert(), label)[0]
+
+
 class PickleEndsEarlyError(FormatError):
     """A pickle that is longer than what was read of it."""
 

@@ -104,7 +104,10 @@ def read_torch_value(
         raise FormatError(
             f"{label} is of PyTorch before 0.1.10, a tar archive; load it there and save it again"
         )
-    if front[8:9] == b"{" and int.from_bytes(front[:8], "little") < size_bytes:
+    if (
+        front[8:].lstrip(b" \t\n\r")[:1] == b"{"
+        and int.from_bytes(front[:8], "little") < size_bytes
+    ):
         raise FormatError(
             f"{label} is a file of safetensors under another name; rename it to end in .safetensors"
         )

@@ -25,6 +25,7 @@ from reshard.checkpoint.formats.torch_files.archived_tensors import (
     ArchivedTensor,
     Records,
     as_sizes,
+    describe_object,
     is_size,
     placed_tensor,
 )
@@ -36,15 +37,6 @@ from reshard.errors import UsageError
 _UNTYPED = ("UntypedStorage", "_UntypedStorage")
 _NUMPY_CORE = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_CODE = re.compile(r"[biufc](1|2|4|8|16)")
-_EXPLANATIONS = {
-    "_rebuild_sparse_tensor": "a sparse tensor; save tensor.to_dense()",
-    "_rebuild_sparse_csr_tensor": "a sparse tensor; save tensor.to_dense()",
-    "_rebuild_qtensor": "a quantized tensor; save tensor.dequantize()",
-    "_rebuild_nested_tensor": "a nested tensor",
-    "_rebuild_meta_tensor_no_storage": "a meta tensor, which has no elements",
-    "_rebuild_tensor": "a tensor whose elements are repeated or computed when they are read; "
-    "save tensor.contiguous().resolve_conj().resolve_neg()",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +266,15 @@ def _numpy_dtype(value: object) -> np.dtype[Any] | None:
         return None
 
 
+def is_tensor_call(value: object) -> bool:
+    """Whether a call that is not made would make a tensor of PyTorch, of any class."""
+    return (
+        isinstance(value, Call)
+        and value.function.module in ("torch._utils", "torch._tensor")
+        and value.function.name.startswith("_rebuild_")
+    )
+
+
 def explain(value: object) -> str:
     """Why a value is not read, for the user.
 
@@ -283,18 +284,11 @@ def explain(value: object) -> str:
     'an object of datetime.date'
     """
     if isinstance(value, Call):
-        name = value.function.name
-        if value.function.module == "torch._utils":
-            if name.startswith("_rebuild_tensor"):
-                name = "_rebuild_tensor"
-            if name in _EXPLANATIONS:
-                return _EXPLANATIONS[name]
-        if name in ("_reconstruct", "scalar") and value.function.module in _NUMPY_CORE:
+        if value.function.name in ("_reconstruct", "scalar") and (
+            value.function.module in _NUMPY_CORE
+        ):
             return "an array of NumPy"
-        # An object that is copied by its class: the class is the first argument.
-        if name in ("_reconstructor", "__newobj_ex__") and value.arguments:
-            return f"an object of {value.arguments[0]}"
-        return f"an object of {value.function}"
+        return describe_object(value)
     if isinstance(value, Global):
         return f"the name {value}"
     if isinstance(value, Reference | Storage):
