@@ -152,6 +152,49 @@ def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     return bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
 
 
+def put_pairs_in_halves(tensor: StoredTensor, heads: int) -> StoredTensor:
+    """Return a tensor with the rows of each head in two halves instead of in pairs.
+
+    Rotary embeddings turn pairs of a head's rows. Some programs store the rows of a pair next to
+    each other, others store first all rows that are the first of a pair::
+
+        stored    0 1 | 2 3 | 4 5        returned    0 2 4 | 1 3 5
+
+    Args:
+        tensor: with `heads` equal blocks of rows, bound to files.
+        heads: how many.
+
+    Raises:
+        RecipeError: rows that are not so many heads of pairs, or more boxes than are taken.
+    """
+    rows = tensor.shape[0] if tensor.shape else 0
+    length, rest = divmod(rows, heads)
+    if rest or length % 2 or not rows:
+        raise RecipeError(
+            f"{tensor.name!r} has shape {list(tensor.shape)}, whose rows are not {heads} heads of "
+            "pairs; correct the number of heads in config.json"
+        )
+    half, itemsize_bytes = length // 2, tensor.dtype.itemsize_bytes
+
+    def move() -> Iterator[StoredBox]:
+        for one in list_stored_boxes(tensor):
+            low, high, stride = one.box.start[0], one.box.stop[0], one.strides[0]
+            strides = (2 * stride, *one.strides[1:])
+            for head in range(low // length, -(-high // length)):
+                for parity in range(2):
+                    # The rows first, first + 2, first + 4 ... of the head that the box has.
+                    first = head * length + parity
+                    begin = max(0, -(-(low - first) // 2))
+                    end = min(half, -(-(high - first) // 2))
+                    if begin < end:
+                        to = head * length + parity * half
+                        box = _replace(one.box, 0, to + begin, to + end)
+                        further_bytes = (first + 2 * begin - low) * stride * itemsize_bytes
+                        yield one.moved(box, further_bytes, strides)
+
+    return bind_boxes(tensor.name, tensor, tensor.shape, move())
+
+
 def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 

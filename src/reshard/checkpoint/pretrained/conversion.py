@@ -32,6 +32,13 @@ from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.files.places.place_path import as_path
+from reshard.checkpoint.naming.llama_names import (
+    CONVENTIONS,
+    describe_plain_rename,
+    find_llama_prefix,
+    in_transformers_names,
+    translate_name,
+)
 from reshard.checkpoint.naming.renaming import (
     find_meaning,
     find_stacked_names,
@@ -111,8 +118,8 @@ def plan_for_pretrained(
         config: the folder of the model that was trained, or its config.json, where the checkpoint
             has none beside it. Tokenizer files beside it are taken too.
         recipe: for the model's names; by config.json's model type when None.
-        source_names: the convention that the source's names are in, such as `megatron`; found by
-            the names when None.
+        source_names: the convention that the source's names are in, such as `megatron`, `meta` or
+            `torchtitan`; found by the names when None.
         dtype: of floating-point weights: bf16, fp16 or fp32; as they are when None.
         adapters: of PEFT, whose changes are merged into the weights, one after another.
         source_layout: of the engine whose ranks hold the source, as in a `ConversionRequest`.
@@ -167,6 +174,7 @@ def plan_for_pretrained(
         *names.notes,
         *tied.notes,
         *_describe_place(files, checkpoint),
+        *_describe_renames(whole, request),
         *checked,
     ]
     arrangement = arrange_whole(request, weights)
@@ -205,6 +213,18 @@ def _name_weights(
     expect_single_model(checkpoint, recipe, keeps_prefix=keeps_prefix)
     containers = _find_containers(checkpoint)
     weights = expect_equal_copies(take_weights(checkpoint), allow=tuple(request.allow))
+    is_open = source_names is None or source_names in CONVENTIONS
+    llama_prefix = find_llama_prefix(weights) if is_open else None
+    if llama_prefix is not None:
+        weights, convention = in_transformers_names(
+            weights, checkpoint, llama_prefix, config, source_names
+        )
+        return weights, ModelNames(llama_prefix, convention)
+    if source_names in CONVENTIONS:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no names of {source_names}, such as "
+            "'layers.0.attention.wq.weight'; leave --source-names out"
+        )
     if source_names is None:
         names = find_model_names(
             weights,
@@ -237,16 +257,27 @@ def _name_left_out(
     selection = request.selection
     if not selection.include and not selection.exclude:
         return frozenset()
-    table = names_of("source_names", names.convention, recipe, config)
+    is_llama = names.convention in CONVENTIONS
+    table = None if is_llama else names_of("source_names", names.convention, recipe, config)
     found: set[str] = set()
     for name in checkpoint.tensors:
         if selection.takes(name):
             continue
         stripped = selection.strip(name)
         name = model_name(selection.renamed(stripped) or stripped).removeprefix(names.prefix)
+        name = translate_name(name) if is_llama else name
         meaning = name if table is None else find_meaning(name, table.table)
         found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
     return frozenset(found)
+
+
+def _describe_renames(checkpoint: Checkpoint, request: ConversionRequest) -> list[str]:
+    """Return a note where the user renames tensors whose rows have another order."""
+    if not request.rename:
+        return []
+    new = {name: request.selection.new_name(name) for name in checkpoint.tensors}
+    note = describe_plain_rename({old: name for old, name in new.items() if name is not None})
+    return [] if note is None else [note]
 
 
 def _find_containers(checkpoint: Checkpoint) -> list[str]:

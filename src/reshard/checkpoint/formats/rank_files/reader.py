@@ -14,6 +14,7 @@ from reshard.checkpoint.formats.rank_files.file_names import (
     group_by_kind,
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
+from reshard.checkpoint.formats.rank_files.meta_parts import find_meta_cut
 from reshard.checkpoint.formats.rank_files.optimizer_names import find_state_names, name_groups
 from reshard.checkpoint.formats.rank_files.plain_cuts import cut_lacking_parts, cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
@@ -60,6 +61,8 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
     says_cuts = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
+    if cut is None and not says_cuts and ranks > 1:
+        cut = find_meta_cut(folder, states.parts, ranks)
     if cut is None and not says_cuts and ranks > 1 and MODEL in groups:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, and nothing says how they "
