@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from selection import keep_where
+
 pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
 PATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tools", "tests"))
@@ -25,8 +27,19 @@ def run(*arguments: str, program: str = "-m soak") -> subprocess.CompletedProces
     )
 
 
-def test_a_few_cases_of_the_quick_campaigns() -> None:
-    counts = {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8}
+@pytest.mark.parametrize(
+    "counts",
+    keep_where(
+        lambda counts: counts["mutations"] < 40,
+        [
+            {"kills": 1, "troubles": 1, "mutations": 5, "conversions": 2},
+            {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8},
+        ],
+        "more cases of each campaign",
+    ),
+    ids=("few", "more"),
+)
+def test_a_few_cases_of_the_quick_campaigns(counts: dict[str, int]) -> None:
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
     names = ("jobs", "failures", "joins", "fuzzers", "uploads")
     left_out = [word for name in names for word in (f"--{name}", "0")]

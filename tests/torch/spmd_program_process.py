@@ -1,7 +1,11 @@
-"""One rank of a job that runs programs: ranks agree once on all movements of a run."""
+"""One rank of a job that runs programs: ranks agree once on all movements of a run.
+
+Arguments: how many operations ahead movements begin, for each of which programs run.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -470,7 +474,7 @@ def main() -> None:
         check_memory()
         check_torch_gradients()
         check_failed_movement()
-        for overlap in (0, 2):
+        for overlap in map(int, sys.argv[1:]):
             check_rounds(overlap)
             check_loops(overlap)
             check_infinite_factors(overlap)

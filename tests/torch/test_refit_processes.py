@@ -49,6 +49,7 @@ def test_models_by_recipes_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_recipe_process.py", 4))
 
 
+@pytest.mark.exhaustive(reason="twelve ranks; four ranks refit models of Megatron by default")
 def test_megatrons_pairs_between_twelve_ranks() -> None:
     expect_all_end_well(run_ranks("refit_pairs_process.py", 12))
 

@@ -39,8 +39,11 @@ def test_sorts_along_a_cut_axis_over_processes() -> None:
     expect_all_end_well(run_ranks("spmd_sort_process.py", 4))
 
 
-def test_a_program_s_ranks_agree_once() -> None:
-    expect_all_end_well(run_ranks("spmd_program_process.py", 4))
+@pytest.mark.parametrize(
+    "overlap", keep_where(lambda overlap: overlap > 0, (0, 2), "movements that begin when needed")
+)
+def test_a_program_s_ranks_agree_once(overlap: int) -> None:
+    expect_all_end_well(run_ranks("spmd_program_process.py", 4, overlap))
 
 
 def test_pipelines_whose_stages_are_in_other_processes() -> None:
