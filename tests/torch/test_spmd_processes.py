@@ -48,3 +48,7 @@ def test_a_program_s_ranks_agree_once(overlap: int) -> None:
 
 def test_pipelines_whose_stages_are_in_other_processes() -> None:
     expect_all_end_well(run_ranks("spmd_pipeline_process.py", 4))
+
+
+def test_dtensors_as_arrays_and_arrays_as_dtensors() -> None:
+    expect_all_end_well(run_ranks("dtensors_in_spmd_process.py", 4))

@@ -54,6 +54,8 @@ from reshard.torch.sides import (
     check_local,
     check_ranks,
     find_target_local,
+    is_sharded_array,
+    lay_out_array,
     shape_of,
 )
 
@@ -166,7 +168,7 @@ class Redistribution:
 
 
 def redistribute(
-    tensor: torch.Tensor | None,
+    tensor: Any,
     target: Description,
     *,
     source: Description | None = None,
@@ -185,8 +187,8 @@ def redistribute(
     may receive more, in less time.
 
     Args:
-        tensor: a DTensor, or this rank's local tensor of `source`; None on a rank without a part of
-            it.
+        tensor: a DTensor, an array of `reshard.spmd` over processes, or this rank's local tensor of
+            `source`; None on a rank without a part of it.
         target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, with global ranks.
             In a group of several jobs, specs and layouts use the ranks of the group, and meshes
             those of their own job.
@@ -219,6 +221,11 @@ def redistribute(
         UsageError: a rank outside the group.
     """
     check_member(group)
+    if is_sharded_array(tensor):
+        if source is not None:
+            raise UsageError("an array of reshard.spmd knows its layout; leave out source=")
+        shape, dtype = tensor.shape, getattr(torch, tensor.dtype.name)
+        tensor, source = lay_out_array(tensor)
     request = _Request(
         tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
     )

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -128,6 +130,44 @@ def _require_shape(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def is_sharded_array(value: object) -> bool:
+    """Return whether a value is an array of `reshard.spmd`, which this package does not import."""
+    return hasattr(value, "shards") and type(value).__module__.startswith("reshard.spmd.")
+
+
+def lay_out_array(array: Any) -> tuple[torch.Tensor | None, ShardingSpec]:
+    """Return this process's shard of an array of `reshard.spmd`, and the array's sharding.
+
+    The tensor shares the shard's memory. It is None on a process without a shard.
+
+    Raises:
+        UsageError: an array that is not sharded, or whose devices are simulated in one process.
+    """
+    if array.spec is None:
+        raise UsageError(
+            f"{array!r} is not sharded, so no ranks have it; give x.shard(mesh, dims), or its "
+            "elements, x.to_dense()"
+        )
+    rank = dist.get_rank()
+    shards = dict(array.shards)
+    if shards.keys() - {rank}:
+        raise UsageError(
+            f"the devices of {array!r} are simulated in this process; make it with "
+            "sp.running(sp.over_processes()), so that each rank has its shard"
+        )
+    shard = shards.get(rank)
+    if isinstance(shard, np.ndarray):
+        kind = as_dtype(shard.dtype)
+        # PyTorch warns of memory that it must not write to.
+        own = shard if shard.flags.writeable else shard.copy()
+        if own.dtype.isbuiltin == 2:
+            # PyTorch has these types under names of its own.
+            shard = torch.from_numpy(own.view(kind.storage)).view(getattr(torch, kind.name))
+        else:
+            shard = torch.from_numpy(own)
+    return shard, array.spec
+
+
 def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's own tensor, without its gradient and dense in what it stands for."""
     if tensor is None:
@@ -192,15 +232,27 @@ def check_local(
     return local
 
 
+def check_no_lazy_bits(out: torch.Tensor) -> None:
+    """Raise ShardError for a target whose elements are not the bytes of its memory.
+
+    PyTorch marks `x.conj()` and `x.imag` of a conjugate, and computes them as they are read.
+    """
+    local = out._local_tensor if isinstance(out, DTensor) else out
+    for kind, is_lazy in (("conj", local.is_conj()), ("neg", local.is_neg())):
+        if is_lazy:
+            raise ShardError(
+                f"out has PyTorch's lazy {kind} bit: its elements are not the bytes of its memory; "
+                f"give out.resolve_{kind}(), which has memory of its own"
+            )
+
+
 def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     """Raise ShardError for a target that has elements twice, or shares memory with the source."""
     # Tensors without elements count as contiguous, whatever their strides.
-    if not out.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
-    ):
+    if not out.is_contiguous() and _has_overlap(out):
         raise ShardError(
-            f"out has strides {list(out.stride())}, so that elements of it are one; give it "
-            "memory of its own"
+            f"out has shape {list(out.shape)} and strides {list(out.stride())}, so that elements "
+            "of it share memory; give it memory of its own"
         )
     if source is None or source.device != out.device:
         return
@@ -208,6 +260,25 @@ def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     (begin, end), (low, high) = find_addresses(out), find_addresses(source)
     if begin < high and low < end:
         raise ShardError("out shares memory with the tensor itself; give it memory of its own")
+
+
+def _has_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as those of `expand` and `unfold` do."""
+    dims = sorted(
+        (stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+    )
+    last = 0
+    for stride, n in dims:
+        if stride <= last:
+            break
+        last += stride * (n - 1)
+    else:
+        return False
+    # Strides that interleave without meeting are rare: the offsets themselves decide.
+    offsets = np.zeros(1, np.int64)
+    for stride, n in dims:
+        offsets = (offsets[:, None] + stride * np.arange(n)).ravel()
+    return len(np.unique(offsets)) < len(offsets)
 
 
 def find_target_local(
@@ -231,6 +302,10 @@ def find_target_local(
         return None
     if out is None:
         return empty_result(shape, dtype, device)
+    if is_sharded_array(out):
+        raise UsageError("out is an array of reshard.spmd, which is immutable; give a torch tensor")
+    if isinstance(out, torch.Tensor):
+        check_no_lazy_bits(out)
     local = check_local(out, side, as_dtype(dtype), group.rank, "out")
     if local is None or local.device != device:
         raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")

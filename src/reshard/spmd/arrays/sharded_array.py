@@ -20,12 +20,13 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
+from reshard.notation.objects import sharding_of
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.functions import data_types
-from reshard.spmd.local.library import library_of
+from reshard.spmd.local.library import is_distributed, library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import take_moved
 from reshard.spmd.shards.operation_call import recorders
@@ -279,8 +280,9 @@ def array(
     write to, caches nothing.
 
     Args:
-        data: an array of NumPy or PyTorch, numbers in lists, or a sharded array.
-        spec: its sharding; replicated when None.
+        data: an array of NumPy or PyTorch, numbers in lists, or a sharded array. A DTensor is
+            taken in its own sharding, over processes.
+        spec: its sharding; when None, replicated, or the data's own.
         dtype: its element type; that of the data when None.
         runner: where the shards are stored; the runner set by `running`, else the one of this
             process for the library of `data`.
@@ -303,6 +305,9 @@ def array(
             cast: ShardedArray = data_types.astype(kept, dtype)
             return cast
         data = data.to_dense()
+    if is_distributed(data):
+        found = _from_distributed(data, runner)
+        return array(found, spec, dtype=dtype)
     refuse_traced("sp.array", data)
     if not isinstance(runner, Runner | None):
         raise UsageError(
@@ -326,6 +331,21 @@ def array(
     make = ShardedArray.of_shards if is_own else ShardedArray.given
     made: ShardedArray = make(kind, (whole,), keeper)
     return made if spec is None else made.shard(spec)
+
+
+def _from_distributed(data: Any, runner: Runner | None) -> ShardedArray:
+    """Return a tensor that is sharded over ranks, a DTensor, as an array in the same sharding."""
+    spec, local = sharding_of(data), data.to_local()
+    keeper = runner_for(local) if runner is None else runner
+    ranks = keeper.ranks(spec.mesh)
+    if len(ranks) > 1:
+        raise UsageError(
+            f"a {type(data).__name__} over {spec.mesh!r} has one shard here, where arrays have the "
+            "shards of all devices; use `with sp.running(sp.over_processes()):`, or give "
+            "data.full_tensor()"
+        )
+    dtype = keeper.library.dtype_of(keeper.library.array(local))
+    return from_shards(dict.fromkeys(ranks, local), data.shape, spec, dtype=dtype, runner=keeper)
 
 
 def from_shards(

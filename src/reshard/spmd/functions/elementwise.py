@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard.spmd import namespace
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.local.library import library_of
+from reshard.spmd.local.library import is_distributed, library_of
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
 from reshard.spmd.shards.array_value import ArrayValue
@@ -21,7 +22,9 @@ Function = Callable[..., Any]
 
 
 def whole(x: ArrayValue, array: Any) -> Any:
-    """A library's array as one beside `x`, not sharded."""
+    """A library's array as one beside `x`: not sharded, or in its own sharding."""
+    if is_distributed(array):
+        return namespace.find("array")(array, runner=x.runner)
     library = x.runner.library
     shard = library.array(array, beside=next(iter(x._shards), None))
     kind = ArrayType(shard.shape, library.dtype_of(shard))

@@ -78,6 +78,11 @@ class Library:
         arrays with a mask.
         """
         own = None if dtype is None else self.own_dtype(dtype)
+        if is_distributed(data):
+            raise UsageError(
+                f"a {type(data).__name__} is one shard of a tensor here, not the tensor; give "
+                "sp.array(tensor), which takes its sharding, or tensor.to_local() for the shard"
+            )
         if isinstance(data, np.ma.MaskedArray):
             raise ShardError(
                 f"a masked array of shape {data.shape}, whose mask would be lost; give "
@@ -330,6 +335,11 @@ def _load_compatible(module: str, name: str) -> Any:
             f"computing on shards of {name} needs {name} and array_api_compat; install them with: "
             f"pip install {name} array-api-compat"
         ) from error
+
+
+def is_distributed(value: object) -> bool:
+    """Return whether a value is a part of a tensor over ranks, such as a DTensor."""
+    return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
 def library_of(value: object) -> Library | None:

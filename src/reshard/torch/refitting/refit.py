@@ -22,7 +22,7 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, RunError
+from reshard.errors import ReshardError, RunError, UsageError
 from reshard.garbage_collection import paused_collection
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree
@@ -72,8 +72,21 @@ from reshard.torch.refitting.prepared import PreparedRefit, list_slots
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
+from reshard.torch.sides import is_sharded_array, lay_out_array
 
 _SHOWN = 8
+
+
+def lay_out_arrays(model: Model) -> Model:
+    """Return a model with arrays of `reshard.spmd` as pairs of a tensor and a layout."""
+    if not isinstance(model, Mapping) or not any(map(is_sharded_array, model.values())):
+        return model
+    laid = dict(model)
+    for name, value in model.items():
+        if is_sharded_array(value):
+            tensor, spec = lay_out_array(value)
+            laid[name] = (tensor, spec.layout(value.shape))
+    return laid
 
 
 class Refit:
@@ -267,6 +280,12 @@ class Refit:
         problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
         problem = problem or find_problem_of_changes(changed_only)
         problem = problem or find_problem_of_quantize(quantize) or find_problem_of_cast(cast)
+        try:
+            source = lay_out_arrays(source)
+        except UsageError as error:
+            source, problem = None, problem or f"source: {error}"
+        if isinstance(target, Mapping) and any(map(is_sharded_array, target.values())):
+            problem = problem or "target: arrays of reshard.spmd are immutable; give torch tensors"
         given = ModelPair.of(source, target, num_experts)
         problem = problem or given.problem or find_written_copies(given.target) or None
         parts = {k: repr(v).encode() for k, v in options.items()}
