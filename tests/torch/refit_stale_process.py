@@ -367,6 +367,34 @@ def sources_prepared_again() -> None:
     filled(model, "all again")
 
 
+def tied_tensors() -> None:
+    """Two tensors of a source that are declared to be one are compared at each run."""
+    for planning in ("local", "centralized"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        whole = torch.arange(40.0).reshape(10, 4)
+        source = {
+            "embed": distribute_tensor(whole.clone(), mesh, [Shard(0)]),
+            "head": distribute_tensor(whole.clone(), mesh, [Shard(0)]),
+        }
+        tied = {"embed": torch.zeros(10, 4)}
+        refit = Refit.prepare(source, tied, ties={"head": "embed"}, planning=planning)
+        refit.run()
+        expect(torch.equal(tied["embed"], whole), "equal tied tensors")
+        apart = {"embed": torch.zeros(10, 4), "head": torch.zeros(10, 4)}
+        both = Refit.prepare(source, apart, ties={"head": "embed"}, planning=planning)
+        if dist.get_rank() == 1:
+            source["head"]._local_tensor.add_(1)
+        refused(refit.run, RunError, "head of the source differs from embed")
+        refused(refit.verify, RunError, "head of the source differs from embed")
+        expect(torch.equal(tied["embed"], whole), "written where tied tensors differ")
+        # Each has its own in the target: nothing is lost.
+        both.run()
+        expect(torch.equal(apart["embed"], whole), "two tensors, embed")
+        expect(torch.equal(apart["head"], source["head"].full_tensor()), "two tensors, head")
+        source["head"]._local_tensor.copy_(source["embed"]._local_tensor)
+        refit.run()
+
+
 CASES = [
     maxima,
     moved_tensors,
@@ -374,6 +402,7 @@ CASES = [
     odd_names,
     alike_but_for_one_thing,
     sources_prepared_again,
+    tied_tensors,
 ]
 
 

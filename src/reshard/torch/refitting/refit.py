@@ -25,7 +25,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError, RunError, UsageError
 from reshard.garbage_collection import paused_collection
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.exchange.agreement import Intent, agree, share
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
@@ -70,6 +70,7 @@ from reshard.torch.refitting.planning import (
 )
 from reshard.torch.refitting.prepared import PreparedRefit, list_slots
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
+from reshard.torch.refitting.tied_sources import Pairs, find_difference, find_tied_pairs
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 from reshard.torch.sides import is_sharded_array, lay_out_array
@@ -106,6 +107,7 @@ class Refit:
         self.tensors = len(prepared.part.target_names)
         self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
         self._left: tuple[object, ...] = ()
+        self._tied: Pairs = ()
         self._uncounted = list_uncounted(prepared.after.tensors.values())
 
     @property
@@ -159,7 +161,8 @@ class Refit:
             target: likewise the model to fill.
             source_names, target_names: map each side's names to common names, by function or table
                 (`reshard.torch.models.naming`), such as `Recipe.naming`.
-            ties: names that refer to the same tensor as another name.
+            ties: names that refer to the same tensor as another name. If the source has a tensor
+                of each, a run compares what a rank has of both, and raises where they differ.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
             num_experts: in the full model, if Megatron's ranks number their own from 0, and the
@@ -318,7 +321,13 @@ class Refit:
         agree(Intent({"refit": digest}, problem), group)
         if batches is None:
             raise RunError("nothing was moved: no messages could be prepared")
-        return cls(prepared, batches, group)
+        made = cls(prepared, batches, group)
+        if ties:
+            used = None if whole is None else {match.source_name for match in whole.matches}
+            # With centralized planning the first rank alone knows all tensors.
+            used = share(used, group.ranks[0], group) if planning == "centralized" else used
+            made._tied = find_tied_pairs(ties, before.locals, used or ())
+        return made
 
     def free_gathered(self) -> None:
         """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
@@ -440,7 +449,7 @@ class Refit:
         if checks_source:
             for name in find_unusable(self._prepared.before.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
-        return None
+        return find_difference(self._tied, self._prepared.before.locals) or None
 
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
