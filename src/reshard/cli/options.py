@@ -173,8 +173,8 @@ allow_option = click.option(
     callback=lambda context, parameter, words: tuple(FORMER_ALLOWANCES.get(w, w) for w in words),
     help="Accept an error: cuts that ranks cannot compute with (uncomputable), tensors that no "
     "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
-    "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies). "
-    "Repeatable.",
+    "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies), "
+    "quantized weights without their scales, which stay as they are (unscaled). Repeatable.",
 )
 dtype_option = click.option(
     "--dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard.checkpoint
 from reshard.checkpoint.blocks import grid
-from reshard.errors import UsageError
+from reshard.errors import RecipeError, UsageError
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0."
@@ -171,6 +172,73 @@ def test_blocks_of_float8_there_and_back(
         else:
             expect_equal(value, tensors[name].float())
     assert json.loads((back / "config.json").read_text()) == CONFIG
+
+
+FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def make_lacking() -> Tensors:
+    """Two weights of FP8, one of which has no scale."""
+    codes = torch.ones(256, 128).to(torch.float8_e4m3fn)
+    up, down = f"{LAYER}mlp.up_proj.weight", f"{LAYER}mlp.down_proj.weight"
+    return {up: codes, down: codes.clone(), f"{down}_scale_inv": torch.full((2, 1), 2.0)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dequantize": True}, {"dtype": "bf16"}, {"quantize": "fp8-block128"}],
+)
+def test_a_weight_without_its_scale_is_refused(tmp_path: Path, arguments: Any) -> None:
+    model = write(tmp_path / "model", make_lacking(), quantization_config=FP8_CONFIG)
+    says = r"1 quantised weight in .*'model.layers.0.mlp.up_proj.weight' has no .*_scale_inv'"
+    with pytest.raises(RecipeError, match=says):
+        reshard.checkpoint.convert(model, tmp_path / "new", to="full", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_weight_without_its_scale_is_copied_with_a_note(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", make_lacking(), quantization_config=FP8_CONFIG)
+    plan = reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full")
+    assert any("lacks its scale" in note for note in plan.source.notes)
+    # Accepted, it stays as it is, and so does what config.json says of it.
+    reshard.checkpoint.convert(
+        model, tmp_path / "new", to="full", dequantize=True, allow=["unscaled"]
+    )
+    found = read(tmp_path / "new")
+    assert found[f"{LAYER}mlp.up_proj.weight"].dtype is torch.float8_e4m3fn
+    assert (found[f"{LAYER}mlp.down_proj.weight"] == 2).all()
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["quantization_config"] == FP8_CONFIG
+    # Left out, nothing is lacking.
+    reshard.checkpoint.convert(
+        model, tmp_path / "rest", to="full", dequantize=True, exclude=["*.up_proj.*"]
+    )
+    assert "quantization_config" not in (tmp_path / "rest" / "config.json").read_text()
+
+
+def test_quantisation_goes_from_a_config_within_configs(tmp_path: Path) -> None:
+    tensors = make_lacking()
+    del tensors[f"{LAYER}mlp.up_proj.weight"]
+    deep = {"text_config": {"quantization_config": FP8_CONFIG, "hidden_size": 1}}
+    model = write(tmp_path / "model", tensors, thinker_config=deep)
+    reshard.checkpoint.convert(model, tmp_path / "new", to="full", dequantize=True)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["thinker_config"] == {"text_config": {"hidden_size": 1}}
+
+
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_scales_of_four_dimensions(experts: tuple[int, ...], tmp_path: Path) -> None:
+    """As ModelOpt writes those of blocks: [rows, 1, columns, 1]."""
+    name = f"{LAYER}mlp.up_proj.weight" if not experts else f"{LAYER}mlp.experts.up_proj"
+    codes = torch.randn(*experts, 384, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(*experts, 3, 1, 2, 1)
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    tensors = {name: codes, f"{name}_scale": scales}
+    model = write(tmp_path / "model", tensors, quantization_config=quantization)
+    reshard.checkpoint.convert(model, tmp_path / "new", to="full", dequantize=True, dtype="fp32")
+    wide = scales.squeeze(-1).squeeze(-2).repeat_interleave(128, -2).repeat_interleave(128, -1)
+    expected = codes.float() * wide[..., :384, :200]
+    assert torch.equal(read(tmp_path / "new")[name], expected)
 
 
 def test_an_interrupted_cast_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

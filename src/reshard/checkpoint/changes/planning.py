@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from reshard.binding import Binding, FileRange
@@ -28,8 +29,14 @@ from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
 from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
-from reshard.errors import UsageError
+from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
+from reshard.recipes.coupling.allowances import UNSCALED
+from reshard.recipes.quantization.codes import (
+    describe_lacking,
+    find_lacking,
+    list_codes,
+)
 from reshard.recipes.quantization.weights import (
     QuantizedWeight,
     find_quantized,
@@ -41,6 +48,7 @@ from reshard.text.quantities import count_text
 # and others call theirs. Routers, norms and embeddings are none of them.
 _MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_CODE_TYPES = frozenset({"int8", "uint8", "int32"})
 _SCALE_SUFFIX = "_scale_inv"
 # Beside config.json, in checkpoints of ModelOpt.
 _MODELOPT_CONFIG = "hf_quant_config.json"
@@ -74,6 +82,7 @@ def change_elements(
     quantize: str | None = None,
     kept: Collection[str] = (),
     made: Mapping[str, ComputedTensor] | None = None,
+    allow: Iterable[str] = (),
 ) -> ChangedElements:
     """A checkpoint with the changes that were asked for.
 
@@ -86,15 +95,57 @@ def change_elements(
         kept: names of optimizer state, which stays as it is. Weights beside it are cast, also where
             config.json says that the model is of 16 bits: training keeps them in 32.
         made: tensors that are computed already, by name, such as merged ones.
+        allow: `unscaled` for quantised weights without their scales, which stay as they are.
 
     Raises:
         UsageError: an unknown type or quantisation; nothing to dequantise, or what cannot be;
             a checkpoint that is quantised already.
-        RecipeError: a method of quantisation that is not known.
+        RecipeError: a method of quantisation that is not known; quantised weights without scales.
     """
     if dtype_name is None and not dequantize and quantize is None:
         return ChangedElements(checkpoint, made or {}, config)
-    return _Change(checkpoint, config, dtype_name, kept, made or {}).make(dequantize, quantize)
+    change = _Change(checkpoint, config, dtype_name, kept, made or {})
+    change.expect_scales(allow)
+    return change.make(dequantize, quantize)
+
+
+def find_unscaled(
+    checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, kept: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the scale that is missing for each quantised weight without one.
+
+    Args:
+        checkpoint: whose names and element types are looked at; no bytes are read.
+        config: its config.json.
+        kept: names of optimizer state.
+    """
+    columns = TensorColumns.of(checkpoint.tensors)
+    kinds = {kind.dtype.name for kind in columns.kinds}
+    if not any(name.startswith("float8") or name in _CODE_TYPES for name in kinds):
+        return {}
+    types = {name: one.name for name, one in types_of(columns).items() if name not in kept}
+    dims = {name: len(shape) for name, shape in shapes_of(columns).items()}
+    codes = list_codes(types, dims, is_quantized=bool(quantization_config(config)))
+    return find_lacking(codes, types)
+
+
+def expect_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]) -> None:
+    """Raise RecipeError for quantised weights without scales, unless `allow` has `unscaled`."""
+    if lacking and UNSCALED not in allow:
+        raise RecipeError(
+            f"{describe_lacking(lacking, folder)}: what they stand for is not known. Complete the "
+            "checkpoint, leave them out with --exclude, or keep them as they are: "
+            f"--allow {UNSCALED}, in Python allow=['{UNSCALED}']"
+        )
+
+
+def note_unscaled(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+    """Return the checkpoint with a note of quantised weights without scales, if there are any."""
+    lacking = find_unscaled(checkpoint, config)
+    if not lacking:
+        return checkpoint
+    note = f"{describe_lacking(lacking, checkpoint.folder)}; they are copied as they are"
+    return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
 
 
 class _Change:
@@ -123,6 +174,19 @@ class _Change:
         self.computed: dict[str, ComputedTensor] = {**made}
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
+        # Quantised weights without scales, with what is missing.
+        self.lacking: dict[str, str] = {}
+
+    def expect_scales(self, allow: Iterable[str]) -> None:
+        """Raise RecipeError for tensors of codes that belong to no weight with scales."""
+        self.lacking = find_unscaled(self.checkpoint, self.config, self.kept)
+        types = {name: one.name for name, one in types_of(self.checkpoint.tensors).items()}
+        dims = {name: len(shape) for name, shape in shapes_of(self.checkpoint.tensors).items()}
+        codes = list_codes(types, dims, is_quantized=bool(self.weights))
+        for name in codes:
+            if name not in self.member_of and name not in self.kept:
+                self.lacking.setdefault(name, "")
+        expect_scales(self.lacking, self.checkpoint.folder, allow)
 
     def make(self, dequantize: bool, quantize: str | None) -> ChangedElements:
         if quantize is not None and quantize not in QUANTIZATIONS:
@@ -172,7 +236,7 @@ class _Change:
         for name, tensor in self.checkpoint.tensors.items():
             weight = self.weights.get(self.member_of.get(name, ""))
             if weight is not None:
-                if not dequantize:
+                if not dequantize or {*weight.members} & self.lacking.keys():
                     self.tensors[name] = tensor
                 elif weight.name not in self.tensors:
                     self._dequantize(weight)
@@ -263,10 +327,9 @@ class _Change:
         found = self._make_plain_config()
         if found is None:
             return None
-        texts = found.get("text_config")
-        for one in (found, texts if isinstance(texts, dict) else {}):
-            for key in ("quantization_config", "compression_config"):
-                one.pop(key, None)
+        # It describes the codes that remain, if any do.
+        if not self.lacking:
+            found = _without_quantization(found)
         if quantize is not None:
             others = [
                 name.removesuffix(".weight")
@@ -319,6 +382,15 @@ class _Change:
             notes=(*old.notes, *self.notes),
         )
         return ChangedElements(changed, computed, config, rewritten, tuple(self.notes))
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without what it has of quantisation, at any depth."""
+    return {
+        key: _without_quantization(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in ("quantization_config", "compression_config")
+    }
 
 
 def _has_digests(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> bool:

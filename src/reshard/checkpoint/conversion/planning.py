@@ -22,7 +22,7 @@ from typing import Any, Unpack
 
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.copies import add_copies
-from reshard.checkpoint.changes.planning import ChangedElements, change_elements
+from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.placement import place_tensors
@@ -86,7 +86,8 @@ def plan_conversion(
     named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
-    named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
+    if request.changes_elements:
+        named = named.replaced_by(changed.checkpoint)
     if translated.computed:
         computed = {**translated.computed, **changed.computed}
         changed = dataclasses.replace(changed, computed=computed)
@@ -236,7 +237,7 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
-        return ChangedElements(checkpoint)
+        return ChangedElements(note_unscaled(checkpoint, read_config(checkpoint)))
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     return change_elements(
         checkpoint,
@@ -246,6 +247,7 @@ def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> Chan
         quantize=request.quantize,
         kept=_list_optimizer_state(checkpoint),
         made=merged,
+        allow=request.allow,
     )
 
 

@@ -23,7 +23,12 @@ from typing import Any, TypedDict
 from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.blocks.fusing import take_rows
 from reshard.checkpoint.changes.adapters import merge_adapters
-from reshard.checkpoint.changes.planning import ChangedElements, change_elements
+from reshard.checkpoint.changes.planning import (
+    ChangedElements,
+    change_elements,
+    expect_scales,
+    find_unscaled,
+)
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
@@ -127,7 +132,8 @@ def plan_for_pretrained(
         include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. Where
             `strip_prefix` or `rename` are given, no other prefix is taken off.
         allow: accept differences from the tensors of the architecture: `incomplete` for tensors
-            that are missing, `unknown` for tensors that it does not have.
+            that are missing, `unknown` for tensors that it does not have, `unscaled` for
+            quantised weights without their scales.
 
     Raises:
         CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
@@ -166,6 +172,7 @@ def plan_for_pretrained(
     )
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
+    expect_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
     changed = _change_elements(weights, found, request)
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
@@ -376,7 +383,9 @@ def _change_elements(
         config = {
             key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))
         }
-    return change_elements(checkpoint, config, dtype_name=request.dtype, made=merged)
+    return change_elements(
+        checkpoint, config, dtype_name=request.dtype, made=merged, allow=request.allow
+    )
 
 
 def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:

@@ -9,7 +9,8 @@ from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 
 DIFFERING_COPIES = "differing-copies"
-ALLOWANCES = ("incomplete", "uncomputable", "unknown", DIFFERING_COPIES)
+UNSCALED = "unscaled"
+ALLOWANCES = ("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES)
 FORMER_ALLOWANCES = {"unmatched": "unknown"}
 """Words of earlier versions, with those that replace them."""
 

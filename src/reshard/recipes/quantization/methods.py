@@ -202,7 +202,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "scaled 8-bit",
         (
-            _make_form("_scale", "", "out~", "out~, in~"),
+            _make_form("_scale", "", "out~", "out~, in~", "out/rows, *, in/columns, *"),
             _make_form("", "out, in"),
             _make_form("_zero_point", "", "out~", "out~, in~"),
             *_ACTIVATION_SCALES,

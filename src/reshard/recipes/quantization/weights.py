@@ -78,12 +78,13 @@ def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any
     >>> quantization_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     {'quant_method': 'fp8'}
     """
-    nested = [one for one in (config or {}).values() if isinstance(one, Mapping)]
-    for one in (config or {}, *nested):
+    inside: list[Mapping[str, Any]] = [config or {}]
+    for one in inside:
         for key in _CONFIG_KEYS:
             found = one.get(key)
             if isinstance(found, Mapping):
                 return found
+        inside += [value for value in one.values() if isinstance(value, Mapping)]
     return {}
 
 
