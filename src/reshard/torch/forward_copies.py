@@ -12,6 +12,7 @@ casts that autocast has cached               forgotten after a run
 weights of an RNN that are not its           refused
 parameters
 constants of code compiled with `freezing`   refused
+partitions of ZeRO-3                         read, and refused where they are written
 adapters merged into their base (PEFT,       refused, where the base is written, or read beside
 loralib)                                     the adapters
 weights that vLLM or SGLang has processed    refused
@@ -26,11 +27,15 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from reshard.torch.fully_sharded import is_partitioned, partitions_parameters
+
 # Methods of vLLM's and SGLang's layers that leave weights as they were loaded.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 # Weights of their latent attention that are computed of others, and plain attributes of layers.
 _COMPUTED = ("W_UV", "W_UK", "W_UK_T", "w_kc", "w_vc")
 _PROCESS = "process_weights_after_loading"
+# Attributes of modules that may compute with other forms of their parameters.
+_MARKS = {*_COMPUTED, "quant_method", "_compiled_call_impl", "get_compiler_config"}
 
 
 def forget_cached() -> None:
@@ -55,9 +60,16 @@ def find_copies(module: torch.nn.Module) -> str:
     >>> find_copies(torch.nn.LSTM(2, 2))
     ''
     """
+    partitions = partitions_parameters()
     for path, part in module.named_modules():
-        for problem in _list_copies(part):
-            return f"{path or type(module).__name__}: {problem}"
+        # Of very many parts nearly all have nothing that could be a copy.
+        if (
+            partitions
+            or not vars(part).keys().isdisjoint(_MARKS)
+            or isinstance(part, torch.nn.RNNBase)
+        ):
+            for problem in _list_copies(part):
+                return f"{path or type(module).__name__}: {problem}"
     return ""
 
 
@@ -69,6 +81,13 @@ def _list_copies(part: torch.nn.Module) -> Iterator[str]:
                 f"{type(part).__name__} computes with weights that are not its parameters, such as "
                 "those from before they were parametrized; set them by its attributes, so that "
                 "it uses them"
+            )
+    for name, parameter in part._parameters.items():
+        if parameter is not None and is_partitioned(parameter):
+            yield (
+                f"{name} is partitioned by DeepSpeed's ZeRO-3, which writes its own copy back "
+                "after each step; fill the model before deepspeed.initialize, or within "
+                "deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
             )
     if is_frozen(part):
         yield (
@@ -104,22 +123,20 @@ def is_frozen(part: torch.nn.Module) -> bool:
     >>> is_frozen(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
     False
     """
-    for compiled in (part, vars(part).get("_compiled_call_impl")):
-        read: Any = getattr(compiled, "get_compiler_config", None)
-        # The options of the compilation, over those of Inductor at this moment.
-        config = read() if read is not None else None
-        if config is not None and config.get("freezing"):
-            return True
-    return False
+    compiled = vars(part).get("_compiled_call_impl")
+    reads: Any = (getattr(one, "get_compiler_config", None) for one in (part, compiled))
+    # The options of the compilation, over those of Inductor at this moment.
+    configs = (read() for read in reads if read is not None)
+    return any(bool(config and config.get("freezing")) for config in configs)
 
 
-def list_tuners(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The parts that can merge adapters into their weights, by name."""
-    return [
-        (path, part)
-        for path, part in module.named_modules()
-        if hasattr(type(part), "merged") or "merged" in vars(part)
-    ]
+def can_merge(part: torch.nn.Module) -> bool:
+    """Whether a module can merge adapters into its weights.
+
+    >>> can_merge(torch.nn.Linear(2, 2))
+    False
+    """
+    return "merged" in vars(part) or hasattr(type(part), "merged")
 
 
 def find_merged(
@@ -128,7 +145,7 @@ def find_merged(
     """Why adapters that are merged now would count twice, or not at all; empty where none are.
 
     Args:
-        tuners: of `list_tuners`.
+        tuners: parts for which `can_merge` holds, by name.
         used: the tensors that are read; None for a module that is written.
     """
     merged = [(path, part) for path, part in tuners if getattr(part, "merged", False) is True]

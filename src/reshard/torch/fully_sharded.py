@@ -1,4 +1,4 @@
-"""FSDP's parameters: their shards, and the gathered copies that forwards compute with.
+"""Parameters of FSDP and ZeRO-3: their shards, and the gathered copies that forwards compute with.
 
 After a forward without a backward, the parameters of FSDP's root stay unsharded, and the next
 forward uses that copy::
@@ -16,6 +16,7 @@ rank, wherever the parameters begin::
     ranks        | 0               | 1                   |       weight: 0:9 on 0, 9:12 on 1
 
 So a rank has a range of each parameter, in the memory of its shard, which layouts describe.
+DeepSpeed's ZeRO-3 cuts every parameter by itself, likewise.
 """
 
 from __future__ import annotations
@@ -238,6 +239,42 @@ def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
         listed.append((part, name, views[id(first), first_name]))
     _LISTED[handle] = shard.data_ptr(), listed
     return listed
+
+
+def partitions_parameters() -> bool:
+    """Whether this process may have parameters that ZeRO-3 has partitioned."""
+    return "deepspeed" in sys.modules
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has partitioned a parameter.
+
+    >>> is_partitioned(torch.zeros(2))
+    False
+    """
+    return getattr(parameter, "ds_tensor", None) is not None
+
+
+def find_partition(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Layout]:
+    """A parameter that ZeRO-3 has partitioned, as `list_flat_parameters` has them.
+
+    Raises ShardError for a partition that is not in memory, or that is quantised.
+    """
+    part: Any = vars(parameter)["ds_tensor"]
+    of: Any = parameter
+    if part.dtype != parameter.dtype or part.numel() != part.ds_numel:
+        raise ShardError(
+            f"a parameter of shape {list(of.ds_shape)} that ZeRO-3 has quantised or swapped to a "
+            "disk, which is not supported; give its elements within deepspeed.zero."
+            "GatheredParameters"
+        )
+    ranks = tuple(dist.get_process_group_ranks(of.ds_process_group))
+    layout = _lay_out(tuple(of.ds_shape), 0, part.numel(), ranks)
+    own = dist.get_rank()
+    expected = layout.local_shape(own) if own < layout.slots else None
+    if expected is None:
+        return None, layout
+    return part.detach()[: math.prod(expected)].view(expected), layout
 
 
 @lru_cache(maxsize=4096)

@@ -39,14 +39,15 @@ class RecordedModel(torch.nn.Module):
 
     def __init__(self, state: dict[str, Any], recorded: dict[str, Any]) -> None:
         super().__init__()
-        self._recorded = state
+        for name, tensor in state.items():
+            self.register_parameter(name.replace(".", "/"), tensor)
         self.config = SimpleNamespace(**recorded["config"])
         self.pg_collection = SimpleNamespace(**recorded["groups"])
         self.share_embeddings_and_output_weights = recorded["tied"]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As it was recorded."""
-        return dict(self._recorded)
+        return {name.replace("/", "."): tensor for name, tensor in self.named_parameters()}
 
 
 def describe(chunks: list[Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from reshard.errors import ShardError
+from reshard.errors import RunError, ShardError
 from reshard.torch import Refit
 from reshard.torch.models.module_memory import ModuleSlots, tensors_of
 
@@ -67,12 +69,24 @@ def test_copies_in_a_state_dict_are_refused() -> None:
         tensors_of(module)
 
 
-def test_parameters_that_deepspeed_has_partitioned() -> None:
-    module = torch.nn.Linear(2, 2)
-    module.weight.data = torch.empty(0)
-    module.weight.ds_tensor = torch.zeros(2)
-    with pytest.raises(ShardError, match="weight: partitioned by DeepSpeed's ZeRO-3"):
-        tensors_of(module)
+@pytest.mark.usefixtures("job")
+def test_parameters_that_deepspeed_has_partitioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    source, target = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    weight, part = source.weight, torch.arange(4.0)
+    weight.data, weight.ds_shape = torch.empty(0), torch.Size([2, 2])
+    part.ds_numel, weight.ds_process_group, weight.ds_tensor = 4, dist.group.WORLD, part
+    refit = Refit.prepare(source, target)
+    refit.run()
+    assert target.weight.flatten().tolist() == [0, 1, 2, 3]
+    with pytest.raises(RunError, match="weight is partitioned by DeepSpeed's ZeRO-3, which"):
+        Refit.prepare(target, source)
+    weight.ds_tensor.data = part.clone()
+    with pytest.raises(RunError, match="the module has another tensor as weight"):
+        refit.run()
+    part.ds_numel = 8
+    with pytest.raises(ShardError, match="quantised or swapped to a disk"):
+        tensors_of(source)
 
 
 @pytest.mark.usefixtures("job")

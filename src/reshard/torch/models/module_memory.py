@@ -10,8 +10,9 @@ that nobody computes with any more. So before each run the slots of modules are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -20,13 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.errors import ShardError, UsageError
-from reshard.torch.forward_copies import find_copies, find_merged, list_tuners
+from reshard.torch.forward_copies import can_merge, find_copies, find_merged
 from reshard.torch.fully_sharded import (
     find_detached,
+    find_partition,
     find_shard,
     find_storage,
+    is_partitioned,
     list_flat_parameters,
     list_handles,
+    partitions_parameters,
 )
 from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
 
@@ -72,7 +76,7 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
     """A module's tensors by the names of its state dict, each a parameter or a buffer of its parts.
 
-    Parameters that FSDP1 has in flat ones are `(tensor, Layout)`.
+    Parameters that FSDP1 has in flat ones, or that ZeRO-3 has partitioned, are `(tensor, Layout)`.
 
     Raises ShardError for tensors of the state dict that are in other memory.
     """
@@ -84,27 +88,23 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    partitioned = [name for name, v in found.items() if not v.numel() and hasattr(v, "ds_tensor")]
-    if partitioned:
-        raise ShardError(
-            f"{partitioned[0]}: partitioned by DeepSpeed's ZeRO-3, which leaves the module without "
-            "elements of it. Within deepspeed.zero.GatheredParameters(module.parameters()), give "
-            "{name: parameter.data.clone()}; modifier_rank=0 there brings back what is written"
-        )
     if detached := find_detached(module):
         raise ShardError(
             f"{detached}: replaced after FSDP2's first forward, which goes on computing with the "
             "shard that it had; copy into that one (load_state_dict without assign=True)"
         )
-    own = {
-        id(tensor): tensor
-        for part in module.modules()
-        for table in (part._parameters, part._buffers)
-        for tensor in table.values()
-        if tensor is not None
-    }
-    odd = {name: value for name, value in found.items() if id(value) not in own}
+    ids = set[int]()
+    for part in module.modules():
+        ids.update(map(id, part._parameters.values()), map(id, part._buffers.values()))
+    odd = {name: value for name, value in found.items() if id(value) not in ids}
     if odd:
+        own = {
+            id(tensor): tensor
+            for part in module.modules()
+            for table in (part._parameters, part._buffers)
+            for tensor in table.values()
+            if tensor is not None
+        }
         # A view of a parameter is its memory; the parameter itself counts its writes.
         by_view = {_describe_view(tensor): tensor for tensor in own.values()}
         storages = set(map(find_storage, own.values())) - {0}
@@ -119,6 +119,9 @@ def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
                 "module, such as dict(module.named_parameters()); of a quantised module, the "
                 "module that it was made of"
             )
+    listed = found.items() if partitions_parameters() else ()
+    for name in [name for name, value in listed if is_partitioned(value)]:
+        found[name] = find_partition(found[name])
     return found
 
 
@@ -185,7 +188,8 @@ def find_written_copies(model: Model) -> str:
 class ModuleSlots:
     """Slots: the table of a submodule, the name in it, the tensor that was there, its whole name.
 
-    Shards: a flat parameter of FSDP1, where its shard was, and the type of the module that has it.
+    Shards: what finds that of a flat parameter of FSDP1, or of a partitioned one of ZeRO-3, where
+    it was, and a name.
     Tuners: parts that can merge adapters into their weights, by name.
 
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -198,7 +202,7 @@ class ModuleSlots:
     """
 
     slots: tuple[tuple[dict[str, Any], str, torch.Tensor, str], ...] = ()
-    shards: tuple[tuple[Any, int, str], ...] = ()
+    shards: tuple[tuple[Callable[[], torch.Tensor], int, str], ...] = ()
     tuners: tuple[tuple[str, torch.nn.Module], ...] = ()
 
     @classmethod
@@ -208,23 +212,19 @@ class ModuleSlots:
         if not modules:
             return cls()
         chosen = set(map(id, used))
-        return cls(
-            tuple(
-                (table, key, tensor, f"{path}.{key}" if path else key)
-                for module in modules
-                for path, part in module.named_modules()
-                for table in (part._parameters, part._buffers)
+        slots: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+        tuners: list[tuple[str, torch.nn.Module]] = []
+        for path, part in chain.from_iterable(module.named_modules() for module in modules):
+            for table in (part._parameters, part._buffers):
                 # Scripted modules have tables that cannot be asked for one name.
-                for key, tensor in (table.items() if isinstance(table, dict) else ())
-                if tensor is not None and id(tensor) in chosen
-            ),
-            tuple(
-                (handle, find_shard(handle).data_ptr(), type(handle._fully_sharded_module).__name__)
-                for module in modules
-                for handle in list_handles(module)
-            ),
-            tuple(tuner for module in modules for tuner in list_tuners(module)),
-        )
+                for key, tensor in table.items() if isinstance(table, dict) else ():
+                    if tensor is not None and id(tensor) in chosen:
+                        slots.append((table, key, tensor, f"{path}.{key}" if path else key))
+            if can_merge(part):
+                tuners.append((path, part))
+        found = chain.from_iterable(map(_list_shards, modules))
+        shards = tuple((find, find().data_ptr(), name) for find, name in found)
+        return cls(tuple(slots), shards, tuple(tuners))
 
     def find_merged(self, is_target: bool) -> str:
         """Why adapters that are merged now would count twice, or not at all; empty where none."""
@@ -241,10 +241,19 @@ class ModuleSlots:
             now = table.get(key)
             if now is not tensor and not (may_compute and _is_gathered(now, tensor)):
                 return name
-        for handle, address, name in self.shards:
-            if find_shard(handle).data_ptr() != address:
-                return f"the flat parameter of {name}"
+        for find, address, name in self.shards:
+            if find().data_ptr() != address:
+                return name
         return ""
+
+
+def _list_shards(module: torch.nn.Module) -> Iterator[tuple[Callable[[], torch.Tensor], str]]:
+    for handle in list_handles(module):
+        name = type(handle._fully_sharded_module).__name__
+        yield partial(find_shard, handle), f"the flat parameter of {name}"
+    for name, parameter in module.named_parameters() if partitions_parameters() else ():
+        if is_partitioned(parameter):
+            yield partial(getattr, parameter, "ds_tensor"), name
 
 
 def _is_gathered(now: object, tensor: torch.Tensor) -> bool:

@@ -21,7 +21,6 @@ from reshard.recipes.fusion import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.fully_sharded import list_handles
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.given_columns import GivenColumns, is_marked
 from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
@@ -103,13 +102,9 @@ def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
         and any(issubclass(kind, tuple) for kind in set(map(type, model.values())))
     )
     laid = model if isinstance(model, LaidModel) else None
-    # FSDP1 has ranks of this job, as DTensors have, whatever the offset of other tensors.
-    is_flat = isinstance(model, torch.nn.Module) and bool(list_handles(model))
-    if not (counts or is_flat) or (offset is not None and counts and laid is None):
+    if not counts or (offset is not None and laid is None):
         return offset or 0
     home = laid.first_rank if laid is not None else 0
-    if is_flat:
-        return group.find_offset(0)
     found = home + group.find_offset(home)
     if offset not in (None, found):
         raise ShardError(
@@ -176,6 +171,9 @@ class _Lister:
         """List the tensors of a model that is not Megatron's."""
         given = dict(tensors_of(model))
         own_names = list(given)
+        if isinstance(model, torch.nn.Module) and tuple in set(map(type, given.values())):
+            # FSDP1 and ZeRO-3 have ranks of this job, whatever is said of other tensors.
+            self.first_rank = self._group.find_offset(0)
         for name in own_names:
             if not isinstance(name, str):
                 raise UsageError(f"a tensor named {name!r}; give names that are texts")
