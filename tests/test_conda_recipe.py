@@ -29,7 +29,8 @@ def test_the_recipe_has_what_the_command_needs() -> None:
     recipe = yaml.safe_load(RECIPE.read_text("utf-8"))
     needed = {text.split()[0] for text in recipe["requirements"]["run"]}
     assert needed == {
-        *("python", "numpy", "click", "rich", "python-xxhash", "python-zlib-ng", "zstandard")
+        *("python", "numpy", "click", "rich", "ml_dtypes", "python-xxhash", "python-zlib-ng"),
+        "zstandard",
     }
     left = {text.split()[0] for text in recipe["requirements"]["run_constraints"]}
     assert {"pytorch", "jax", "scipy", "obstore", "boto3"} <= left

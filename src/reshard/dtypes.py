@@ -71,8 +71,8 @@ class DType:
         except (ImportError, AttributeError) as error:
             raise MissingExtraError(
                 f"dtype {self.name!r}: NumPy alone cannot calculate with it. Expected the "
-                f"package ml_dtypes with a type of that name; install it with: "
-                f"pip install --upgrade ml_dtypes"
+                f"package ml_dtypes with a type of that name, which reshard[checkpoint] has; "
+                f"install it with: pip install --upgrade ml_dtypes"
             ) from error
         extended: np.dtype[Any] = np.dtype(scalar_type)
         return extended

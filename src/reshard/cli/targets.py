@@ -52,9 +52,11 @@ def _plan_for_vllm(
     target: str,
     to: str | None = None,
     layout: str | None = None,
+    dtype: str | None = None,
     most_file_bytes: int | None = None,
 ) -> Conversion:
     from reshard.checkpoint.engines.conversion import plan_for_vllm
+    from reshard.elements.casting import cast_type
     from reshard.recipes.engine_layouts.engines import derive_layout
     from reshard.recipes.engine_layouts.layout_file import read_layout_file
 
@@ -64,9 +66,15 @@ def _plan_for_vllm(
             "recipe derive` (--layout): give one of them"
         )
     if layout is not None:
+        if dtype is not None:
+            raise UsageError(
+                f"--dtype {dtype} with --layout, which says the types of all parameters; derive "
+                "another one (`reshard recipe derive --dtype`), or give --to instead"
+            )
         derived = read_layout_file(layout)
     else:
-        derived = derive_layout("vllm", source, to or "")
+        name = None if dtype is None else cast_type(dtype).name
+        derived = derive_layout("vllm", source, to or "", dtype=name)
     return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
 
 
@@ -80,7 +88,7 @@ _TARGETS = {
         _plan_for_hf,
     ),
     "vllm": _Target(
-        ("to", "layout", "most_file_bytes"),
+        ("to", "layout", "dtype", "most_file_bytes"),
         "the engine's own loader says what its ranks hold",
         _plan_for_vllm,
     ),
@@ -92,7 +100,8 @@ for_option = click.option(
     type=click.Choice(tuple(_TARGETS)),
     help="Write what a program loads. hf: a model folder for `from_pretrained` of transformers, of "
     "any training checkpoint: weights alone, in the architecture's names, with config.json. vllm: "
-    "what every rank of vLLM loads as sharded_state, for --to tp=8 or --layout.",
+    "what every rank of vLLM loads as sharded_state, for --to tp=8 (with --dtype for another type "
+    "than vLLM chooses) or --layout.",
 )
 config_option = click.option(
     "--config",

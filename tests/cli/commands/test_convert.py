@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from checkpoint.checkpoint_files import read_file
 from cli.command_runs import run_here
+from reshard.binding import View
 from reshard.checkpoint.formats.safetensors.header import build_header
-from reshard.plans.documents.serialization import from_json
+from reshard.layout import Box
+from reshard.mesh import DeviceMesh
+from reshard.plans.documents.serialization import from_json, to_json
+from reshard.recipes.engine_layouts import EngineLayout, ParameterLayout, RankLayout, SourcePiece
+from reshard.recipes.engine_layouts.engines import Engine
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
 
@@ -66,3 +74,82 @@ def test_mistakes_are_answered(model: Path, options: tuple[str, ...], message: s
     found = run_here("convert", str(model), str(model.parent / "out"), "--for", "vllm", *options)
     assert found.code == 2
     assert message in found.errors
+
+
+def derive_toy(model: str, tp: int = 1, dtype: str = "auto") -> EngineLayout:
+    """A layout as vLLM chooses it for a float32 model: in bfloat16, but for one table."""
+    low = "bfloat16" if dtype == "auto" else dtype
+    steps = () if low == "float32" else (f"to {low}",)
+    piece = SourcePiece(Box((0, 0), (4, 8)), "up", View(0, (8, 1)), steps)
+    table = SourcePiece(Box((0,), (3,)), "table", View(0, (1,)))
+    parameters = {
+        "up": ParameterLayout.of("up", (4, 8), low, [piece]),
+        "table": ParameterLayout.of("table", (3,), "float32", [table]),
+    }
+    sources = {"up": ("float32", (4, 8)), "table": ("float32", (3,))}
+    return EngineLayout("vllm", "1.0", DeviceMesh.of(tp=1), sources, (RankLayout(0, parameters),))
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A float32 model, and an engine that takes it in bfloat16."""
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    up = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    save_file({"up": up, "table": np.ones(3, np.float32)}, folder / "model.safetensors")
+    config = {"model_type": "toy", "torch_dtype": "float32", "text_config": {"dtype": "float32"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    engines = {"vllm": Engine("vllm", "a toy", derive_toy)}
+    monkeypatch.setattr("reshard.recipes.engine_layouts.engines.ENGINES", engines)
+    return folder
+
+
+@pytest.mark.parametrize("given", [None, "bf16", "fp16"])
+def test_casts_of_the_engine_are_noted_and_in_the_config(
+    wide: Path, tmp_path: Path, given: str | None
+) -> None:
+    command = ("convert", str(wide), str(tmp_path / "out"), "--for", "vllm", "--to", "tp=1")
+    command += () if given is None else ("--dtype", given)
+    kind = "float16" if given == "fp16" else "bfloat16"
+    note = f"1 tensor (first: up) are rounded from float32 to {kind}, as vLLM's loader does"
+    # In the plan as in the result.
+    for run in (run_here(*command, "--dry-run", "--json"), run_here(*command, "--json")):
+        assert run.code == 0, run.errors
+        assert any(note in one for one in run.json["notes"])
+    written = read_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    assert {name: tensor.dtype.name for name, tensor in written.items()} == {
+        "up": kind,
+        "table": "float32",
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == kind
+    assert config["text_config"]["dtype"] == kind
+
+
+def test_another_type_keeps_the_elements(wide: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    command = ("convert", str(wide), str(target), "--for", "vllm", "--to", "tp=1")
+    done = run_here(*command, "--dtype", "fp32", "--json")
+    assert done.code == 0, done.errors
+    assert not any("rounded" in note for note in done.json["notes"])
+    assert any("start it with --dtype float32" in note for note in done.json["notes"])
+    assert (target / "config.json").read_bytes() == (wide / "config.json").read_bytes()
+    (tmp_path / "layout.json").write_text(to_json(derive_toy("")))
+    layout = ("--layout", str(tmp_path / "layout.json"), "--dtype", "fp32")
+    found = run_here("convert", str(wide), str(tmp_path / "b"), "--for", "vllm", *layout)
+    assert found.code == 2
+    assert "--dtype fp32 with --layout" in found.errors
+
+
+def test_a_package_is_looked_for_before_anything_is_made(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    before = sorted(tmp_path.rglob("*"))
+    for more in ((), ("--dry-run",)):
+        target = str(tmp_path / "out")
+        found = run_here("convert", str(wide), target, "--for", "vllm", "--to", "tp=1", *more)
+        assert found.code == 2
+        assert "ml_dtypes" in found.errors
+        assert "reshard[checkpoint]" in found.errors
+        assert sorted(tmp_path.rglob("*")) == before

@@ -61,7 +61,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.elements.casting import CastCounts
-from reshard.errors import DigestError, InterruptedRunError, RunError, UsageError
+from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 
@@ -487,22 +487,38 @@ def run_conversion(
             ):
                 LOGGER.info("%s: an earlier run did all of it", conversion.target)
                 return _report(conversion, began_s, complete=True)
-            run = _ConversionRun(
-                conversion, staged, sources, conversion_id, processes, workers, extra_bytes, upload
-            )
-            LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
             try:
+                run = _ConversionRun(
+                    conversion,
+                    staged,
+                    sources,
+                    conversion_id,
+                    processes,
+                    workers,
+                    extra_bytes,
+                    upload,
+                )
+                LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
                 # What planning took is free for the buffers.
                 give_back_memory(len(conversion.arrangement.tensors))
                 run.move_blocks(progress, sync_bytes, stop)
                 run.meet()
                 run.finish()
+            except ReshardError as error:
+                # Wrong use or bad input: the same command would fail again. Parts of uploads are
+                # listed in the folder, for `reshard clean`.
+                is_final = not isinstance(error, RunError)
+                if is_final and upload is None and staged.owner and not staged.owner.resumed:
+                    with contextlib.suppress(RunError):
+                        staged.owner.discard()
+                raise
             finally:
                 # Parts that are under way give space of the targets back.
                 if upload is not None:
                     upload.stop()
-                run.targets.close()
+                if run is not None:
+                    run.targets.close()
             LOGGER.info("%s: all of it is done", conversion.target)
             return _report(conversion, began_s, run)
     except BaseException as error:

@@ -251,7 +251,11 @@ class Staging(Closing):
                 )
             if self._overwrite and self._written is not None:
                 # Files may have come since `open` looked.
-                expect_nothing_lost(self.target, self._written)
+                try:
+                    expect_nothing_lost(self.target, self._written)
+                except UsageError as error:
+                    # The work is done, and the staging folder is kept.
+                    raise RunError(str(error)) from error
             journal.append_commit(Commit(self.content.stat().st_ino, self._overwrite))
             journal.close()
             _put_in_place(self.target, root)

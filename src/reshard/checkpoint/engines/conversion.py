@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Iterator
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -19,10 +20,19 @@ from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
+from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
+from reshard.checkpoint.pretrained.model_folder import (
+    CONFIG,
+    config_bytes,
+    most_common_type,
+    with_dtype,
+)
+from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
+from reshard.text.quantities import count_text
 
 
 def plan_for_vllm(
@@ -57,7 +67,8 @@ def plan_for_vllm(
             f"a layout for {layout.mesh.text}: vLLM's sharded_state has no names for replicas; "
             "derive one with dp=1, and give each replica the same files"
         )
-    checkpoint, target = open_apart(source, target)
+    source_checkpoint, target = open_apart(source, target)
+    checkpoint = source_checkpoint
     check_sources(layout, checkpoint)
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
@@ -69,7 +80,38 @@ def plan_for_vllm(
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Beside the files, so that the model's own tensors can be made of them again.
     beside = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
-    checkpoint = dataclasses.replace(checkpoint, carried=(*beside, LAYOUT_NAME))
-    resolved = {"for": f"vllm {layout.version}", "to": layout.mesh.text, "layout": digest}
+    notes = (*checkpoint.notes, *_describe_casts(layout))
     rewritten = {LAYOUT_NAME: text.encode()}
+    dtype = most_common_type(checkpoint)
+    if CONFIG in beside and dtype is not most_common_type(source_checkpoint):
+        rewritten[CONFIG] = config_bytes(with_dtype(read_config(source_checkpoint) or {}, dtype))
+        notes += (f"{CONFIG} says {dtype}, the type of the files",)
+    if dtype is not None and dtype.name == "float32":
+        notes += (
+            "vLLM computes a float32 model in 16 bits unless it is told otherwise: start it with "
+            "--dtype float32 for these files",
+        )
+    checkpoint = dataclasses.replace(checkpoint, carried=(*beside, LAYOUT_NAME), notes=notes)
+    resolved = {"for": f"vllm {layout.version}", "to": layout.mesh.text, "layout": digest}
     return Conversion(checkpoint, target, arrangement, request, resolved, rewritten=rewritten)
+
+
+def _describe_casts(layout: EngineLayout) -> Iterator[str]:
+    """Describe the tensors whose elements the engine's loader rounds to another type."""
+    cast: dict[tuple[DType, DType], dict[str, None]] = {}
+    for rank in layout.ranks:
+        for parameter in rank.parameters.values():
+            for piece in parameter.pieces:
+                kinds = layout.sources[piece.source].dtype, parameter.dtype
+                is_cast = any(step.startswith("to ") for step in piece.steps)
+                if is_cast and kinds[1] is not kinds[0] and not _is_wider(*kinds):
+                    cast.setdefault(kinds, {})[piece.source] = None
+    for (before, after), names in cast.items():
+        yield (
+            f"{count_text(len(names), 'tensor')} (first: {next(iter(names))}) are rounded from "
+            f"{before} to {after}, as vLLM's loader does; --dtype chooses another type"
+        )
+
+
+def _is_wider(before: DType, after: DType) -> bool:
+    return after.itemsize_bytes > before.itemsize_bytes

@@ -87,6 +87,18 @@ class MadeFile:
         """How many elements it has."""
         return sum(int(np.prod(region.shape)) for region in self.regions)
 
+    def expect_computable(self) -> None:
+        """Raise MissingExtraError where an element type takes a package that is not installed."""
+        for region in self.regions:
+            if region.source is None:
+                # Zeros are of every type.
+                kinds = [] if region.value == 0 else [self.dtype]
+            else:
+                named = (step.removeprefix("to ") for step in region.steps if step[:3] == "to ")
+                kinds = [self.dtype, self.checkpoint[region.source].dtype, *map(as_dtype, named)]
+            for kind in kinds:
+                _ = kind.numpy
+
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
         """The file for reading, made in the folder `scratch`."""
         content = b"".join(

@@ -140,6 +140,7 @@ class RankParameters:
             self.made[file] = MadeFile(
                 name, parameter.dtype, tuple(regions), self.checkpoint, first
             )
+            self.made[file].expect_computable()
         layout = Layout.from_boxes(parameter.shape, [(0, box) for box in boxes], 1)
         binding = Binding(layout, {0: tuple(places)}, {0: tuple(views)})
         return StoredTensor(name, parameter.dtype, binding)

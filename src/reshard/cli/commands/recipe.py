@@ -188,9 +188,22 @@ def check(
 @click.argument("file", type=click.Path(), callback=as_path)
 @click.option("--engine", required=True, metavar="NAME", help="The engine whose loader to follow.")
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="The type of the engine's parameters. [default: the engine's own choice]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @json_option
-def derive(model: str, file: str, engine: str, to: str, overwrite: bool, as_json: bool) -> int:
+def derive(
+    model: str,
+    file: str,
+    engine: str,
+    to: str,
+    dtype: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
     """Write the layout of an engine's parameters to FILE, as its own loader reads MODEL.
 
     MODEL is a folder with config.json and a checkpoint, of which only headers are read. The layout
@@ -210,13 +223,15 @@ def derive(model: str, file: str, engine: str, to: str, overwrite: bool, as_json
       computed {parameter: operations}, unfilled, unread, notes
     """
     from reshard.cli.engine_report import layout_json, layout_lines
+    from reshard.elements.casting import cast_type
     from reshard.plans.documents.serialization import to_json
     from reshard.recipes.engine_layouts.engines import derive_layout
 
     path = Path(file)
     check_place(path, overwrite, "layout file", "layout.json")
     begun = time.perf_counter()
-    layout = derive_layout(engine, model, to)
+    named = None if dtype is None else cast_type(dtype).name
+    layout = derive_layout(engine, model, to, dtype=named)
     taken_s = time.perf_counter() - begun
     text = to_json(layout)
     write_whole(path, text, overwrite, "layout file")

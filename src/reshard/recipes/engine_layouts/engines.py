@@ -37,15 +37,21 @@ class Engine:
     description: str
     function: DeriveFunction | str
 
-    def derive(self, model: str | os.PathLike[str], sizes: Mapping[str, int]) -> EngineLayout:
-        """The layout of all ranks.
+    def derive(
+        self,
+        model: str | os.PathLike[str],
+        sizes: Mapping[str, int],
+        dtype: str | None = None,
+    ) -> EngineLayout:
+        """Derive the layout of all ranks.
 
         Args:
             model: a folder with config.json and the checkpoint, of which headers are read.
             sizes: of the parallelism, by name: `{"tp": 8}`.
+            dtype: the type of the engine's parameters; what it chooses itself when None.
 
         Raises:
-            UsageError: sizes that the engine does not have.
+            UsageError: sizes that the engine does not have; a type, where it takes none.
             ReshardError: whatever keeps the engine from deriving it.
         """
         function = self._load()
@@ -59,7 +65,13 @@ class Engine:
                 raise UsageError(
                     f"the axis {axis!r} of a layout of {self.name}; it has {', '.join(known)}"
                 )
-        return function(model, **sizes)
+        if dtype is None:
+            return function(model, **sizes)
+        if "dtype" not in inspect.signature(function).parameters:
+            raise UsageError(
+                f"dtype {dtype!r} for a layout of {self.name}, which takes none; leave it out"
+            )
+        return function(model, **sizes, dtype=dtype)
 
     def _load(self) -> DeriveFunction:
         if not isinstance(self.function, str):
@@ -98,7 +110,11 @@ def register_engine(name: str, description: str, function: DeriveFunction | str)
 
 
 def derive_layout(
-    engine: str, model: str | os.PathLike[str], sizes: Mapping[str, int] | DeviceMesh | str
+    engine: str,
+    model: str | os.PathLike[str],
+    sizes: Mapping[str, int] | DeviceMesh | str,
+    *,
+    dtype: str | None = None,
 ) -> EngineLayout:
     """What every rank of an engine holds of a model, as the engine itself says it.
 
@@ -106,9 +122,10 @@ def derive_layout(
         engine: one of `ENGINES`.
         model: a folder with config.json and the checkpoint.
         sizes: of its parallelism: `{"tp": 8}`, `"tp=8,ep=8"` or a mesh.
+        dtype: the type of its parameters, such as `"float32"`; what it chooses itself when None.
 
     Raises:
-        UsageError: an engine that is not known, or sizes that it does not have.
+        UsageError: an engine that is not known, or sizes or a type that it does not take.
         ReshardError: whatever keeps the engine from deriving it.
     """
     if engine not in ENGINES:
@@ -118,7 +135,7 @@ def derive_layout(
     mesh: Any = DeviceMesh.parse(sizes) if isinstance(sizes, str) else sizes
     if isinstance(mesh, DeviceMesh):
         mesh = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    return ENGINES[engine].derive(model, mesh)
+    return ENGINES[engine].derive(model, mesh, dtype)
 
 
 register_engine("vllm", "vLLM, by its own load_weights", "reshard.torch.vllm.layouts:layouts")
