@@ -77,3 +77,7 @@ def test_the_example_runs_and_has_every_snippet_of_its_page() -> None:
     assert len(snippets) == 4
     for snippet in snippets:
         assert snippet in example.read_text()
+
+
+def test_compiled_functions_fake_tensors_and_fake_groups() -> None:
+    expect_all_end_well(run_ranks("graph_breaks_process.py", 2))

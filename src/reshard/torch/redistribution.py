@@ -41,6 +41,7 @@ from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usab
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_storage, free_gathered
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
+from reshard.torch.graph_breaks import break_graph
 from reshard.torch.programs.methods import (
     Method,
     choose_way,
@@ -167,6 +168,7 @@ class Redistribution:
             (mark_usable if is_usable else mark_unusable)(out)
 
 
+@break_graph
 def redistribute(
     tensor: Any,
     target: Description,

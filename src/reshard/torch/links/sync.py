@@ -27,6 +27,7 @@ from typing import Any
 from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.errors import UsageError
 from reshard.torch.exchange.timeline import Timeline, span
+from reshard.torch.graph_breaks import break_graph
 from reshard.torch.links.bucket_events import BucketEvent, RunOptions
 
 
@@ -83,6 +84,7 @@ class WeightSync:
         """Whether the most recently started run has ended."""
         return self._thread is None or not self._thread.is_alive()
 
+    @break_graph
     def run(
         self,
         version: int | None = None,
@@ -147,6 +149,7 @@ class WeightSync:
             if begun is None:
                 self._turn.release()
 
+    @break_graph
     def wait(self) -> SyncReport | None:
         """Wait for the most recently started run, and return its report. Raises the run's error."""
         thread = self._thread
@@ -158,6 +161,7 @@ class WeightSync:
                 raise error
         return self.report
 
+    @break_graph
     def verify(self) -> None:
         """Compare the engines' weights with the trainer's current ones, by digests.
 

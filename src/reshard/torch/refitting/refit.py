@@ -39,6 +39,7 @@ from reshard.torch.exchange.usability import (
     written_states,
 )
 from reshard.torch.forward_copies import forget_cached
+from reshard.torch.graph_breaks import break_graph
 from reshard.torch.models.given_models import Model
 from reshard.torch.models.memory import check_memory
 from reshard.torch.models.model_pairs import GivenNames, ModelPair
@@ -126,6 +127,7 @@ class Refit:
         return self._batches.received_bytes
 
     @classmethod
+    @break_graph
     def prepare(
         cls,
         source: Model,
@@ -336,6 +338,7 @@ class Refit:
         """
         self._prepared.free_gathered()
 
+    @break_graph
     def run(
         self,
         observer: BatchObserver | None = None,
@@ -407,6 +410,7 @@ class Refit:
         prepared = self._prepared
         return written_states(prepared.after.tensors.values()) if prepared.changed_only else ()
 
+    @break_graph
     def verify(self) -> Verification:
         """Compare the target with the source's current values, by digests. All ranks call this.
 
@@ -552,6 +556,7 @@ class Refit:
             self.is_usable = True
 
 
+@break_graph
 def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refit:
     """Fill a model from another, once. The returned `Refit` can run again.
 
