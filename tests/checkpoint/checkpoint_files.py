@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
@@ -298,3 +299,16 @@ def small_folder(block_bytes: int | None = None) -> Iterator[Path]:
 def beside(folder: Path, mark: str) -> Path:
     """A path beside a folder, which no other test has."""
     return folder.with_name(f"{folder.name}-{mark}")
+
+
+def change_last_copy(checkpoint: Checkpoint) -> None:
+    """Change the first byte of the copy of the last rank, of a tensor that several ranks have."""
+    for tensor in checkpoint.tensors.values():
+        first, last = tensor.stored_slots[0], tensor.stored_slots[-1]
+        if first != last and tensor.layout.boxes(first) == tensor.layout.boxes(last):
+            place = tensor.file_range(last)
+            content = bytearray(checkpoint.path(place.path).read_bytes())
+            content[place.start_bytes] ^= 1
+            checkpoint.path(place.path).write_bytes(content)
+            return
+    raise AssertionError("no tensor has copies")

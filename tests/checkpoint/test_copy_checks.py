@@ -13,7 +13,12 @@ from safetensors.numpy import save_file
 from cli.command_runs import run_here
 from reshard import checkpoint
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.copy_checks import CopyReport, compare_copies, expect_equal_copies
+from reshard.checkpoint.copy_checks import (
+    CopyReport,
+    compare_copies,
+    expect_equal_copies,
+    list_read_checksums,
+)
 from reshard.errors import CoverageError, UsageError
 
 Arrays = Mapping[str, NDArray[np.float32]]
@@ -167,6 +172,22 @@ def test_a_tensor_without_copies_is_not_read(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ranks", {"w": counted(2)}, {"w": counted(2, first=5)})
     report = compare_copies(open_copies(tmp_path / "ranks", rule="w=ep"))
     assert report == CopyReport()
+
+
+def test_checksums_decide_without_reading_and_copies_are_not_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        whole = {"w": torch.arange(6.0), "t": torch.arange(6.0).reshape(2, 3).t()}
+        torch.save(whole, tmp_path / "ranks" / f"rank{rank}.pt")
+    source = open_copies(tmp_path / "ranks")
+    report = compare_copies(source)
+    assert (report.parts, report.by_checksum, report.read_bytes) == (2, 2, 0)
+    assert len(source.checksums) == 4
+    assert {one.place.path for one in list_read_checksums(source)} == {"rank0.pt"}
+    torch.save({"w": torch.arange(6.0), "t": torch.zeros(3, 2)}, tmp_path / "ranks" / "rank1.pt")
+    report = compare_copies(open_copies(tmp_path / "ranks"))
+    assert [one.tensor for one in report.differing] == ["t"]
 
 
 def test_arrays_of_ranks_are_compared_too() -> None:

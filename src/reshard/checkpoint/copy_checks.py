@@ -37,8 +37,8 @@ from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
-from reshard.checkpoint.blocks.tiles import Tile, target_tiles
-from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
+from reshard.checkpoint.blocks.tiles import Tile, source_tiles, target_tiles
+from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
@@ -246,6 +246,40 @@ def compare_copies(
     )
 
 
+def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
+    """Return the checksums of a checkpoint but for those of copies that nothing reads.
+
+    Whoever reads whole tensors takes each element from one of its copies; the checksums of the
+    others are compared with that copy's, without reading them.
+    """
+    columns = TensorColumns.of(checkpoint.tensors)
+    read = {
+        number: {
+            kind.find_place(tile.slot, tile.number)[0]
+            for tile in source_tiles(columns.sample(number).assembly).tiles
+        }
+        for number, kind in enumerate(columns.kinds)
+        if _has_copies(kind)
+    }
+    if not checkpoint.checksums or not read:
+        return checkpoint.checksums
+    storages = _Storages(checkpoint)
+    skipped: set[tuple[str, int]] = set()
+    needed: set[tuple[str, int]] = set()
+    for row in range(len(columns)):
+        number, first = int(columns.kind[row]), int(columns.first[row])
+        kind = columns.kinds[number]
+        for place, file in enumerate(kind.files):
+            storage = storages.find(file, int(columns.starts[first + place]))
+            if storage is not None:
+                is_read = number not in read or place in read[number]
+                (needed if is_read else skipped).add((file, storage[0]))
+    unread = skipped - needed
+    return tuple(
+        one for one in checkpoint.checksums if (one.place.path, one.place.start_bytes) not in unread
+    )
+
+
 def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopies]) -> str:
     """Return the error text for copies that differ: which, why that can be, and what to do."""
     names = list(dict.fromkeys(one.tensor for one in differing))
@@ -273,16 +307,16 @@ class _Member(NamedTuple):
     """One copy of a region: where in which file its shard begins, and how it is stored there.
 
     `local` has where each box of the region begins in the shard; `is_whole` is whether the region
-    is all of the shard.
+    is all of the shard, densely. `kind` is equal where the region is stored alike.
     """
 
     slot: int
     place: int
     offset_bytes: int
     view: View
-    local_shape: tuple[int, ...]
     local: tuple[tuple[int, ...], ...]
     is_whole: bool
+    kind: int
 
 
 class _Region(NamedTuple):
@@ -313,16 +347,17 @@ class _Group(NamedTuple):
 
     def classify(self, storages: _Storages) -> tuple[tuple[int, ...], ...] | None:
         """Group the ranks by the checksums of their files; None where these cannot decide."""
-        marks, are_exact = [], True
+        marks, are_exact, part_bytes = [], True, self.part_bytes
         for member, (file, start) in zip(self.region.members, self.places, strict=True):
             storage = storages.find(file, start)
             if storage is None:
                 return None
             begin, size_bytes, crc32 = storage
-            is_exact = begin == start and member.is_whole and size_bytes == self.part_bytes
-            are_exact &= is_exact and is_dense(member.view, member.local_shape)
-            inside = (start - begin, member.view, member.local_shape, member.local)
-            marks.append((size_bytes, crc32, *inside))
+            are_exact &= begin == start and member.is_whole and size_bytes == part_bytes
+            marks.append((size_bytes, crc32, start - begin, member.kind))
+        # Nearly always all are equal.
+        if marks.count(marks[0]) == len(marks):
+            return (self.ranks,)
         classes = _group_equal(zip(self.ranks, marks, strict=True))
         # A checksum that covers more than the copy proves equality alone.
         return classes if are_exact or len(classes) == 1 else None
@@ -462,14 +497,16 @@ def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = N
             )
             at.append(piece[1] + begin - piece[0])
         local.append(tuple(at))
+    view = kind.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+    is_all = len(boxes) == 1 and boxes[0].shape == tile.local_shape
     return _Member(
         tile.slot,
         place,
         tile.offset * kind.dtype.itemsize_bytes if is_slot else 0,
-        kind.view(tile.slot, tile.number) or View.row_major(tile.local_shape),
-        tile.local_shape,
+        view,
         tuple(local),
-        len(boxes) == 1 and boxes[0].shape == tile.local_shape,
+        is_all and is_dense(view, tile.local_shape),
+        hash((view, tile.local_shape, tuple(local))),
     )
 
 

@@ -5,7 +5,8 @@ archives. A checksum is put together from the blocks as they pass by (`range_che
 byte is read twice:
 
 1. Of what is read: at the end it must be what the source's file says. PyTorch itself does
-   not look. Tensors with digests in a manifest are not checked a second time.
+   not look. Tensors with digests in a manifest are not checked a second time, and copies that
+   nothing reads not at all.
 2. Of what is written: at the end it goes into the bytes that close the file (`NewFile`).
 3. A range that was not seen whole is read once more at the end: of a source because an earlier run
    did some of its blocks or because the shard has strides, of a target because it has padding.
@@ -26,6 +27,7 @@ from pathlib import Path
 from reshard.checkpoint.blocks.block_io import OpenFiles, Watch
 from reshard.checkpoint.blocks.grid import block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
+from reshard.checkpoint.copy_checks import list_read_checksums
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
@@ -45,7 +47,8 @@ class FileChecksums:
         self._source = source
         self._arrangement = arrangement
         self._content = content
-        self._read = source_checksums(source.checksums)
+        self._checksums = list_read_checksums(source)
+        self._read = source_checksums(self._checksums)
         self._written = RangeChecksums(
             {file.stored.name: file.checked_ranges for file in _list_checked(arrangement)}
         )
@@ -81,7 +84,7 @@ class FileChecksums:
         Raises:
             DigestError: bytes that are not those that were written.
         """
-        for damaged, found in damaged_ranges(self._source.checksums, self._read, sources):
+        for damaged, found in damaged_ranges(self._checksums, self._read, sources):
             path, start = self._source.path(damaged.place.path), damaged.place.start_bytes
             raise DigestError(
                 f"{path} bytes {start}:{start + damaged.size_bytes}, {damaged.part} of tensor "

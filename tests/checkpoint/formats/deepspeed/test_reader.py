@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import reshard
+from checkpoint.checkpoint_files import change_last_copy
 from deepspeed_records import read_digests, recorded, unpack
-from reshard.errors import CheckpointError, FormatError
+from reshard.checkpoint.copy_checks import compare_copies
+from reshard.errors import CheckpointError, CoverageError, FormatError
 
 NAMES = recorded()
 ZERO = [name for name in NAMES if not name.endswith("universal")]
@@ -241,3 +243,17 @@ def test_a_missing_layer_or_expert_is_named(name: str, file: str, tmp_path: Path
     (folder / "global_step2" / file).unlink()
     with pytest.raises(CheckpointError, match=r"no weights of .* is missing, fetch it"):
         reshard.checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16-4-autotp-over2", "zero1-fp32-2-pipelinetied-over2"])
+def test_copies_of_ranks_are_compared(name: str, tmp_path: Path) -> None:
+    """Replicated parameters of tensor-parallel ranks, and tied ones of stages."""
+    folder = unpack(name, tmp_path)
+    found = reshard.checkpoint.open(folder, check_copies="all")
+    report = compare_copies(found)
+    assert report.parts
+    assert not report.differing
+    change_last_copy(found)
+    found = reshard.checkpoint.open(folder, check_copies="all")
+    with pytest.raises(CoverageError, match=r"ranks hold copies"):
+        reshard.checkpoint.load(found)

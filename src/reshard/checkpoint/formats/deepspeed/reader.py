@@ -85,7 +85,6 @@ class SaveReader:
         self._add_whole_states()
         if self.parts is not None:
             self.parts.join()
-            self.notes += self.parts.notes
         self._expect_weights()
         self._add_values()
         collector = self.collector
@@ -205,8 +204,9 @@ class SaveReader:
         of_experts = self._read_each(read_tensors, experts)
         for key, file in experts.items():
             for name, archived in of_experts[key].items():
-                self.collector.add_first(name, file, archived, self.slot(key[2], 0))
+                self.collector.add_copy(name, file, archived, self.slot(key[2], 0))
         of_layers = self._read_each(read_tensors, layers)
+        seen: set[tuple[str, int]] = set()
         for (layer, rank), file in layers.items():
             found = of_layers[layer, rank]
             shapes = {
@@ -215,8 +215,12 @@ class SaveReader:
                 if mp % self.tensor_ranks == rank
                 for name, shape in model.shapes.items()
             }
+            # A layer that stages share has a file for each of them; which stages, no file says.
+            last = (self.stages - 1) * self.tensor_ranks
             for name, archived in pipelines.name_layer(layer, found, shapes).items():
-                self._add_part(name, name, rank, file, archived)
+                mp = rank + last if (name, rank) in seen else rank
+                seen.add((name, rank))
+                self._add_part(name, name, mp, file, archived)
 
     def _add_weight(
         self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
@@ -237,7 +241,7 @@ class SaveReader:
         """What a rank has of a tensor that is cut as `parameter` is, whole in a file."""
         slot = self.slot(mp, 0)
         if self.parts is None:
-            self.collector.add_first(name, file, archived, slot)
+            self.collector.add_copy(name, file, archived, slot)
         else:
             self.parts.add_whole(parameter, name, mp, file, archived, slot)
 

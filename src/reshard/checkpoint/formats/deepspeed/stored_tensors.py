@@ -114,6 +114,9 @@ class TensorCollector:
 
     def add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
         """Add a tensor that is whole in a file."""
+        self._add(name, archived, self._bind_whole(name, file, archived, slot))
+
+    def _bind_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> Binding:
         start_bytes = archived.start_bytes
         views = {}
         itemsize_bytes = archived.dtype.itemsize_bytes
@@ -126,13 +129,30 @@ class TensorCollector:
             views[slot] = archived.view
             storage.is_strided = True
         address = FileRange(self._prefix + file, start_bytes)
-        layout = Layout.whole(archived.shape, [slot], self._slots)
-        self._add(name, archived, Binding(layout, {slot: address}, views))
+        return Binding(Layout.whole(archived.shape, [slot], self._slots), {slot: address}, views)
 
     def add_first(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
         """Add a tensor that is whole in a file, where no other has its name."""
         if name not in self.tensors:
             self.add_whole(name, file, archived, slot)
+
+    def add_copy(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
+        """Add a tensor that is whole in a file, or a copy of one that is there, whole too.
+
+        A copy of another type or shape, or one more of the same rank, is left out.
+        """
+        first = self.tensors.get(name)
+        if first is None:
+            self.add_whole(name, file, archived, slot)
+            return
+        addresses, views = dict(first.binding.addresses), dict(first.binding.views)
+        is_alike = (first.dtype, first.shape) == (archived.dtype, archived.shape)
+        if not is_alike or slot in addresses:
+            return
+        copy = self._bind_whole(name, file, archived, slot)
+        addresses, views = {**addresses, **copy.addresses}, {**views, **copy.views}
+        layout = Layout.whole(archived.shape, sorted(addresses), self._slots)
+        self.tensors[name] = StoredTensor(name, first.dtype, Binding(layout, addresses, views))
 
     def add_pieces(self, name: str, shape: Shape, pieces: Sequence[StoredPiece]) -> None:
         """Add a tensor that lies in pieces, in the order of ranks and elements.

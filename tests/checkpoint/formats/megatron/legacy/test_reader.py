@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpoint.checkpoint_files import change_last_copy
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
+from reshard.checkpoint.copy_checks import compare_copies
 from reshard.errors import CheckpointError, CoverageError, FormatError
 
 NAMES = [
@@ -98,3 +100,17 @@ def test_stacked_experts_of_unknown_number(experts: int | None, says: str, tmp_p
         torch.save(state, path)
     with pytest.raises((CheckpointError, FormatError), match=says):
         checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["tensor", "experts"])
+def test_copies_of_ranks_are_compared(name: str, tmp_path: Path) -> None:
+    """Tensors that tensor parallelism does not cut, and those that are not of experts."""
+    folder = unpack(name, tmp_path) / "legacy"
+    found = checkpoint.open(folder, check_copies="all")
+    report = compare_copies(found)
+    assert report.parts
+    assert not report.differing
+    change_last_copy(found)
+    found = checkpoint.open(folder, check_copies="all")
+    with pytest.raises(CoverageError, match=r"ranks hold copies"):
+        checkpoint.load(found)

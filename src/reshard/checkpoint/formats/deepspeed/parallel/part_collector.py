@@ -1,17 +1,17 @@
 """Tensors whose parts several tensor-parallel ranks have, collected and joined.
 
 1. What each rank has of a tensor is noted: the shape of its part, and pieces of it in files.
-2. When all are there, the ranks' parts are joined as `tensor_parts` says. Of a parameter that
-   several stages of a pipeline have, the first one's counts.
-3. Of copies the first rank's is read. Weights that are copies are compared by their checksums; of
-   averaged parameters all elements are, since a mean of different ones is not made here.
+2. When all are there, the ranks' parts are joined as `tensor_parts` says. Parts of a parameter that
+   several stages of a pipeline have are copies.
+3. All copies are bound, and compared where tensors are read (`reshard.checkpoint.copy_checks`). Of
+   averaged parameters all elements are compared here, since a mean of different ones is not made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.binding import View
@@ -31,30 +31,23 @@ from reshard.checkpoint.formats.deepspeed.stored_tensors import (
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import CheckpointError, FormatError
-from reshard.text.quantities import count_text
 
 
 @dataclasses.dataclass(frozen=True)
 class _RankPart:
-    """What a rank has of a tensor; `whole` is the tensor of its file, where that is all of it."""
+    """A part of a tensor that a rank has."""
 
     shape: Shape
     pieces: tuple[StoredPiece, ...]
-    whole: ArchivedTensor | None = None
 
 
 class PartCollector:
-    """Collects the parts of `joiner.ranks` tensor-parallel ranks, and joins them.
-
-    `notes` are for the user, of copies that differ.
-    """
+    """Collects the parts of `joiner.ranks` tensor-parallel ranks, and joins them."""
 
     def __init__(self, folder: Path, collector: TensorCollector, joiner: Joiner) -> None:
         self._folder, self._collector, self._joiner = folder, collector, joiner
         self._parts: dict[str, dict[tuple[int, int], _RankPart]] = {}
         self._parameters: dict[str, str] = {}
-        self._differing: list[str] = []
-        self.notes: list[str] = []
 
     def add_pieces(
         self, parameter: str, name: str, mp: int, shape: Shape, pieces: Sequence[StoredPiece]
@@ -76,7 +69,7 @@ class PartCollector:
             archived, shape=(elements,), view=View(archived.view.offset, (1,))
         )
         pieces = (StoredPiece(slot, 0, elements, file, flat, 0),) if elements else ()
-        self._add(parameter, name, mp, _RankPart(archived.shape, pieces, archived))
+        self._add(parameter, name, mp, _RankPart(archived.shape, pieces))
 
     def _add(self, parameter: str, name: str, mp: int, part: _RankPart) -> None:
         self._parameters[name] = parameter
@@ -105,19 +98,17 @@ class PartCollector:
             if key not in joins:
                 joins[key] = self._joiner.join(*key)
                 expect_elements(joins[key], self._joiner.label, parameter)
-            self._add_joined(name, joins[key], parts)
-        if self._differing:
-            self.notes.append(
-                f"{count_text(len(self._differing), 'parameter')} (first: {self._differing[0]}) "
-                "should be copies on tensor-parallel ranks, and differ: those of the first rank "
-                "are read"
-            )
+            self._add_joined(name, joins[key], found)
 
-    def _add_joined(self, name: str, join: Join, parts: Sequence[_RankPart]) -> None:
-        if join.copies:
-            self._compare(name, join, parts)
+    def _add_joined(
+        self, name: str, join: Join, found: Mapping[tuple[int, int], _RankPart]
+    ) -> None:
+        if join.is_averaged:
+            self._compare(name, list(found.values()))
         cells = []
-        for rank, part in enumerate(parts):
+        for (_, rank), part in found.items():
+            if part.shape != join.parts[rank]:
+                continue
             for slot, start, stop, file, buffer, offset in part.pieces:
                 end = offset + stop - start
                 if end > buffer.shape[0]:
@@ -135,14 +126,8 @@ class PartCollector:
         cells.sort(key=lambda cell: cell.slot)
         self._collector.add_cells(name, join.shape, cells)
 
-    def _compare(self, name: str, join: Join, parts: Sequence[_RankPart]) -> None:
-        """Note copies that differ; raise FormatError for those whose mean counts."""
-        if not join.is_averaged:
-            sums = {part.whole.crc32 for part in parts if part.whole is not None}
-            # Storages that others share say nothing of this tensor.
-            if len(sums) > 1 and all(_is_alone(part) for part in parts):
-                self._differing.append(name)
-            return
+    def _compare(self, name: str, parts: Sequence[_RankPart]) -> None:
+        """Raise FormatError for copies that differ and whose mean counts."""
         contents = {b"".join(map(self._read, part.pieces)) for part in parts}
         if len(contents) > 1:
             raise FormatError(
@@ -165,12 +150,3 @@ class PartCollector:
         if len(content) < size_bytes:
             raise FormatError(f"{path} ends before the elements that it says it has")
         return content
-
-
-def _is_alone(part: _RankPart) -> bool:
-    whole = part.whole
-    return (
-        whole is not None
-        and whole.crc32 is not None
-        and whole.storage_bytes == math.prod(whole.shape) * whole.dtype.itemsize_bytes
-    )

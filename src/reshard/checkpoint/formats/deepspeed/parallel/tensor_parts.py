@@ -74,7 +74,7 @@ class Join:
         shape: of the parameter.
         parts: the shape of each rank's part.
         boxes: of each rank, those that count.
-        copies: whether each rank has the whole: the first one's counts.
+        copies: whether each rank has the whole.
         is_averaged: whether the mean of such copies counts.
     """
 
@@ -186,10 +186,9 @@ class Joiner:
         if self._is_in(_REPLICATED, name) or self._is_in(_AVERAGED, name):
             self._expect_like(name, parts, None)
             whole = own[0]
-            rest = ((),) * (self.ranks - 1)
-            first = (JoinedBox((0,) * len(whole), (0,) * len(whole), whole),)
+            each = (JoinedBox((0,) * len(whole), (0,) * len(whole), whole),)
             averaged = not self._is_in(_REPLICATED, name)
-            join = Join(whole, own, (first, *rest), copies=True, is_averaged=averaged)
+            join = Join(whole, own, (each,) * self.ranks, copies=True, is_averaged=averaged)
         elif self._is_in(_HALVES, name):
             self._expect_like(name, parts, 0)
             if any(shape[0] % 2 for shape in parts):
@@ -362,7 +361,6 @@ class Joiner:
         if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
             raise self.wrong(f"a map of {name!r} that is not of {self.ranks} ranks")
         by_rank = {int(rank): one for rank, one in ranks.items()}
-        seen: set[tuple[Shape, Shape]] = set()
         boxes = []
         for rank, part in enumerate(parts):
             shape = as_sizes(by_rank[rank].get("shard_shape"))
@@ -371,12 +369,10 @@ class Joiner:
             own = []
             for piece in self._list(by_rank[rank], "pieces"):
                 box = self._read_piece(name, piece, part, whole)
-                # Of copies the first rank's counts.
-                if box is not None and (box.start, box.shape) not in seen:
-                    seen.add((box.start, box.shape))
+                if box is not None:
                     own.append(box)
             boxes.append(tuple(own))
-        is_copied = all(part == whole for part in parts) and not any(boxes[1:])
+        is_copied = all(part == whole for part in parts)
         return Join(whole, tuple(parts), tuple(boxes), copies=is_copied)
 
     def _read_piece(self, name: str, piece: Any, part: Shape, whole: Shape) -> JoinedBox | None:
@@ -414,7 +410,9 @@ class Joiner:
 
 def expect_elements(join: Join, label: str, name: str) -> None:
     """Raise FormatError where the boxes of all ranks are not as many elements as the parameter."""
-    held = sum(math.prod(one.shape) for one in itertools.chain(*join.boxes))
+    # Boxes that several ranks have are copies.
+    boxes = {(one.start, one.shape) for one in itertools.chain(*join.boxes)}
+    held = sum(math.prod(shape) for _, shape in boxes)
     if held != math.prod(join.shape):
         raise FormatError(
             f"{label}: the parts of {name!r} have {held} elements, expected "

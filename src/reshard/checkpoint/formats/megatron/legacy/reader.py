@@ -2,8 +2,8 @@
 
 1. The first rank's arguments say how the model was cut; every rank's folder must be there.
 2. Each rank's tensors are blocks of those of the whole model: numbered over it (`rank_models`), and
-   placed along the dimension that is cut (`parameter_cuts`). What several ranks hold alike is read
-   from the first: copies in data, context and expert parallelism, and parameters that are not cut.
+   placed along the dimension that is cut (`parameter_cuts`). All copies are bound, those in data,
+   context and expert parallelism and of parameters that are not cut; the first rank's are read.
 3. Optimizer state is told by the order of parameters, which Megatron keeps (`rank_optimizers`).
 4. The rest of the first rank's state is plain values (`common_state`).
 """
@@ -189,12 +189,6 @@ class _Builder:
         self.checksums: list[StoredChecksum] = []
         self.unread: list[tuple[str, str]] = []
         self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
-        # The first rank with each part: of experts, and of everything else.
-        self.first: dict[tuple[int, int], RankPlace] = {}
-        self.first_of_experts: dict[tuple[int, int, int], RankPlace] = {}
-        for one in sizes.places():
-            self.first.setdefault((one.pp, one.tp), one)
-            self.first_of_experts.setdefault((one.pp, one.ep, one.tp % sizes.etp), one)
 
     def add(self, rank: RankFiles) -> None:
         """Add all blocks of a rank."""
@@ -208,13 +202,13 @@ class _Builder:
                 whole = engine_name(whole_names[name], known)
                 place = self._place(rank.place, whole, tensor.shape, cut)
                 places[chunk.number, name] = whole, place
-                if self._is_first(rank.place, whole, cut):
-                    self._add_tensor(rank, rank.name, whole, tensor, place)
+                if self._is_tied(whole):
+                    continue
+                self._add_tensor(rank, rank.name, whole, tensor, place)
         state = RankOptimizer(rank, self.sizes, self.arguments)
         for block in state.blocks():
             whole, place = places[block.chunk, block.parameter]
-            cut = ParameterCut(place.dimension)
-            if self._is_first(rank.place, whole, cut):
+            if not self._is_tied(whole):
                 self._add_state(rank, block, whole, place)
         self.unread += state.unread
 
@@ -243,16 +237,9 @@ class _Builder:
             raise FormatError(f"{self.folder}: {name!r} has the shape {list(shape)}")
         return BlockPlace.cut(shape, cut.dimension, rank.tp % parts, parts, cut.stride)
 
-    def _is_first(self, rank: RankPlace, name: str, cut: ParameterCut) -> bool:
-        """Whether no rank before has the same block."""
-        if self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1:
-            # The embedding once more, on the last stage.
-            return False
-        is_cut = cut.dimension is not None
-        if ".experts." in name:
-            part = rank.tp % self.sizes.etp
-            return rank == self.first_of_experts[rank.pp, rank.ep, part] and (is_cut or part == 0)
-        return rank == self.first[rank.pp, rank.tp] and (is_cut or rank.tp == 0)
+    def _is_tied(self, name: str) -> bool:
+        """Whether a tensor is the embedding once more, on the last stage."""
+        return self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1
 
     def _add_tensor(
         self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
