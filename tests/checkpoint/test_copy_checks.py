@@ -220,3 +220,14 @@ def test_the_commands_show_differing_copies(differing: Path, tmp_path: Path) -> 
     verify = ("verify", source[0], out, *source[1:])
     assert run_here(*verify).code == 1
     assert run_here(*verify, "--allow", "differing-copies").code == 0
+
+
+def test_one_tensor_that_is_read_is_compared_once(
+    differing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_copies(differing)
+    with pytest.raises(CoverageError, match="w: rank 0, rank 1 differ"):
+        checkpoint.read_tensor(source, "w")
+    checkpoint.read_tensor(source, "b")
+    monkeypatch.setattr("reshard.checkpoint.copy_checks.compare_copies", None)
+    checkpoint.read_tensor(source, "b")

@@ -122,7 +122,7 @@ class CopyReport:
 
     def describe(self) -> list[str]:
         """Return notes for a user: what differs by nature, and what was not compared."""
-        notes = [*self.lost]
+        notes = [*self.lost[:_MAX_SHOWN]]
         if self.by_nature:
             notes.append(
                 f"{_count_tensors(self.by_nature)} differ by rank, as such state does; the lowest "
@@ -167,6 +167,14 @@ def expect_equal_copies(
         CoverageError: copies that differ.
         RunError: a file that cannot be read.
     """
+    check = parse_check(checkpoint.check_copies if check is None else check)
+    if check == "none":
+        return checkpoint
+    passed = _Index.of(checkpoint).passed.setdefault(check, set())
+    names = checkpoint.tensors if names is None else names
+    names = [name for name in names if name not in passed]
+    if not names:
+        return checkpoint
     report = compare_copies(checkpoint, check, names)
     is_allowed = DIFFERING_COPIES in (*allow, *checkpoint.allowed)
     if report.lost and not is_allowed:
@@ -185,6 +193,7 @@ def expect_equal_copies(
             f"rank's are taken: {_list_some(report.differing)}"
         )
     if not notes:
+        passed.update(names)
         return checkpoint
     return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
 
@@ -206,20 +215,22 @@ def compare_copies(
     check = parse_check(checkpoint.check_copies if check is None else check)
     if check == "none":
         return CopyReport()
+    index = _Index.of(checkpoint)
     names = None if names is None else dict.fromkeys(names)
-    lost = tuple(_find_lost_experts(checkpoint, names))
-    groups = list(_list_groups(TensorColumns.of(checkpoint.tensors), names))
+    lost = tuple(
+        text for experts, text in index.lost if names is None or not experts.isdisjoint(names)
+    )
+    groups = list(index.list_groups(names))
     if not groups:
         return CopyReport(lost=lost)
     found: list[DifferingCopies] = []
     unresolved = groups if check == "all" else []
     if check == "sample":
-        storages = _Storages(checkpoint)
         for group in groups:
             # What reshard wrote has copies of one tensor, and a digest that proves them when read.
             if group.has_digest:
                 continue
-            classes = group.classify(storages)
+            classes = group.classify(index.storages)
             if classes is None:
                 unresolved.append(group)
             elif len(classes) > 1:
@@ -233,8 +244,7 @@ def compare_copies(
         classes = _group_equal(zip(group.ranks, digests, strict=True))
         if len(classes) > 1:
             found.append(group.describe(classes, how))
-    order = {name: number for number, name in enumerate(checkpoint.tensors)}
-    found.sort(key=lambda one: (order[one.tensor], one.ranks))
+    found.sort(key=lambda one: (index.columns.row(one.tensor), one.ranks))
     return CopyReport(
         tuple(one for one in found if not _BY_NATURE.search(one.tensor)),
         tuple(one for one in found if _BY_NATURE.search(one.tensor)),
@@ -252,7 +262,8 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
     Whoever reads whole tensors takes each element from one of its copies; the checksums of the
     others are compared with that copy's, without reading them.
     """
-    columns = TensorColumns.of(checkpoint.tensors)
+    index = _Index.of(checkpoint)
+    columns = index.columns
     read = {
         number: {
             kind.find_place(tile.slot, tile.number)[0]
@@ -263,7 +274,7 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
     }
     if not checkpoint.checksums or not read:
         return checkpoint.checksums
-    storages = _Storages(checkpoint)
+    storages = index.storages
     skipped: set[tuple[str, int]] = set()
     needed: set[tuple[str, int]] = set()
     for row in range(len(columns)):
@@ -397,28 +408,52 @@ def _group_equal(marks: Iterable[tuple[int, object]]) -> tuple[tuple[int, ...], 
 # Which parts are said to be copies.
 
 
-def _list_groups(columns: TensorColumns, names: Iterable[str] | None) -> Iterator[_Group]:
-    regions = [
-        _find_regions(kind, columns.sample(number).stored_layout) if _has_copies(kind) else ()
-        for number, kind in enumerate(columns.kinds)
-    ]
-    if not any(regions):
-        return
-    digests = columns.digests
-    rows = range(len(columns)) if names is None else columns.rows(names).tolist()
-    for row in rows:
-        number, first = int(columns.kind[row]), int(columns.first[row])
-        kind = columns.kinds[number]
-        has_digest = digests is not None and (digests.known is None or bool(digests.known[row]))
-        for region in regions[number]:
-            starts = (int(columns.starts[first + one.place]) for one in region.members)
-            places = tuple(
-                (kind.files[one.place], start + one.offset_bytes)
-                for one, start in zip(region.members, starts, strict=True)
-            )
-            # Several ranks may be bound to one range of a file.
-            if len(set(places)) > 1:
-                yield _Group(columns.names[row], kind, region, places, has_digest)
+class _Index:
+    """What a comparison needs of a checkpoint, found once, however often tensors of it are read.
+
+    `passed` has the names of tensors whose copies were found equal, by how they were compared.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.columns = TensorColumns.of(checkpoint.tensors)
+        self._regions = [
+            _find_regions(kind, self.columns.sample(number).stored_layout)
+            if _has_copies(kind)
+            else ()
+            for number, kind in enumerate(self.columns.kinds)
+        ]
+        self.storages = _Storages(checkpoint)
+        self.lost = tuple(_find_lost_experts(checkpoint))
+        self.passed: dict[str, set[str]] = {}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Index:
+        """Return the index of a checkpoint, which keeps it."""
+        attributes = vars(checkpoint)
+        found = attributes.get("_copy_index")
+        if not isinstance(found, _Index):
+            found = attributes["_copy_index"] = cls(checkpoint)
+        return found
+
+    def list_groups(self, names: Iterable[str] | None) -> Iterator[_Group]:
+        """Yield the parts that several ranks hold, of some tensors or of all."""
+        columns, digests = self.columns, self.columns.digests
+        if not any(self._regions):
+            return
+        rows = range(len(columns)) if names is None else columns.rows(names).tolist()
+        for row in rows:
+            number, first = int(columns.kind[row]), int(columns.first[row])
+            kind = columns.kinds[number]
+            has_digest = digests is not None and (digests.known is None or bool(digests.known[row]))
+            for region in self._regions[number]:
+                starts = (int(columns.starts[first + one.place]) for one in region.members)
+                places = tuple(
+                    (kind.files[one.place], start + one.offset_bytes)
+                    for one, start in zip(region.members, starts, strict=True)
+                )
+                # Several ranks may be bound to one range of a file.
+                if len(set(places)) > 1:
+                    yield _Group(columns.names[row], kind, region, places, has_digest)
 
 
 def _has_copies(kind: TensorKind) -> bool:
@@ -513,8 +548,8 @@ def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = N
 # What a writer dropped.
 
 
-def _find_lost_experts(checkpoint: Checkpoint, names: Collection[str] | None) -> Iterator[str]:
-    """Yield what shows that experts of some ranks were dropped as copies of those of others.
+def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield what shows that experts of some ranks were dropped as copies, and their names.
 
     A router has a row for each expert. Where all ranks name and count their own experts from 0,
     and the writer keeps one copy of each, there is a fraction of them.
@@ -525,7 +560,7 @@ def _find_lost_experts(checkpoint: Checkpoint, names: Collection[str] | None) ->
         return
     counts: dict[str, set[int]] = {}
     numbered: dict[str, set[int]] = {}
-    first: dict[str, str] = {}
+    members: dict[str, list[str]] = {}
     routers: dict[str, tuple[str, int]] = {}
     shapes = shapes_of(checkpoint.tensors)
     for name, shape in shapes.items():
@@ -535,7 +570,7 @@ def _find_lost_experts(checkpoint: Checkpoint, names: Collection[str] | None) ->
                 numbered.setdefault(layer, set()).add(int(number))
             elif len(shape) >= 3:
                 counts.setdefault(layer, set()).add(shape[0])
-            first.setdefault(layer, name)
+            members.setdefault(layer, []).append(name)
         elif len(shape) == 2 and (match := _ROUTER.search(name)):
             routers[match[1]] = name, shape[0]
     for layer, (router, rows) in routers.items():
@@ -543,17 +578,18 @@ def _find_lost_experts(checkpoint: Checkpoint, names: Collection[str] | None) ->
         found = counts.get(layer, set()) or ({len(own)} if own == {*range(len(own))} else set())
         if len(found) != 1 or not 0 < (count := next(iter(found))) < rows or rows % count:
             continue
-        if names is not None and first[layer] not in names:
-            continue
-        stored = checkpoint.tensors[first[layer]].stored_slots
+        first = members[layer][0]
+        stored = checkpoint.tensors[first].stored_slots
         if len(stored) < len(ranks):
             yield (
-                f"{first[layer]} is of {count} experts, stored by {ranks_text(stored)} of "
-                f"{len(ranks)}, and {router} chooses among {rows}: ranks saved different experts "
-                "under the same names and offsets, of which the writer keeps one as a copy, so "
-                f"that {rows - count} of {rows} are lost"
+                frozenset(members[layer]),
+                (
+                    f"{first} is of {count} experts, stored by {ranks_text(stored)} of "
+                    f"{len(ranks)}, and {router} chooses among {rows}: ranks saved different "
+                    "experts under the same names and offsets, of which the writer keeps one as a "
+                    f"copy, so that {rows - count} of {rows} are lost"
+                ),
             )
-            return
 
 
 # What is read of them.

@@ -63,12 +63,13 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     Types that NumPy does not have (bfloat16, float8) are those of ml_dtypes.
 
     Raises:
-        CheckpointError: no tensor of that name.
+        CheckpointError: no tensor of that name; ranks whose copies of it differ.
         MissingExtraError: ml_dtypes is needed and not installed.
         DigestError: bytes that are not what the manifest recorded.
         RunError: a file that cannot be read.
     """
     tensor = checkpoint[name]
+    expect_equal_copies(checkpoint, names=[name])
     array = np.empty(math.prod(tensor.shape), dtype=tensor.dtype.storage)
     files = open_sources(checkpoint)
     reader = BlockReader(tensor, files)
@@ -236,7 +237,6 @@ def load_layouts(
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    expect_equal_copies(checkpoint, names=[name for name in layouts if name in checkpoint.tensors])
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
         raise UsageError(f"rank {rank!r}; ranks are whole numbers from 0")
     for what, given in (("layouts", layouts), ("out", out if out is not None else {})):
@@ -252,6 +252,7 @@ def load_layouts(
     arrays: dict[str, NDArray[Any]] = {}
     groups: dict[tuple[int, int], _Group] = {}
     columns = _take_columns(checkpoint, layouts)
+    expect_equal_copies(checkpoint, names=layouts)
     rows = columns.rows(layouts)
     for name, row, number in zip(layouts, rows.tolist(), columns.kind[rows].tolist(), strict=True):
         layout = layouts[name]

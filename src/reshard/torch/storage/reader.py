@@ -31,6 +31,7 @@ from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.byte_streams import RangeStream
 from reshard.checkpoint.files.pipeline import run_in_threads
@@ -203,7 +204,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         """Read what a plan asks for, into the tensors that the planner gives.
 
         Raises:
-            CheckpointError: a name that the checkpoint does not have.
+            CheckpointError: a name that the checkpoint does not have; ranks whose copies differ.
             RunError: a file that cannot be read.
         """
         numbered = list(enumerate(plan.items))
@@ -217,6 +218,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             for number, item in numbered
             if item.type != LoadItemType.BYTE_IO
         ]
+        expect_equal_copies(self.checkpoint, names={read.tensor.name for read in reads})
         if self.readers_on_host > 1 and isinstance(self.checkpoint.folder, PlacePath):
             self._read_together(reads, planner)
         else:
