@@ -98,6 +98,16 @@ def test_a_recipe_cuts_weights_behind_a_prefix_without_optimizer(
     assert found == {prefix + name: spec for name, spec in expected.items()}
 
 
+def test_a_recipe_cuts_each_of_several_models(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", LLAMA, CONFIG)
+    prefixes = ("net.", "net_ema.")
+    shapes = {prefix + name: shape for prefix in prefixes for name, shape in LLAMA.items()}
+    source = write(tmp_path / "source", shapes, CONFIG)
+    expected = specs(plan_conversion(plain, tmp_path / "t", to="tp=2", recipe="llama"))
+    found = specs(plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama"))
+    assert found == {p + name: spec for p in prefixes for name, spec in expected.items()}
+
+
 def test_layers_in_stages_have_their_state_and_steps_there(tmp_path: Path) -> None:
     source = write(tmp_path / "source", adam(LLAMA, "model.", "optim"), CONFIG)
     conversion = plan_conversion(source, tmp_path / "t", to="pp=2,tp=2", recipe="llama")

@@ -143,9 +143,15 @@ class StateFollowers:
         if recipe is None:
             return
         names = {name: self.aliases.get(name, name) for name in self.leaders}
-        prefix = _find_foreign_prefix([*names.values()], recipe.rules)
+        # Several models, such as weights and their average, have a prefix each.
+        prefixes, rest = list[str](), [bare_name(one) for one in names.values()]
+        while rest and (prefix := _find_foreign_prefix(rest, recipe.rules)):
+            prefixes.append(prefix)
+            rest = [one for one in rest if not one.startswith(prefix)]
         for name, called in names.items():
-            bare = bare_name(called.removeprefix(prefix))
+            bare = bare_name(called)
+            own = next((prefix for prefix in prefixes if bare.startswith(prefix)), "")
+            bare = bare.removeprefix(own)
             if bare not in ("", name):
                 self.aliases[name] = bare
 

@@ -248,7 +248,8 @@ def _has_evidence(
     ):
         return True
     if parts[0] & parts[1] and parts[0] ^ parts[1] in _LETTER_PAIRS:
-        return True
+        # Layers have such words as well: lora_A and lora_B.
+        return any("." in end for end in common)
     if is_of_model is None or any(word in own_words for word in words):
         return False
     return 2 * sum(map(is_of_model, common)) > len(common)

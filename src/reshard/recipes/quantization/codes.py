@@ -28,6 +28,7 @@ _PACKED = {
     "_qdata": "_scale",
     "._data": "._scale",
 }
+_PACKED_ENDS = tuple(_PACKED)
 # Scales of a plain name, after it and in the place of `.weight`.
 _AFTER = ("_scale_inv", "_scale", "_scales", ".absmax")
 _IN_PLACE = (".SCB", ".scale", ".scales", ".scale_weight", ".weight_scale", ".weight_scale_inv")
@@ -50,7 +51,7 @@ def list_codes(
     for name, element in types.items():
         if element.startswith("float8"):
             is_code = dims[name] > 1 and element != "float8_e8m0fnu" and not _SCALE.search(name)
-        elif name.endswith(tuple(_PACKED)):
+        elif name.endswith(_PACKED_ENDS):
             is_code = element in ("int32", *_INTEGERS)
         else:
             is_code = is_quantized and element in _INTEGERS and name.endswith(".weight")
@@ -72,10 +73,12 @@ def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, 
     {'up.weight': 'up.weight_scale'}
     """
     found: dict[str, str] = {}
-    # The name of the scale that is missing is as those of other weights are.
-    ends = {end for end in _AFTER if names and any(name.endswith(end) for name in types)}
     for name in names:
-        end = next((one for one in _PACKED if name.endswith(one)), None)
+        if name + _AFTER[0] in types:
+            continue
+        end = None
+        if name.endswith(_PACKED_ENDS):
+            end = next(one for one in _PACKED if name.endswith(one))
         if end is not None:
             scales = [name.removesuffix(end) + _PACKED[end]]
         else:
@@ -84,8 +87,13 @@ def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, 
             scales += [bare + one for one in _IN_PLACE] if bare != name else []
         scale = next((one for one in scales if one in types), None)
         if scale is None:
+            # The name of the scale that is missing is as those of other weights are.
             usual = 0 if types[name].startswith("float8") or end is not None else 1
-            used = (n for n, one in enumerate(_AFTER) if end is None and one in ends)
+            used = (
+                number
+                for number, one in enumerate(_AFTER if end is None and not found else ())
+                if any(other.endswith(one) for other in types)
+            )
             found[name] = scales[next(used, usual)]
             continue
         # Four-bit elements have scales of eight bits, and a scale of these.

@@ -141,6 +141,12 @@ def _find_write_problems(name: str, local: torch.Tensor) -> Iterator[str]:
         yield f"{name}: {error}"
 
 
+def _describe_missing(checkpoint: Checkpoint, name: str) -> str:
+    if name in checkpoint.unreadable:
+        return f"cannot be read, it is {checkpoint.unreadable[name]}"
+    return "not in the checkpoint"
+
+
 def _check_fit(
     checkpoint: Checkpoint,
     tensors: Mapping[str, torch.Tensor],
@@ -148,7 +154,7 @@ def _check_fit(
     strict: bool,
 ) -> None:
     problems = [
-        f"{name}: not in the checkpoint"
+        f"{name}: {_describe_missing(checkpoint, name)}"
         for name in (*tensors, *flat)
         if name not in checkpoint.tensors
     ]
