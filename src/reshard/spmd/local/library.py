@@ -1,7 +1,7 @@
 """Array libraries that compute with shards: NumPy and PyTorch, by names of the array API standard.
 
 Both libraries are used through one namespace each, with the standard's names. NumPy has them
-itself from 2.1 on; for PyTorch and older NumPy the package `array_api_compat` has them.
+itself; for PyTorch the package `array_api_compat` has them.
 """
 
 from __future__ import annotations
@@ -319,9 +319,7 @@ def library(name: str) -> Library:
             needed.
     """
     if name == "numpy":
-        if hasattr(np, "cumulative_sum"):  # The standard's newest names came with NumPy 2.1.
-            return Library(name, np)
-        return Library(name, _load_compatible("array_api_compat.numpy", name))
+        return Library(name, np)
     if name == "torch":
         return Library(name, _load_compatible("array_api_compat.torch", name))
     raise UsageError(f"unknown library {name!r}; shards are arrays of 'numpy' or 'torch'")
