@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from live_processes import free_port  # noqa: E402
 from reshard.errors import LinkError, UsageError  # noqa: E402
 from reshard.torch.links.address import LinkAddress  # noqa: E402
+from reshard.torch.links.connecting import connect  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,35 @@ def test_what_listens_there_is_no_store() -> None:
         place = LinkAddress("127.0.0.1", other.getsockname()[1])
         with pytest.raises(LinkError, match="another program has the port"):
             place.open_store(False, "s", 0.5)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "localhost", "::1", "10.255.0.1", "172.31.0.1", "192.168.1.1"),
+        *("169.254.1.1", "100.64.0.1", "100.127.255.255", "fd00::1", "fe80::1", "::ffff:10.0.0.1"),
+    ],
+)
+def test_private_addresses(host: str) -> None:
+    LinkAddress(host, 1).check_privacy()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("8.8.8.8", "172.32.0.1", "100.128.0.1", "192.0.2.1", "198.18.0.1", "0.0.0.0", "::"),
+        *("2001:db8::1", "::ffff:8.8.8.8"),
+    ],
+)
+def test_addresses_where_others_may_listen(host: str) -> None:
+    with pytest.raises(UsageError, match=r"not private(.|\n)*insecure=True"):
+        LinkAddress(host, 1).check_privacy()
+
+
+def test_connect_refuses_such_before_anything_else() -> None:
+    with pytest.raises(UsageError, match="insecure=True"):
+        connect("tcp://192.0.2.1:1", "engine", rank=0, ranks=1, secret="s", timeout_s=0.1)
+    with pytest.raises(LinkError, match=r"does not answer|nobody serves"):
+        connect(
+            "tcp://0.0.0.0:1", "engine", rank=0, ranks=1, secret="s", timeout_s=0.1, insecure=True
+        )

@@ -33,12 +33,12 @@ from reshard.torch.links.admission import (  # noqa: E402
     wait_for_engines,
 )
 from reshard.torch.links.presence import Presence  # noqa: E402
-from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 
 
 @pytest.fixture
 def store() -> SealedStore:
-    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+    return SealedStore(dist.HashStore(), derive_key("s", b"0123456789abcdef"))
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

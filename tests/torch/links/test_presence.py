@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.links import presence  # noqa: E402
 from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine  # noqa: E402
-from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 
 # Generous: what is waited for comes at once.
 PATIENCE_S = 30.0
@@ -26,7 +26,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def store() -> SealedStore:
-    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+    return SealedStore(dist.HashStore(), derive_key("s", b"0123456789abcdef"))
 
 
 @pytest.fixture

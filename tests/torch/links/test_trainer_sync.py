@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from reshard.errors import LinkError, RunError  # noqa: E402
 from reshard.torch.links.admission import Announcement  # noqa: E402
 from reshard.torch.links.presence import Presence  # noqa: E402
-from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 from reshard.torch.links.trainer_sync import (  # noqa: E402
     RunAccount,
     TrainerEnd,
@@ -48,7 +48,7 @@ class Asked(SealedStore):
 
 
 def open_store() -> SealedStore:
-    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+    return SealedStore(dist.HashStore(), derive_key("s", b"0123456789abcdef"))
 
 
 def trainer_of(ranks: int) -> Announcement:

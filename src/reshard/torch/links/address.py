@@ -7,27 +7,28 @@ where that is the loopback, nothing of a link can be reached from outside.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
+import errno
 import ipaddress
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
-
 from reshard.errors import LinkError, UsageError
-from reshard.torch.links.sealed_store import SealedStore, seal
+from reshard.log import WaitNotice
+from reshard.torch.links.sealed_store import SealedStore
+from reshard.torch.links.store_server import StoreLine, StoreServer
 
 _SECRET_VARIABLE = "RESHARD_LINK_SECRET"
-_SALT_BYTES = 16
 _LOOK_S = 0.1
+_PRIVATE = [
+    ipaddress.ip_network(one)
+    for one in (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"),
+        *("100.64.0.0/10", "::1/128", "fc00::/7", "fe80::/10"),
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,7 @@ class LinkAddress:
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host reach it. Raises LinkError for an unknown host."""
-        try:
-            found = socket.getaddrinfo(self.host, None)
-        except OSError as error:
-            raise LinkError(f"the host of {self} cannot be found: {error}") from error
-        return all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+        return all(ipaddress.ip_address(one).is_loopback for one in self._resolve())
 
     def own_address(self) -> str:
         """The address by which others of the link reach this process."""
@@ -103,59 +100,94 @@ class LinkAddress:
             )
         return found
 
+    def check_privacy(self) -> None:
+        """Raise UsageError where weights would travel outside private networks.
+
+        They are not encrypted. Raises LinkError for an unknown host.
+        """
+        public = [one for one in self._resolve() if not _is_private(one)]
+        if public:
+            raise UsageError(
+                f"a link at {self} leads to {public[0]}, which is not private, and weights are "
+                "not encrypted; give an address of a private network (10.0.0.0/8, "
+                "172.16.0.0/12, 192.168.0.0/16, 100.64.0.0/10, fc00::/7, or one of this host or "
+                "link alone), use a tunnel, or give insecure=True"
+            )
+
+    def _resolve(self) -> list[str]:
+        """The addresses of the host. Raises LinkError for an unknown one."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise LinkError(f"the host of {self} cannot be found: {error}") from error
+        return list(dict.fromkeys(str(one[4][0]) for one in found))
+
     def open_store(self, is_server: bool, secret: str, timeout_s: float) -> SealedStore:
         """The sealed store; `is_server` for the process that serves it.
 
         Others wait until it is there. Raises LinkError where it cannot be served or reached, or
         has another secret.
         """
-        timeout = datetime.timedelta(seconds=timeout_s)
-        salt = os.urandom(_SALT_BYTES) if is_server else None
-        try:
-            if not is_server:
-                self._wait_for_server(timeout_s)
-            address = (self.host, self.port, None, is_server, timeout)
-            make = partial(dist.TCPStore, *address, wait_for_workers=False)
-            store = make() if is_server else self._reach(make, timeout_s)
-            return seal(store, secret, salt)
-        except (RuntimeError, ValueError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            what = "served" if is_server else "reached"
-            raise LinkError(f"the store at {self} cannot be {what}: {line}") from error
-
-    def _reach(self, make: Callable[[], dist.TCPStore], timeout_s: float) -> dist.TCPStore:
-        """The store of a server. Raises LinkError where what listens there is none."""
-        made: SimpleQueue[dist.TCPStore | Exception] = SimpleQueue()
-
-        def work() -> None:
-            try:
-                made.put(make())
-            except Exception as error:
-                made.put(error)
-
-        # Torch waits for the server's first answer without end: a program of another kind gives
-        # none, and the thread stays.
-        threading.Thread(target=work, name="reshard-store", daemon=True).start()
-        try:
-            found = made.get(timeout=timeout_s)
-        except Empty:
-            raise LinkError(
-                f"what listens at {self} does not answer as a store in {timeout_s:g} s; another "
-                "program has the port: choose one that is free"
-            ) from None
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def _wait_for_server(self, timeout_s: float) -> None:
-        """Return once somebody listens there; torch would log every try."""
         deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(OSError):
-                socket.create_connection((self.host, self.port), timeout=timeout_s).close()
-                return
+        if is_server:
+            server = self._serve(secret)
+            host, port = server.addresses[0]
+            return self._seal(StoreLine(host, port, secret, timeout_s), server)
+        notice = WaitNotice(lambda: f"the trainer's first rank, which does not listen at {self}")
+        while True:
+            try:
+                return self._seal(StoreLine(self.host, self.port, secret, timeout_s))
+            except TimeoutError:
+                raise LinkError(
+                    f"what listens at {self} does not answer as a store in {timeout_s:g} s; "
+                    "another program has the port: choose one that is free"
+                ) from None
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    raise LinkError(
+                        f"nobody serves {self} after {timeout_s:g} s ({error.strerror or error}); "
+                        "start the trainer's first rank, which does, or look at the address"
+                    ) from error
+            notice.check()
             time.sleep(_LOOK_S)
-        raise LinkError(
-            f"nobody serves {self} after {timeout_s:g} s; start the trainer's first rank, which "
-            "does, or look at the address"
-        )
+
+    def _seal(self, line: StoreLine, server: StoreServer | None = None) -> SealedStore:
+        return SealedStore(line, line.key, server)
+
+    def _serve(self, secret: str) -> StoreServer:
+        """The server, at the addresses of the host that are this machine's.
+
+        Where none is, such as that of a service which leads here, at the one by which others reach
+        this process. Raises LinkError.
+        """
+        try:
+            here = [one for one in self._resolve() if _is_of_this_host(one)]
+            return StoreServer([(one, self.port) for one in here or [self.own_address()]], secret)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                problem += "; another trainer or program has it: give each trainer its own"
+            raise LinkError(f"the store at {self} cannot be served: {problem}") from error
+
+
+def _is_of_this_host(address: str) -> bool:
+    """Whether this machine can listen at an address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as found:
+            found.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_private(address: str) -> bool:
+    """Whether an address is of this host, or of networks that are not routed between sites.
+
+    >>> [_is_private(one) for one in ("10.1.2.3", "100.64.0.1", "fe80::1%lo", "8.8.8.8", "0.0.0.0")]
+    [True, True, True, False, False]
+    """
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return any(found.version == one.version and found in one for one in _PRIVATE)

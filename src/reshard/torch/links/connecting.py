@@ -25,6 +25,7 @@ def connect(
     secret: str | None = None,
     timeout_s: float = _PATIENCE_S,
     silence_s: float = _SILENCE_S,
+    insecure: bool = False,
 ) -> WeightLink:
     """Connect this process to the other side, which is a separate job.
 
@@ -44,10 +45,12 @@ def connect(
         timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
             for an engine, so that other engines do not time out because of one that hangs.
         silence_s: after how long an unreachable host counts as failed.
+        insecure: allow an address outside private networks, though weights are not encrypted.
 
     Raises:
         LinkError: the other side does not come, has another secret, or does not match.
-        UsageError: invalid arguments, or an address other than loopback without a secret.
+        UsageError: invalid arguments, an address other than loopback without a secret, or one
+            outside private networks without `insecure`.
     """
     if side not in ("trainer", "engine"):
         raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
@@ -62,6 +65,8 @@ def connect(
         if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
             raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
     address = LinkAddress.of(url)
+    if not insecure:
+        address.check_privacy()
     is_server = side == "trainer" and rank == 0
     with ending_when_silent(silence_s):
         store = address.open_store(is_server, address.find_secret(secret), timeout_s)

@@ -1,14 +1,14 @@
-"""A torch store that only who knows a secret can use, on a server that anybody reaches.
+"""A torch store whose keys and values are sealed by a secret, on the server of a link.
 
-PyTorch's `TCPStore` asks nobody who they are. Here each key and value carries a code of the secret
-(HMAC with SHA-256)::
+Whoever is between two processes can change what they send to the server (`store_server`). Each key
+and value carries a code of the secret (HMAC with SHA-256)::
 
     key    "0/card/2"       ->   code of the key
     value  "..."            ->   code of key and value, value
 
 A value that was not written by this secret, or stands at another key, is refused: it is neither
-read nor taken for something else. Who lacks the secret can still destroy what is there, or read
-it: values are not encrypted. A guess at the secret costs 16 MiB and some 50 ms (scrypt).
+read nor taken for something else. Values are not encrypted. A guess at the secret costs 16 MiB and
+some 50 ms (scrypt).
 
 Source: RFC 2104 (HMAC), RFC 7914 (scrypt).
 """
@@ -27,9 +27,8 @@ import torch.distributed as dist
 from reshard.errors import LinkError
 
 # What anybody may read: by it, a secret is found to be another before anything waits for it.
-_SALT_KEY = "reshard/link/salt"
-_SERVERS_KEY = "reshard/link/servers"
-_SALT_BYTES, _CODE_BYTES = 16, 32
+SALT_BYTES = 16
+_CODE_BYTES = 32
 _SCRYPT_COST, _SCRYPT_BLOCK = 1 << 14, 8
 _LOOK_S = 0.02
 
@@ -53,35 +52,6 @@ def code_of(key: bytes, *parts: bytes) -> bytes:
     return found.digest()
 
 
-def seal(store: dist.Store, secret: str, salt: bytes | None) -> SealedStore:
-    """The sealed store on a server; the process that has the server gives it a salt.
-
-    Raises LinkError where the server's salt was made with another secret, or is none, or where
-    another process has given it one.
-    """
-    if salt is not None:
-        if store.add(_SERVERS_KEY, 1) > 1:
-            raise LinkError(
-                "another trainer serves the address; give each trainer an address of its own, of "
-                "the host where its first rank is"
-            )
-        key = derive_key(secret, salt)
-        store.set(_SALT_KEY, (salt + code_of(key, salt)).hex())
-        return SealedStore(store, key)
-    try:
-        told = bytes.fromhex(store.get(_SALT_KEY).decode())
-    except ValueError as error:
-        raise LinkError("the address is that of a store that is no link's") from error
-    salt, code = told[:_SALT_BYTES], told[_SALT_BYTES:]
-    key = derive_key(secret, salt)
-    if not hmac.compare_digest(code, code_of(key, salt)):
-        raise LinkError(
-            "the link has another secret; give all processes of both sides the same `secret=` "
-            "(or environment variable RESHARD_LINK_SECRET)"
-        )
-    return SealedStore(store, key)
-
-
 class SealedStore(dist.Store):  # type: ignore[misc]
     """A store whose keys and values are sealed by `key`. Counters of `add` have sealed keys only.
 
@@ -90,9 +60,11 @@ class SealedStore(dist.Store):  # type: ignore[misc]
     where nobody will write it.
     """
 
-    def __init__(self, store: dist.Store, key: bytes) -> None:
+    def __init__(self, store: Any, key: bytes, server: object = None) -> None:
         super().__init__()
-        self._store: dist.Store | None = store
+        self._store: Any = store
+        # Of the process that serves it: the store is there for as long as this end is.
+        self._server = server
         self.key = key
         self.check_others: Callable[[], None] | None = None
 

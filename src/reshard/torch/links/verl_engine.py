@@ -78,6 +78,7 @@ class StreamEnd:
         is_master: whether this is the trainer's first rank, which others meet at.
         host: the address at which others reach the master; found by its name when None.
         timeout_s: how long to wait for others.
+        insecure: as of `reshard.torch.connect`.
 
     Raises:
         UsageError: a size that is no number of bytes, or too small for a table.
@@ -89,7 +90,9 @@ class StreamEnd:
         is_master: bool = False,
         host: str | None = None,
         timeout_s: float = 1800.0,
+        insecure: bool = False,
     ) -> None:
+        self._insecure = insecure
         self.bucket_size = as_integer(bucket_size, "bucket_size", UsageError, least=_LEAST_BYTES)
         self.is_master, self._host, self._timeout_s = is_master, host, timeout_s
         self._link: WeightLink | None = None
@@ -133,7 +136,13 @@ class StreamEnd:
         self._bucket = torch.zeros(self.bucket_size, dtype=torch.uint8)
         timeout_s, secret = self._timeout_s, meeting["secret"]
         self._link = connect(
-            meeting["url"], side, rank=rank, ranks=ranks, secret=secret, timeout_s=timeout_s
+            meeting["url"],
+            side,
+            rank=rank,
+            ranks=ranks,
+            secret=secret,
+            timeout_s=timeout_s,
+            insecure=self._insecure,
         )
         try:
             self._sync = self._link.prepare({"bucket": self._own_part(side, rank, ranks)})

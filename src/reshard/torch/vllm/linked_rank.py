@@ -37,7 +37,7 @@ class LinkedRank:
         model_config: vLLM's `ModelConfig`.
         url: of the link.
         rank, ranks: this worker among all of the engine.
-        name, secret, timeout_s: as of `reshard.torch.connect`.
+        name, secret, timeout_s, insecure: as of `reshard.torch.connect`.
         sources: the trainer's tensors, `{name: (dtype, shape)}` of the whole ones; `"module"` for
             those of transformers' module of the model's config, `"saved"` for those that it saves
             of it, as Megatron's are called by a recipe; `"checkpoint"` for those in the
@@ -67,11 +67,19 @@ class LinkedRank:
         timeout_s: float = 1800.0,
         sources: Mapping[str, Any] | str = "module",
         strict: bool = True,
+        insecure: bool = False,
     ) -> None:
         kinds = find_sources(model_config, sources)
         # Before anything that may fail, so that others need not wait for this rank.
         self.link = connect(
-            url, "engine", rank=rank, ranks=ranks, name=name, secret=secret, timeout_s=timeout_s
+            url,
+            "engine",
+            rank=rank,
+            ranks=ranks,
+            name=name,
+            secret=secret,
+            timeout_s=timeout_s,
+            insecure=insecure,
         )
         try:
             convert = find_conversion(model_config, sources)

@@ -80,6 +80,7 @@ def make_engine_class() -> Any:
         timeout_s: float = 1800.0
         sources: Any = "module"
         strict: bool = True
+        insecure: bool = False
 
     @dataclass
     class LinkUpdate(base.WeightTransferUpdateInfo):  # type: ignore[misc]
@@ -109,6 +110,7 @@ def make_engine_class() -> Any:
                     timeout_s=init_info.timeout_s,
                     sources=init_info.sources,
                     strict=init_info.strict,
+                    insecure=init_info.insecure,
                 )
 
         def start_weight_update(self) -> None:
@@ -155,10 +157,10 @@ def make_init_class() -> Any:
     class ReshardTrainerInit(base.TrainerInitInfo):  # type: ignore[misc]
         """A rank of a trainer, its model, and the link.
 
-        `url`, `name`, `secret` and `timeout_s` are those of `reshard.torch.connect`; `options` of
-        `prepare`, such as `cast` and `names`; `sources`, what the engine takes the trainer's
-        tensors to be, and `strict` are those of `LinkedRank`. A secret is not sent: workers have
-        it in the environment.
+        `url`, `name`, `secret`, `timeout_s` and `insecure` are those of `reshard.torch.connect`;
+        `options` of `prepare`, such as `cast` and `names`; `sources`, what the engine takes the
+        trainer's tensors to be, and `strict` are those of `LinkedRank`. A secret is not sent:
+        workers have it in the environment.
         """
 
         backend: ClassVar[str] = BACKEND
@@ -170,6 +172,7 @@ def make_init_class() -> Any:
         timeout_s: float = 1800.0
         sources: Any = "module"
         strict: bool = True
+        insecure: bool = False
         options: dict[str, Any] = field(default_factory=dict)
 
     return ReshardTrainerInit
@@ -207,6 +210,7 @@ def make_trainer_class() -> Any:
                 "timeout_s": init_info.timeout_s,
                 "sources": init_info.sources,
                 "strict": init_info.strict,
+                "insecure": init_info.insecure,
             }
 
             def meet() -> Any:
@@ -217,6 +221,7 @@ def make_trainer_class() -> Any:
                     ranks=init_info.ranks,
                     secret=init_info.secret,
                     timeout_s=init_info.timeout_s,
+                    insecure=init_info.insecure,
                 )
                 try:
                     return link, link.prepare(init_info.model, **init_info.options)

@@ -36,7 +36,7 @@ class LinkedWorker:
 
         Args:
             url: of the link, see `reshard.torch.connect`.
-            options: `name`, `secret`, `timeout_s`, `sources` and `strict` of `LinkedRank`.
+            options: `name`, `secret`, `timeout_s`, `sources`, `strict`, `insecure` of `LinkedRank`.
 
         Returns:
             How many bytes this worker receives in a run, and keeps on the host for it.
