@@ -109,6 +109,8 @@ def test_bool_is_taken_and_other_python_types_are_refused() -> None:
         "F6_E3M2",
         "int4",
         "uint1",
+        "nf4",
+        "quint4x2",
         ml_dtypes.int4,
         np.dtype(ml_dtypes.uint2),
         ml_dtypes.float4_e2m1fn,

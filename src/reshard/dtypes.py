@@ -213,6 +213,8 @@ _SUB_BYTE_SPELLINGS = frozenset(
     ["F4", "F6_E2M3", "F6_E3M2"]
     + ["float4_e2m1fn", "float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"]
     + [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
+    # torch's own, of quantised tensors and of bits, and what quantisers call such types
+    + ["quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "nf4", "fp4", "mxfp4", "nvfp4"]
 )
 
 _NUMPY_NAMES = frozenset(name for name, _, _ in _NUMPY_TYPES)

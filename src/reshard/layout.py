@@ -398,6 +398,11 @@ class Layout(Interned):
         """The ranks that hold a cell, in order."""
         return tuple(distinct(self.cell_slot).tolist())
 
+    @cached_property
+    def element_holders(self) -> tuple[int, ...]:
+        """The ranks that hold at least one element, in order: others need no array."""
+        return tuple(distinct(self.cell_slot[self.cell_elements > 0]).tolist())
+
     def boxes(self, slot: int) -> tuple[Box, ...]:
         """The boxes a rank owns, in the order of its memory (halos and pads left out)."""
         boxes: list[Box] = []

@@ -21,6 +21,7 @@ from reshard.errors import PlanError, ShardError, UsageError
 from reshard.execution import copies, copy_columns
 from reshard.execution.outputs import NamedStorage, check_apart
 from reshard.mesh import Axis
+from reshard.notation import parse_ragged
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
 from reshard.testing.strategies import movements
@@ -442,3 +443,27 @@ def test_a_masked_array_is_refused() -> None:
     shards[0] = np.ma.masked_array(shards[0], mask=True)
     with pytest.raises(ShardError, match="the array of rank 0 is masked"):
         ROWS_TO_COLUMNS.run(shards)
+
+
+def test_ranks_without_elements_need_no_array() -> None:
+    """Neither as a source nor in `out`; of a tensor without elements one array shows the type."""
+    ragged = parse_ragged("RaggedShard((0,), (0, 1))", shape=(4, 2))
+    rows = reshard.spec(reshard.DeviceMesh.of(x=2), "x, -").layout((4, 2))
+    whole = np.arange(8).reshape(4, 2)
+    there = reshard.plan(ragged, rows, dtype="int64").run({1: whole})
+    assert np.array_equal(np.concatenate([there[0], there[1]]), whole)
+
+    back = reshard.plan(rows, ragged, dtype="int64")
+    out = {1: np.zeros_like(whole)}
+    assert back.run(there, out=out).keys() == {1} and np.array_equal(out[1], whole)
+    # An array that is given is looked at all the same.
+    with pytest.raises(ShardError, match="rank 0 has shape"):
+        reshard.plan(ragged, rows, dtype="int64").run({0: np.zeros((1, 2), "int64"), 1: whole})
+    with pytest.raises(ShardError, match="no array for rank 1"):
+        reshard.plan(ragged, rows, dtype="int64").run({0: np.zeros((0, 2), "int64")})
+
+    empty = reshard.spec(reshard.DeviceMesh.of(x=2), "x, -").layout((0, 2))
+    plan = reshard.plan(empty, empty, dtype="int64")
+    assert plan.run({1: np.zeros((0, 2), "int64")})[0].shape == (0, 2)
+    with pytest.raises(ShardError, match="no array for rank 0"):
+        plan.run({})

@@ -125,7 +125,7 @@ class _Memory:
         )
         if out is None:
             return {slot: self.kind.array(storage) for slot, storage in self.filled.items()}
-        return {slot: out[slot] for slot in self.filled}
+        return {slot: out[slot] for slot in self.filled if slot in out}
 
 
 def run(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from reshard.dtypes import DType
 from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, kind_of
@@ -72,18 +74,21 @@ def check_shards(
 
     Args:
         source: the layout.
-        shards: the arrays by slot; those of slots that hold nothing are not looked at.
+        shards: the arrays by slot; those of slots that hold nothing are not looked at, and slots
+            without elements need none.
         tensor: what errors call the tensor, where a run has several.
         dtype: what the arrays have to be of; anything when None.
         target_reduction: what they become contributions of.
     """
     check_by_slot(shards, f"what is given{tensor}")
-    holders = source.holders
-    missing = [slot for slot in holders if slot not in shards]
+    holders = [slot for slot in source.holders if slot in shards]
+    # Of a tensor without any element, one array has to show the type.
+    needed = source.element_holders or source.holders[: not holders]
+    missing = [slot for slot in needed if slot not in shards]
     if missing:
         raise ShardError(
             f"no array{tensor} for rank {missing[0]}; the source holds data on ranks "
-            f"{list(holders)}, got {sort_for_reading(shards)}"
+            f"{list(source.holders)}, got {sort_for_reading(shards)}"
         )
     if not holders:
         raise ShardError(f"the source layout{tensor} holds nothing, so there is nothing to run on")
@@ -120,7 +125,14 @@ def source_storages(
 
     Raises ShardError where it is elsewhere, or cannot be shared; `tensor` as in `check_shards`.
     """
-    return {slot: kind.storage(shards[slot], source_name(slot, tensor)) for slot in source.holders}
+    found = {}
+    for slot in source.holders:
+        if slot in shards:
+            found[slot] = kind.storage(shards[slot], source_name(slot, tensor))
+        else:
+            # It has no elements, so that nothing is read.
+            found[slot] = np.empty(source.local_shapes[slot], dtype=kind.dtype.storage)
+    return found
 
 
 def source_name(slot: int, tensor: str = "") -> str:

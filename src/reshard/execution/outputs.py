@@ -49,7 +49,7 @@ def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[i
 def given_storages(
     layout: Layout, kind: ArrayKind, out: Mapping[int, Any], tensor: str = ""
 ) -> dict[int, Storage]:
-    """The memory of the arrays in `out`, one for each slot that holds something.
+    """The memory of the arrays in `out`, one for each slot that holds an element.
 
     Args:
         layout: of the target.
@@ -61,7 +61,7 @@ def given_storages(
         ShardError: one that is missing, of another shape, kind or dtype, or not to be written.
     """
     check_by_slot(out, f"out{tensor}")
-    missing = [slot for slot in layout.holders if slot not in out]
+    missing = [slot for slot in layout.element_holders if slot not in out]
     if missing:
         raise ShardError(
             f"no array{tensor} for rank {missing[0]} in out; the target holds data on ranks "
@@ -69,6 +69,10 @@ def given_storages(
         )
     found = {}
     for slot in layout.holders:
+        if slot not in out:
+            # It has no elements, so that nothing is written.
+            found[slot] = np.empty(layout.local_shapes[slot], dtype=kind.dtype.storage)
+            continue
         name, array = output_name(slot, tensor), out[slot]
         other = kind_of(array, name)
         shape = layout.local_shapes[slot]

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import threading
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
-from reshard.checkpoint.files.descriptors import DIRECT_MINIMUM_BYTES
-from reshard.checkpoint.files.folders import sync_folder
+from reshard.checkpoint.files.descriptors import DIRECT_MINIMUM_BYTES, describe_full
+from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.checkpoint.files.target_file import TargetFile, free_bytes
 from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
@@ -659,7 +661,8 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr("reshard.checkpoint.files.target_file.free_bytes", lambda path: 1234)
+    told = "1234 bytes are free"
+    monkeypatch.setattr("reshard.checkpoint.files.target_file.describe_full", lambda _: told)
     path = tmp_path / "target"
     path.write_bytes(b"earlier")
     open_before = len(os.listdir("/proc/self/fd"))
@@ -689,13 +692,9 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path):
         TargetFile(tmp_path / "none" / "target", 5)
 
 
-def test_a_full_device_is_named():
-    # It takes no size and no bytes; either answer must name it.
-    with (
-        pytest.raises(RunError, match=r"^/dev/full: cannot"),
-        TargetFile("/dev/full", 5) as target,
-    ):
-        target.write(memoryview(b"01234"), 0)
+def test_a_device_is_no_target():
+    with pytest.raises(RunError, match=r"^/dev/full is not a regular file"):
+        TargetFile("/dev/full", 5)
 
 
 def test_a_sync_that_fails_is_an_error(tmp_path, monkeypatch):
@@ -728,3 +727,31 @@ def test_a_folder_is_synced_after_the_names_in_it_changed(tmp_path, monkeypatch)
     )
     sync_folder(tmp_path)
     assert synced == [tmp_path.stat().st_ino]
+
+
+class UsedUp(NamedTuple):
+    """What a file system says that has no inode left."""
+
+    f_files: int = 100
+    f_favail: int = 0
+    f_bavail: int = 1000
+    f_frsize: int = 4096
+
+
+def test_a_disk_without_inodes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "statvfs", lambda _: UsedUp())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(RunError, match=r"no inode is free(.|\n)*continues"):
+            TargetFile(tmp_path / "weights", 10)
+    with (
+        pytest.raises(RunError, match=r"No space left on device \(no inode is free"),
+        refusals_explained("make a folder", tmp_path / "not" / "there"),
+    ):
+        refuse()
+    # Some file systems have no fixed number of inodes.
+    monkeypatch.setattr(os, "statvfs", lambda _: UsedUp(f_files=0))
+    assert describe_full(tmp_path) == "4096000 bytes are free"

@@ -225,3 +225,12 @@ def test_a_folder_of_many_files_is_looked_at_in_part(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").touch()
     np.save(tmp_path / "a.npy", np.ones(2))
     assert "expected" in message(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_CHECKPOINT_METADATA"])
+def test_orbax_without_its_list_of_arrays_is_not_sent_to_orbax(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.open(tmp_path)
+    assert "`_METADATA`" in str(refused.value)
+    assert "restore it with orbax" not in str(refused.value)

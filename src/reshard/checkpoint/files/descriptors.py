@@ -100,6 +100,23 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def describe_full(path: Path) -> str | None:
+    """Return what is used up where a disk is full: bytes, or inodes; None if that is unknown.
+
+    `path` is a file or folder that cannot be made or written, which need not exist.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return None
+    # File systems without a fixed number of inodes have none in all.
+    if state.f_files and not state.f_favail and state.f_bavail:
+        return "no inode is free, of which every file takes one: delete files that are not needed"
+    return f"{state.f_bavail * state.f_frsize} bytes are free"
+
+
 class Closable(Protocol):
     """Anything with `close()`."""
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.descriptors import Closing, describe_full
 from reshard.checkpoint.files.own_files import is_exclusive, make_own_folder, open_new, open_own
 from reshard.errors import RunError
 
@@ -55,6 +55,9 @@ def refusals_explained(action: str, path: Path) -> Iterator[None]:
         # Some calls carry the exact path, those on descriptors carry none.
         exact = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
         reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = describe_full(Path(exact))
+            reason += f" ({full})" if full is not None else ""
         raise RunError(f"cannot {action}: {exact}: {reason}") from error
 
 

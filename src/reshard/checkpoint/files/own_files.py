@@ -52,6 +52,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
             problem = None if state.st_uid == owner else f"of another user, {state.st_uid}"
         if problem is not None:
             raise _refuse(path, problem)
+        os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
         raise

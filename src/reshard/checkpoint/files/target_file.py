@@ -37,6 +37,7 @@ from reshard.checkpoint.files.descriptors import (
     REFUSALS,
     Closing,
     close_descriptor,
+    describe_full,
     open_direct,
     punch_hole,
     reason,
@@ -198,9 +199,8 @@ class TargetFile(Closing):
 
     def _explain_refusal(self, action: str, error: OSError) -> RunError:
         if error.errno in _FULL:
-            free = _find_free_bytes(self.path.parent)
-            found = "" if free is None else f": {free} bytes are free"
-            advice = f"{found}; free space and {CONTINUES}"
+            found = describe_full(self.path.parent)
+            advice = f"{'' if found is None else f': {found}'}; free space and {CONTINUES}"
         elif error.errno in _FORBIDDEN:
             advice = f"; make it writable and {CONTINUES}"
         else:
@@ -211,10 +211,3 @@ class TargetFile(Closing):
 def _address(view: memoryview) -> int:
     address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address
-
-
-def _find_free_bytes(path: Path) -> int | None:
-    try:
-        return free_bytes(path)
-    except RunError:
-        return None

@@ -31,6 +31,10 @@ _MOST_FILES = 4096
 _MOST_SHOWN = 4
 _ARCHIVE = "unpack it, and name what is in it"
 _FETCH = "fetch the file again"
+_ORBAX_REMEDY = (
+    "neither reshard nor Orbax can read it without: copy the folder again with all of its files, "
+    "or save it again"
+)
 
 
 class FileKind(NamedTuple):
@@ -136,10 +140,14 @@ _FOLDERS: tuple[tuple[str, str, str], ...] = (
     ("latest_checkpointed_iteration.txt", "a folder of Megatron's, with a folder a step", ""),
     (
         "manifest.ocdbt",
-        "an Orbax checkpoint (OCDBT)",
-        "restore it with orbax, and save safetensors",
+        "an Orbax checkpoint (OCDBT) without its list of arrays, `_METADATA`",
+        _ORBAX_REMEDY,
     ),
-    ("_CHECKPOINT_METADATA", "an Orbax checkpoint", "restore it with orbax, and save safetensors"),
+    (
+        "_CHECKPOINT_METADATA",
+        "an Orbax checkpoint without its list of arrays, `_METADATA`",
+        _ORBAX_REMEDY,
+    ),
     ("flax_model*.msgpack", "a Flax model", "load it with `from_flax=True` in transformers 4"),
     ("*.msgpack", "a msgpack file, as Flax writes", "load it with Flax, and save safetensors"),
     ("tf_model*.h5", "a TensorFlow model", _HDF5.remedy),

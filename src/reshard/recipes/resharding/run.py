@@ -69,10 +69,12 @@ class ReshardingRun:
             ShardError: an array that is missing, or has another shape or dtype.
         """
         for item in self.job.items:
-            arrays = {rank: self._array(rank, item.name) for rank in item.change.source.holders}
+            source = item.change.source
+            needed = source.element_holders or source.holders[:1]
+            arrays = {rank: self._array(rank, item.name) for rank in needed}
             try:
                 check_shards(
-                    item.change.source,
+                    source,
                     arrays,
                     dtype=item.dtype,
                     target_reduction=item.change.target.reduction,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import pickle
 import subprocess
@@ -422,3 +423,28 @@ def test_values_that_are_conjugated_when_read_are_refused(tmp_path: Path) -> Non
     save_one(tmp_path / "dcp", {"w": torch.ones(2, dtype=torch.complex64).conj()})
     with pytest.raises(FormatError, match=r"'w'.*resolve_conj"):
         _ = open_checkpoint(tmp_path / "dcp")["w"]
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("chunk", r"offset is \(-1, 0\), expected sizes of 0 or more"),
+        ("offset", "offset is -5, expected a number of bytes of 0 or more"),
+        ("length", "length is -5, expected a number of bytes of 0 or more"),
+    ],
+)
+def test_negative_numbers_are_shown(tmp_path: Path, name: str, match: str) -> None:
+    torch.distributed.checkpoint.save(
+        {"w": torch.zeros(2, 2)}, checkpoint_id=tmp_path, no_dist=True
+    )
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    ((index, stored),) = metadata.storage_data.items()
+    if name == "chunk":
+        index = dataclasses.replace(index, offset=torch.Size([-1, 0]))
+    else:
+        setattr(stored, name, -5)
+    metadata.storage_data = {index: stored}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(FormatError, match=match):
+        checkpoint.open(tmp_path)

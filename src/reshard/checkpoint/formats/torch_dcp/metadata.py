@@ -146,9 +146,13 @@ class _Fields:
     def wrong(self, name: str, expected: str) -> FormatError:
         """The error for an attribute that is missing or of another type."""
         found = self._state.get(name)
-        return FormatError(
-            f"{self._label}: {name} is {shortened(repr(type(found).__name__))}, expected {expected}"
-        )
+        if isinstance(found, Call) and found.function.name == "Size" and len(found.arguments) == 1:
+            found = found.arguments[0]
+        # Numbers are shown as they are, such as an offset of -1.
+        parts = found if isinstance(found, tuple | list) else [found]
+        is_numbers = all(type(part) is int for part in parts)
+        shown = str(found) if is_numbers else repr(type(found).__name__)
+        return FormatError(f"{self._label}: {name} is {shortened(shown)}, expected {expected}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,14 +178,14 @@ class _Fields:
         if isinstance(value, Call) and value.function.name == "Size" and len(value.arguments) == 1:
             value = value.arguments[0]
         if not isinstance(value, tuple | list) or not all(map(_is_size, value)):
-            raise self.wrong(name, "sizes")
+            raise self.wrong(name, "sizes of 0 or more")
         return tuple(value)
 
     def size(self, name: str) -> int:
         """An attribute that is a number of bytes."""
         value = self._state.get(name)
         if not isinstance(value, int) or not _is_size(value):
-            raise self.wrong(name, "a number of bytes")
+            raise self.wrong(name, "a number of bytes of 0 or more")
         return value
 
     def text(self, name: str) -> str:
