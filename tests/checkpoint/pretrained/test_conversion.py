@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
+from checkpoint.checkpoint_files import Tensor, read_file, read_metadata, tensor, write_file
 from cli.command_runs import run_here
 from engines.pretrained.small_llama import SAVED, read_record
 from reshard import checkpoint
@@ -344,3 +344,11 @@ def test_what_cannot_be_verified(tmp_path: Path, options: list[str], error: str)
     state = write_state(tmp_path / "a", weights())
     run = run_here("verify", state, state, *options)
     assert (run.code, error in run.errors) == (2, True), run.errors
+
+
+@pytest.mark.parametrize("saved", ["np", "flax"])
+def test_files_are_those_of_pytorch(tmp_path: Path, saved: str) -> None:
+    source = write_state(tmp_path / "source", weights())
+    write_file(source / "model.safetensors", weights(), {"format": saved, "step": "7"})
+    make(source, tmp_path / "out")
+    assert read_metadata(tmp_path / "out" / "model.safetensors") == {"format": "pt", "step": "7"}

@@ -184,6 +184,8 @@ def plan_for_pretrained(
         *_describe_renames(whole, request),
         *checked,
     ]
+    # Loaders of transformers 4 refuse other frameworks' files, whatever the source was saved by.
+    weights = dataclasses.replace(weights, metadata={**weights.metadata, "format": "pt"})
     arrangement = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     resolved = {

@@ -209,7 +209,10 @@ class _Translation:
             f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
             "source: they become one more, with the hyper-parameters of the first"
         )
-        return [*groups, {**groups[0], PARAMETERS: left}]
+        # Without a mark, Megatron's writer makes a group with weight decay and one without of it.
+        marks = ("wd_mult", "pre_wd_mult") if self.style.has_group_steps else ()
+        hyper = {key: value for key, value in groups[0].items() if key not in marks}
+        return [*groups, {**hyper, PARAMETERS: left}]
 
     def _add_hyper(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Complete groups with all that PyTorch's optimizers look up in them."""
