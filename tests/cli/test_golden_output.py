@@ -25,6 +25,7 @@ RULES = ("--rule", "*.weight=tp, -", "--rule", "lost=tp")
 TP4 = ("--to", "tp=4,dp=2", *RULES, "--allow", "unmatched")
 
 CASES: dict[str, tuple[str, ...]] = {
+    "example": ("example", "tiny"),
     "inspect": ("inspect", "model"),
     "inspect_sharded": ("inspect", "sharded"),
     "inspect_chosen_json": ("inspect", "sharded", "--tensor", "mlp.*", "--json"),

@@ -15,7 +15,7 @@ import reshard
 from cli.command_runs import run_alone, run_here, write_model
 from reshard.cli.program import program
 
-COMMANDS = ("inspect", "plan", "convert", "verify", "diff", "apply", "explain")
+COMMANDS = ("example", "inspect", "plan", "convert", "verify", "diff", "apply", "explain")
 GROUPS = ("recipe",)
 # Their examples need a job or a bucket, and are tried in tests/cli/commands.
 OF_JOBS = ("calibrate", "clean")

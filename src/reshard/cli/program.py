@@ -16,6 +16,7 @@ from reshard.cli.output import prepare_streams, settle_streams
 COMPLETE_VARIABLE = "_RESHARD_COMPLETE"
 
 _SUMMARIES = {
+    "example": "Write a tiny Llama with random weights into FOLDER.",
     "inspect": "List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.",
     "plan": "Show what converting SOURCE would read, write and move, per rank.",
     "convert": "Convert the checkpoint SOURCE to another layout or format, as TARGET.",
@@ -44,6 +45,7 @@ def program() -> None:
 
     \b
     Examples:
+      reshard example tiny-llama
       reshard inspect llama-3-8b
       reshard plan llama-3-8b --to tp=4 --recipe llama
       reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
