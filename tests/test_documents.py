@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
-from cli.command_runs import run_here
+from cli.command_runs import mask_measurements, run_here
 from reshard.recipes.library import load_recipe
 from reshard.show import change_picture
 
@@ -57,24 +57,61 @@ def small_llama(folder: Path) -> None:
 WITH_COMMANDS = [document for document in DOCUMENTS if blocks(document, "console")]
 
 
+def read_session(document: Path) -> list[tuple[str, str]]:
+    """Return each command in the console blocks of a document, and the output shown below it."""
+    session = []
+    for block in blocks(document, "console"):
+        before, *commands = re.split(r"^\$ ", block, flags=re.MULTILINE)
+        assert commands and not before, f"{document.name}: a console block begins with a command"
+        for text in commands:
+            command, _, output = text.partition("\n")
+            session.append((command, output))
+    return session
+
+
+def without_measurements(text: str) -> str:
+    """Return output without trailing blanks, and without what differs in every run."""
+    lines = [line.rstrip() for line in mask_measurements(text).splitlines()]
+    return "\n".join(lines).strip("\n")
+
+
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=lambda path: path.name)
-def test_every_command_in_a_document_succeeds(
+def test_commands_in_a_document_succeed_with_the_output_shown(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = [
-        line.removeprefix("$ ")
-        for block in blocks(document, "console")
-        for line in block.splitlines()
-        if line.startswith("$ ")
-    ]
-    assert commands, f"{document.name} has a console block without a command"
-    small_llama(tmp_path / "model")
+    session = read_session(document)
+    if "reshard example model" not in dict(session):
+        small_llama(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    for command in commands:
+    for command, output in session:
         words = shlex.split(command)
         assert words[0] == "reshard", command
-        done = run_here(*words[1:])
+        done = run_here(*words[1:], draws_boxes=True)
         assert done.code == 0, f"{command}\n{done.output}\n{done.errors}"
+        if output.strip():
+            assert without_measurements(done.output) == without_measurements(output), command
+
+
+def test_the_readme_shows_the_output_of_its_first_commands() -> None:
+    first = read_session(DOCUMENTS[0])[:4]
+    assert [command.split()[1] for command, _ in first] == [
+        *("example", "convert", "inspect", "verify")
+    ]
+    assert all(output.strip() for _, output in first)
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len(DOCUMENTS[0].read_text().splitlines()) < 150
+
+
+def test_the_quickstart_of_the_site_is_that_of_the_readme() -> None:
+    def quickstart(document: Path) -> str:
+        (text,) = re.findall(r"^## Quickstart\n(.*?)(?=^## )", document.read_text(), re.M | re.S)
+        return str(text)
+
+    assert quickstart(ROOT / "docs" / "index.md") == quickstart(DOCUMENTS[0]).replace(
+        "](docs/", "]("
+    )
 
 
 def test_the_picture_in_the_readme_is_what_reshard_draws() -> None:

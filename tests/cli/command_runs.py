@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -35,9 +36,15 @@ class Run:
         return content
 
 
-def run_here(*arguments: str) -> Run:
+class Utf8Output(io.StringIO):
+    """A stream with an encoding, in which the command draws boxes."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+
+def run_here(*arguments: str, draws_boxes: bool = False) -> Run:
     """Run the command in this process."""
-    output, errors = io.StringIO(), io.StringIO()
+    output, errors = Utf8Output() if draws_boxes else io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         code = main([str(argument) for argument in arguments])
     return Run(code, output.getvalue(), errors.getvalue())
@@ -87,3 +94,12 @@ def write_model(folder: Path, **tensors: np.ndarray[Any, Any]) -> Path:
 def entries(folder: Path) -> set[str]:
     """The names in a folder, hidden ones included."""
     return {path.name for path in folder.iterdir()}
+
+
+def mask_measurements(text: str) -> str:
+    """Replace times, rates and memory, which differ in every run."""
+    text = re.sub(r'("seconds_s"|"bytes_per_s"): [\d.e-]+', r"\1: NUMBER", text)
+    text = re.sub(r'("peak_bytes"): \d+', r"\1: NUMBER", text)
+    text = re.sub(r"(?<=peak memory: about )[\d.]+ [kMG]?B", "MEMORY", text)
+    text = re.sub(r"[\d.]+ ([kMGT]?B)/s", "RATE", text)
+    return re.sub(r"(?<= in )[\d.]+ (µs|ms|s)\b", "TIME", text)

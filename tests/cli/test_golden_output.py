@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cli.command_runs import run_here, write_model
+from cli.command_runs import mask_measurements, run_here, write_model
 from reshard.text.width import display_width
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
@@ -100,15 +100,6 @@ CASES: dict[str, tuple[str, ...]] = {
 DIFFERENT = {"verify_differs", "verify_differs_json"}
 
 
-def replaced(text: str) -> str:
-    """Without what is different in every run."""
-    text = re.sub(r'("seconds_s"|"bytes_per_s"): [\d.e-]+', r"\1: NUMBER", text)
-    text = re.sub(r'("peak_bytes"): \d+', r"\1: NUMBER", text)
-    text = re.sub(r"(?<=peak memory: about )[\d.]+ [kMG]?B", "MEMORY", text)
-    text = re.sub(r"[\d.]+ ([kMGT]?B)/s", "RATE", text)
-    return re.sub(r"(?<= in )[\d.]+ (µs|ms|s)\b", "TIME", text)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model`, the same cut for eight ranks, a model that differs, and models of many names."""
@@ -155,7 +146,7 @@ def test_output_is_as_checked_by_eye(name: str) -> None:
     run = run_here(*CASES[name])
     assert run.errors == ""
     assert run.code == (1 if name in DIFFERENT else 0)
-    found = replaced(run.output)
+    found = mask_measurements(run.output)
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("RESHARD_UPDATE_GOLDEN") == "1":
         golden.write_text(found, encoding="utf-8")
