@@ -25,7 +25,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
@@ -43,25 +43,28 @@ _TURN = threading.Lock()
 _IDLE = "IDLE"
 
 
-def free_gathered(storages: Callable[[], Collection[int]]) -> str:
-    """Free the copies that FSDP2 gathered of shards, so that the next forward uses the shards.
+def find_groups(storages: Collection[int], are_stale: bool = False) -> tuple[Any, ...]:
+    """The groups of FSDP's parameters whose shards are in some storages.
 
     Args:
-        storages: returns the addresses of the storages that shards are in; called only where FSDP2
-            has a copy of any.
+        storages: by their addresses.
+        are_stale: whether to leave out groups that have no copies at the moment.
+    """
+    groups = chain(_list_groups(), map(_FlatGroup, list(_LISTED)))
+    candidates = [group for group in groups if not are_stale or _has_copy(group)]
+    return tuple(one for one in candidates if not _storages_of(one).isdisjoint(storages))
+
+
+def free_gathered(groups: Collection[Any]) -> str:
+    """Free the copies that FSDP gathered of groups, so that the next forward uses the shards.
 
     Returns:
         Why a copy has to stay; empty where none is left.
     """
-    groups = chain(_list_groups(), map(_FlatGroup, list(_LISTED)))
-    stale = [group for group in groups if _has_copy(group)]
-    if not stale:
+    if not any(map(_has_copy, groups)):
         return ""
-    wanted = storages()
     with _TURN:
-        for group in stale:
-            if not _has_copy(group) or _storages_of(group).isdisjoint(wanted):
-                continue
+        for group in filter(_has_copy, groups):
             if group._training_state.name != _IDLE:
                 return (
                     f"FSDP computes with {group._module_fqn or 'the root'} "
@@ -77,9 +80,10 @@ def free_gathered(storages: Callable[[], Collection[int]]) -> str:
 
 def _list_groups() -> Iterator[Any]:
     """The parameter groups of all modules of this process that `fully_shard` was applied to."""
-    for entry in list(_composable_state._module_state_mapping.values()):
-        # Before torch 2.6 the table has the states themselves.
-        state: Any = entry() if callable(entry) else entry
+    # Modules of one group have one state. Before torch 2.6 the table has the states themselves.
+    entries = list(_composable_state._module_state_mapping.values())
+    states: list[Any] = [entry() if callable(entry) else entry for entry in entries]
+    for state in {id(one): one for one in states}.values():
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             group = getattr(state, "_fsdp_param_group", None)
@@ -126,9 +130,13 @@ class _FlatGroup:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self.sharded_param = find_shard(handle)
         self.fsdp_params = (self,)
         self._module_fqn = type(handle._fully_sharded_module).__name__
+
+    @property
+    def sharded_param(self) -> torch.Tensor:
+        """This rank's shard."""
+        return find_shard(self._handle)
 
     @property
     def _training_state(self) -> Any:
@@ -139,8 +147,8 @@ class _FlatGroup:
         """Whether forwards gather anew, from what the shard has."""
         if self._handle._use_orig_params and self._training_state.name == _IDLE:
             # Parameters that were given other memory are copied into the shard, as by a forward.
-            begin = self.sharded_param.data_ptr()
-            end = begin + self.sharded_param.nbytes
+            shard = self.sharded_param
+            begin, end = shard.data_ptr(), shard.data_ptr() + shard.nbytes
             own = (one.data_ptr() for one in self._handle.flat_param._params or () if one.numel())
             if any(not begin <= address < end for address in own):
                 return False

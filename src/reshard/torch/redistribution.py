@@ -39,7 +39,7 @@ from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.forward_copies import forget_cached
-from reshard.torch.fully_sharded import find_storage, free_gathered
+from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.programs.methods import (
@@ -481,7 +481,7 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     local = find_target_local(request.out, after, dtype, own, device, group)
     if local is not None and request.out is not None:
         written = {find_storage(local)} - {0}
-        if problem := free_gathered(lambda: written):
+        if problem := free_gathered(find_groups(written, are_stale=True)):
             raise ShardError(f"out is in use: {problem}")
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:

@@ -24,7 +24,7 @@ import torch
 
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
-from reshard.torch.fully_sharded import find_storage
+from reshard.torch.fully_sharded import find_groups, find_storage
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
@@ -107,9 +107,9 @@ class LocalTensors:
         return _list_spans(self.locals, self.own_memory)
 
     @cached_property
-    def storages(self) -> frozenset[int]:
-        """The addresses of the storages that the tensors are in."""
-        return frozenset(map(find_storage, self.tensors.values())) - {0}
+    def shard_groups(self) -> tuple[Any, ...]:
+        """The groups of FSDP's parameters that have any of the tensors."""
+        return find_groups(frozenset(map(find_storage, self.tensors.values())) - {0})
 
     @cached_property
     def devices(self) -> set[torch.device]:

@@ -60,10 +60,10 @@ class PreparedRefit:
     def free_gathered(self, of_source: bool = True) -> str:
         """Free what FSDP2 gathered of the target, and of the source; why not, or empty."""
         try:
-            problem = free_gathered(lambda: self.after.storages)
+            problem = free_gathered(self.after.shard_groups)
             if of_source:
                 # The shards are what a source has, also where it computes at this moment.
-                free_gathered(lambda: self.before.storages)
+                free_gathered(self.before.shard_groups)
         except Exception as error:
             # What fails within FSDP here: the other ranks wait for this.
             return f"{type(error).__name__}: {error}"

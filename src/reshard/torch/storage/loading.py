@@ -25,7 +25,7 @@ from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.forward_copies import find_copies, forget_cached
-from reshard.torch.fully_sharded import find_storage, free_gathered
+from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.sides import check_writable
 
@@ -92,7 +92,8 @@ def load(
         raise ShardError(f"{problem}; nothing was written")
     parts = {name: part for name, (part, _) in flat.items() if part is not None}
     written = {**tensors, **parts}
-    if problem := free_gathered(lambda: set(map(find_storage, written.values())) - {0}):
+    storages = set(map(find_storage, written.values())) - {0}
+    if problem := free_gathered(find_groups(storages, are_stale=True)):
         raise UsageError(f"the target's parameters are in use: {problem}")
     local_bytes = 0
     # One call, plain tensors too: processes that share reads meet once.
