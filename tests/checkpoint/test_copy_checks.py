@@ -52,7 +52,8 @@ def differing(tmp_path: Path) -> Path:
 def test_copies_without_checksums_are_sampled(differing: Path) -> None:
     report = compare_copies(open_copies(differing))
     assert [str(one) for one in report.differing] == [
-        "w: rank 0, rank 1 differ in [0:4, 0:6] (by a sample)"
+        "w: rank 0, rank 1 differ in [0:4, 0:6] (by a sample; 1 of 24 sampled elements differ, "
+        "by up to 0.04 of the largest)"
     ]
     assert (report.parts, report.by_checksum, report.by_reading, report.unchecked) == (2, 0, 2, 0)
     assert report.read_bytes == 2 * (96 + 12)
@@ -128,7 +129,9 @@ def test_all_finds_a_byte_that_a_sample_does_not(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ranks", {"w": one}, {"w": other})
     source = open_copies(tmp_path / "ranks")
     assert not compare_copies(source).differing
-    assert compare_copies(source, "all").differing[0].found_by == "every byte compared"
+    assert (
+        compare_copies(source, "all").differing[0].found_by.startswith("every byte compared; 0 of")
+    )
     assert compare_copies(source, "none").parts == 0
     with pytest.raises(CoverageError):
         checkpoint.load(open_copies(tmp_path / "ranks", check_copies="all"))
@@ -231,3 +234,16 @@ def test_one_tensor_that_is_read_is_compared_once(
     checkpoint.read_tensor(source, "b")
     monkeypatch.setattr("reshard.checkpoint.copy_checks.compare_copies", None)
     checkpoint.read_tensor(source, "b")
+
+
+def test_the_suggested_mesh_has_the_axes_of_replicas(tmp_path: Path) -> None:
+    """Plain tensors of four ranks, of which two each hold equal parts."""
+    for groups, mesh in (((0, 0, 1, 1), "ep=2,dp=2"), ((0, 1, 0, 1), "dp=2,ep=2")):
+        folder = tmp_path / mesh
+        save_ranks(folder, *({"w": counted(2, first=10 * group)} for group in groups))
+        with pytest.raises(
+            CoverageError, match=rf"--source-mesh {mesh} --source-rule 'w=ep, \.\.\.'"
+        ):
+            checkpoint.load(open_copies(folder, 4))
+        loaded = checkpoint.load(checkpoint.open(folder, mesh=mesh, rules=["w=ep, ..."]))
+        np.testing.assert_array_equal(loaded["w"], [0, 1, 10, 11])

@@ -28,9 +28,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
@@ -45,7 +46,7 @@ from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.registry import find_format
-from reshard.errors import CoverageError, UsageError
+from reshard.errors import CoverageError, MissingExtraError, UsageError
 from reshard.layout import Box, Layout
 from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 from reshard.runs import OWNED
@@ -62,8 +63,8 @@ _MAX_SHOWN = 3
 _MAX_OVERLAPPING_BOXES = 1 << 10
 # The last parts of names of state that each rank has its own of.
 _BY_NATURE = re.compile(
-    r"(^|[._])(running_mean|running_var|num_batches_tracked|steps?|seed|rng(_states?)?|"
-    r"random_states?)$"
+    r"(^|[._])(running_mean|running_var|num_batches_tracked|amax_history|tokens_per_expert|"
+    r"steps?|seed|rng(_states?)?|random_states?)$"
 )
 _EXPERTS = re.compile(r"^(.*?)\.?\bexperts\.(?:(\d+)\.)?")
 _ROUTER = re.compile(r"^(.*?)\.?\b(?:router|gate)\.(?:\w+\.)*weight$")
@@ -223,7 +224,7 @@ def compare_copies(
     groups = list(index.list_groups(names))
     if not groups:
         return CopyReport(lost=lost)
-    found: list[DifferingCopies] = []
+    unlike: list[tuple[_Group, tuple[tuple[int, ...], ...], str]] = []
     unresolved = groups if check == "all" else []
     if check == "sample":
         for group in groups:
@@ -234,7 +235,7 @@ def compare_copies(
             if classes is None:
                 unresolved.append(group)
             elif len(classes) > 1:
-                found.append(group.describe(classes, "by the CRC-32 in the files"))
+                unlike.append((group, classes, "by the CRC-32 in the files"))
     by_checksum = len(groups) - len(unresolved)
     chosen = _choose_reads(checkpoint, unresolved, check)
     read_bytes = 0
@@ -243,8 +244,14 @@ def compare_copies(
         read_bytes += size_bytes
         classes = _group_equal(zip(group.ranks, digests, strict=True))
         if len(classes) > 1:
-            found.append(group.describe(classes, how))
-    found.sort(key=lambda one: (index.columns.row(one.tensor), one.ranks))
+            unlike.append((group, classes, how))
+    unlike.sort(key=lambda one: (index.columns.row(one[0].tensor), one[1]))
+    found = [
+        group.describe(
+            classes, how + (_measure(checkpoint, group, classes) if number < _MAX_SHOWN else "")
+        )
+        for number, (group, classes, how) in enumerate(unlike)
+    ]
     return CopyReport(
         tuple(one for one in found if not _BY_NATURE.search(one.tensor)),
         tuple(one for one in found if _BY_NATURE.search(one.tensor)),
@@ -719,14 +726,49 @@ def _read_groups(
         yield read.group, [digests[n] for n in range(len(digests))], read.size_bytes
 
 
-def _digest(read: _Read, member: int, files: OpenFiles[SourceFile], buffer: AlignedBuffer) -> bytes:
+def _measure(checkpoint: Checkpoint, group: _Group, classes: tuple[tuple[int, ...], ...]) -> str:
+    """Return how much samples of two unequal copies differ: a little, or altogether."""
+    if any(file in checkpoint.derived for file, _ in group.places):
+        return ""
+    read, dtype = _Read(group, tuple(_sample(group))), group.kind.dtype
+    samples: list[NDArray[Any]] = []
+    files = open_sources(checkpoint)
+    try:
+        with _make_buffer() as buffer:
+            for rank in (classes[0][0], classes[1][0]):
+                parts = _read_windows(read, group.ranks.index(rank), files, buffer)
+                samples.append(np.concatenate([part.reshape(-1) for part in parts]))
+    finally:
+        files.close()
+    one, other = samples
+    unlike = (one.view(np.uint8) != other.view(np.uint8)).reshape(len(one), -1).any(axis=1)
+    text = f"; {int(unlike.sum())} of {len(one)} sampled elements differ"
+    try:
+        values = [sample.view(dtype.numpy).astype(np.float64) for sample in samples]
+    except (MissingExtraError, TypeError, ValueError):
+        return text
+    largest = max(float(np.abs(value).max()) for value in values)
+    difference = float(np.abs(values[0] - values[1]).max())
+    is_finite = math.isfinite(difference) and largest > 0
+    return text + (f", by up to {difference / largest:.1g} of the largest" if is_finite else "")
+
+
+def _read_windows(
+    read: _Read, member: int, files: OpenFiles[SourceFile], buffer: AlignedBuffer
+) -> Iterator[NDArray[Any]]:
+    """Yield the bare elements of a copy in each window."""
     group = read.group
     copy, (file, start_bytes) = group.region.members[member], group.places[member]
-    hasher = hashlib.blake2b(digest_size=16)
     for number, window in read.windows:
         elements = np.empty(window.shape, dtype=group.kind.dtype.storage)
         local = tuple(a + b for a, b in zip(copy.local[number], window.start, strict=True))
         read_box(files[file], start_bytes, copy.view, local, elements, buffer)
+        yield elements
+
+
+def _digest(read: _Read, member: int, files: OpenFiles[SourceFile], buffer: AlignedBuffer) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    for elements in _read_windows(read, member, files, buffer):
         hasher.update(elements.tobytes())
     return hasher.digest()
 
@@ -740,21 +782,22 @@ def _make_buffer() -> AlignedBuffer:
 
 def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:
     """Return the options that specify the axis which the files lack."""
-    first = [one for one in differing if one.tensor == differing[0].tensor]
-    missing = len(first[0].ranks)
-    ranks = sorted(rank for one in first for group in one.ranks for rank in group)
-    own = len(ranks) // missing
     pattern = _find_pattern(list(dict.fromkeys(one.tensor for one in differing)))
-    is_regular = len(set(ranks)) == len(ranks) and all(
-        len(one.ranks) == missing and all(len(group) == 1 for group in one.ranks) for one in first
+    first = [one for one in differing if one.tensor == differing[0].tensor]
+    classes = first[0].ranks
+    missing, replicas = len(classes), len(classes[0])
+    is_regular = all(
+        len(one.ranks) == missing and {*map(len, one.ranks)} == {replicas} for one in first
     )
-    if own <= 1 or not is_regular:
-        return f"--source-mesh ep={missing} --source-rule '{pattern}=ep, ...'"
+    if not is_regular:
+        return f"--source-mesh fsdp=...,ep=... --source-rule '{pattern}=ep / fsdp, ...'"
     # Where neighbours have copies of one part, the missing axis is the last.
-    together = sorted(group[0] for group in first[0].ranks)
-    is_last = together == list(range(together[0], together[0] + missing))
-    mesh = f"fsdp={own},ep={missing}" if is_last else f"ep={missing},fsdp={own}"
-    return f"--source-mesh {mesh} --source-rule '{pattern}=ep / fsdp, ...'"
+    is_last = missing < 2 or classes[1][0] == classes[0][0] + 1
+    sizes = {"dp": replicas, "fsdp": len(first)}
+    axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    axes.insert(len(axes) if is_last else 0, f"ep={missing}")
+    cut = "ep / fsdp" if len(first) > 1 else "ep"
+    return f"--source-mesh {','.join(axes)} --source-rule '{pattern}={cut}, ...'"
 
 
 def _find_pattern(names: list[str]) -> str:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from checkpoint import torch_checkpoints
 from reshard import checkpoint
@@ -82,6 +82,22 @@ def test_a_rule_gives_the_axis_that_the_files_lack(
         loaded = checkpoint.load(checkpoint.open(folder, mesh=mesh, rules=RULES))
         torch.testing.assert_close(torch.from_numpy(loaded["moe.experts.w"]), EXPERTS)
         torch.testing.assert_close(torch.from_numpy(loaded["moe.router.weight"]), ROUTER)
+
+
+def test_experts_on_groups_that_replicate_and_shard(tmp_path: Path) -> None:
+    """HSDP beside expert parallelism: the mesh of each group has two axes."""
+
+    def state(rank: int) -> dict[str, Any]:
+        own = DeviceMesh("cpu", torch.arange(8).reshape(4, 2)[:, rank % 2].reshape(2, 2))
+        experts = EXPERTS[4 * (rank % 2) : 4 * (rank % 2) + 4].clone()
+        return {"experts.w": torch_checkpoints.cut(experts, own, [Replicate(), Shard(0)])}
+
+    folder = save_files(tmp_path / "ranks", state, 8)
+    with pytest.raises(CoverageError, match="--source-mesh dp=2,fsdp=2,ep=2 --source-rule"):
+        checkpoint.load(folder)
+    for mesh in ("dp=2,fsdp=2,ep=2", "ep=2,dp=2,fsdp=2"):
+        loaded = checkpoint.load(checkpoint.open(folder, mesh=mesh, rules=RULES))
+        torch.testing.assert_close(torch.from_numpy(loaded["experts.w"]), EXPERTS)
 
 
 def test_another_order_than_that_of_the_text_is_noted(tmp_path: Path) -> None:
