@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 import reshard
 from rank_endings import end_last
@@ -77,8 +79,21 @@ def disagreements() -> None:
 
     expect(
         PlanError,
-        f"do not mean the same by 'target': ranks {others} mean one thing, rank {last} another",
+        f"do not mean the same by 'target': ranks {others} mean `{columns} of shape {[*SHAPE]}`; "
+        f"rank {last} mean `{rows} of shape {[*SHAPE]}`. Nothing was moved; give every rank the",
         lambda: redistribute(own(), rows if rank == last else columns, source=rows),
+    )
+    mesh = init_device_mesh("cpu", (ranks,))
+    where = f"over the ranks {[*range(ranks)]} of shape {[5 * ranks]}"
+    expect(
+        PlanError,
+        f"mean `{[Shard(0)]} {where}`; rank {last} mean `{[Replicate()]} {where}`",
+        lambda: redistribute(
+            torch.ones(5),
+            (mesh, [Replicate() if rank == last else Shard(0)]),
+            source=(mesh, [Shard(0)]),
+            shape=(5 * ranks,),
+        ),
     )
     other = Layout.whole((5,), [0], 1)
     expect(
@@ -150,7 +165,7 @@ def disagreements() -> None:
     )
     expect(
         RunError,
-        "rank 0: ShardError: out has strides",
+        "rank 0: ShardError: out has shape",
         lambda: redistribute(
             own(),
             columns,

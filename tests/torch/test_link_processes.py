@@ -103,3 +103,7 @@ def test_the_example_runs() -> None:
     # After each step the engine predicts what the trainer does.
     assert len(of_side[0]) == 3 and of_side[0] == of_side[1]
     assert "still has version 2" in told[1]
+
+
+def test_an_engine_that_fails_within_connect_and_a_trainer_that_ends() -> None:
+    expect_all_end_well(run_ranks("link_endings_process.py", 2, free_port(), free_port()))

@@ -402,7 +402,7 @@ def _try_to_prepare(
 def _state_intent(
     prepared: _PreparedRedistribution | None, problem: str | None, request: _Request, rank: int
 ) -> Intent:
-    parts = {}
+    parts, shown = {}, {}
     if prepared is not None:
         staged = prepared.staged
         method = method_digest(prepared.program) if staged is None else staged.digest.encode()
@@ -413,7 +413,15 @@ def _state_intent(
             "extra_bytes": str(prepared.extra_bytes).encode(),
             "method": method,
         }
-    return Intent(parts, problem, prepared is None and problem is None, request.notes(rank))
+        shown = {
+            "dtype": str(prepared.dtype),
+            "source": prepared.source.describe(),
+            "target": prepared.target.describe(),
+            "extra_bytes": str(prepared.extra_bytes),
+            "method": request.method if isinstance(request.method, str) else "a program of its own",
+        }
+    is_open = prepared is None and problem is None
+    return Intent(parts, problem, is_open, request.notes(rank), shown)
 
 
 def _share_source(

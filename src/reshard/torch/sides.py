@@ -83,6 +83,22 @@ class TensorSide:
         layout = spec.layout(tuple(tensor.shape))
         return cls(layout, tensor.device_mesh, tuple(tensor.placements), spec)
 
+    def describe(self) -> str:
+        """Return the side as text, for errors.
+
+        >>> from reshard import DeviceMesh, spec
+        >>> rows = spec(DeviceMesh.of(tp=2), "tp, -")
+        >>> TensorSide(rows.layout((4, 6)), spec=rows).describe()
+        'tp, - over tp=2 of shape [4, 6]'
+        """
+        shape = f"of shape {list(self.layout.shape)}"
+        if self.placements:
+            ranks = self.mesh.mesh.tolist()
+            return f"{list(self.placements)} over the ranks {ranks} {shape}"
+        if self.spec is not None:
+            return f"{self.spec} over {self.spec.mesh.text} {shape}"
+        return f"{self.layout} {shape}"
+
     def shape_on(self, rank: int) -> tuple[int, ...] | None:
         """The local shape on a rank; None where it holds nothing."""
         return self.layout.local_shape(rank) if rank < self.layout.slots else None

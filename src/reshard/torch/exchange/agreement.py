@@ -29,7 +29,7 @@ import pickle
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -40,6 +40,7 @@ from reshard.torch.exchange.groups import CPU, RankGroup, bytes_of, rank_group, 
 
 _SHOWN_RANKS = 8
 _SHOWN_PROBLEMS = 20
+_MAX_SHOWN = 200
 # Less than any half of a digest, of either sign.
 _NOTHING = -(1 << 62)
 _MOST_NOTES = 8
@@ -55,12 +56,14 @@ class Intent:
         problem: why this rank cannot take part; None where it can.
         is_open: whether this rank does not know yet what is meant, and agrees with all others.
         notes: up to 8 small integers, of which all ranks learn the greatest of any rank.
+        shown: parts as text, for the error where ranks differ.
     """
 
     parts: Mapping[str, bytes]
     problem: str | None = None
     is_open: bool = False
     notes: tuple[int, ...] = ()
+    shown: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:
@@ -178,10 +181,19 @@ def _raise_threads(name: str, group: RankGroup) -> NoReturn:
 
 
 def _raise_difference(intent: Intent, group: RankGroup) -> NoReturn:
-    own = None if intent.is_open else [[name, part.hex()] for name, part in intent.parts.items()]
-    every = gather(json.dumps(own).encode(), group).values
+    own = [
+        (name, (part.hex(), intent.shown.get(name, "")[:_MAX_SHOWN]))
+        for name, part in intent.parts.items()
+    ]
+    every = gather(json.dumps(None if intent.is_open else own).encode(), group).values
     told = {rank: json.loads(parts) for rank, parts in every.items()}
-    pairs = [(rank, dict(parts)) for rank, parts in told.items() if parts is not None]
+    # Only digests are compared: of equal ones the texts may differ in their spelling.
+    pairs = [
+        (rank, {name: digest for name, (digest, _) in parts})
+        for rank, parts in told.items()
+        if parts is not None
+    ]
+    texts = {digest: text for parts in told.values() for _, (digest, text) in parts or () if text}
     names = list(dict.fromkeys(name for _, parts in pairs for name in parts))
     for name in names:
         by_digest: dict[str | None, list[int]] = {}
@@ -189,15 +201,14 @@ def _raise_difference(intent: Intent, group: RankGroup) -> NoReturn:
             by_digest.setdefault(parts.get(name), []).append(rank)
         if len(by_digest) > 1:
             sides = [
-                f"{_name_ranks(of)} {'have none of it' if digest is None else 'mean one thing'}"
-                if digest is None or position == 0
-                else f"{_name_ranks(of)} another"
+                f"{_name_ranks(of)} {_describe_side(digest, texts, position)}"
                 for position, (digest, of) in enumerate(by_digest.items())
             ]
             group.raise_on_all(
                 PlanError(
-                    f"the ranks do not mean the same by {name!r}: {', '.join(sides)}. Nothing was "
-                    "moved; give every rank the same shapes, dtypes and layouts, in one order"
+                    f"the ranks do not mean the same by {name!r}: {'; '.join(sides)}. Nothing was "
+                    "moved; give every rank the same shapes, dtypes and layouts, those of whole "
+                    "tensors and not of a rank's part, in one order"
                 )
             )
     group.raise_on_all(
@@ -206,6 +217,14 @@ def _raise_difference(intent: Intent, group: RankGroup) -> NoReturn:
             "rank the same order"
         )
     )
+
+
+def _describe_side(digest: str | None, texts: Mapping[str, str], position: int) -> str:
+    if digest is None:
+        return "have none of it"
+    if digest in texts:
+        return f"mean `{texts[digest]}`"
+    return "another" if position else "mean one thing"
 
 
 def _name_ranks(ranks: list[int]) -> str:

@@ -357,6 +357,8 @@ class RankGroup:
         """Raise why a rank does not answer, on this rank and soon on all others."""
         # Behind the first sentence gloo advises people where to look.
         line = (str(error).splitlines() or [type(error).__name__])[0].partition(". This is")[0]
+        # The place in gloo's sources is of no use to people, and differs between builds.
+        line = re.sub(r"\[/\S+:\d+\] ", "", line)
         self._close("")
         causes = self._meeting.find_causes(self.ranks)
         text = f"{causes} ({line})" if causes else f"a rank does not answer ({line})"

@@ -248,12 +248,18 @@ def wait_for_engines(
     LinkError where they do not come, or a process of the trainer has ended.
     """
     found: list[Announcement] = []
+    failed: list[str] = []
 
     def are_here() -> bool:
         if gone := presence.find_gone(trainer.tokens):
             raise LinkError(explain_gone(store, trainer, gone))
         announced = find_engines(store, seen)
-        seen.update(one.number for one in announced if presence.find_gone(one.tokens))
+        for one in announced:
+            if gone := presence.find_gone(one.tokens):
+                seen.add(one.number)
+                failed.append(explain_gone(store, one, gone))
+                # Another engine may come in its place: what failed is known before that is late.
+                LOGGER.warning("an engine failed before it was linked: %s", failed[-1])
         found[:] = [one for one in announced if one.number not in seen and waits(one)]
         return len({one.name for one in found}) >= fewest
 
@@ -272,6 +278,7 @@ def wait_for_engines(
         raise LinkError(
             f"{len(found)} of {fewest} engines came within {timeout_s:g} s; start all processes of "
             "each with side='engine', this address and the same secret, or give a longer timeout_s="
+            + "".join(f"; {text}" for text in failed)
         )
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.integers import as_integer
 from reshard.torch.links.address import LinkAddress
-from reshard.torch.links.admission import TRAINER, announce, find_trainer
-from reshard.torch.links.link import Side, WeightLink
+from reshard.torch.links.admission import TRAINER, Announcement, announce, find_trainer, leave
+from reshard.torch.links.link import Side, WeightLink, tell_reason
 from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine
 from reshard.torch.links.silence import ending_when_silent
 
@@ -71,6 +73,7 @@ def connect(
     with ending_when_silent(silence_s):
         store = address.open_store(is_server, address.find_secret(secret), timeout_s)
     presence: Presence | None = None
+    own: Announcement | None = None
     try:
         trainer = None if side == "trainer" else find_trainer(store, timeout_s)
         if is_server:
@@ -83,7 +86,10 @@ def connect(
         link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
         link._join(engines)
     except BaseException as error:
-        # Who waits for this process learns that it does not come.
+        # Who waits for this process learns that it does not come, and why.
+        if own is not None:
+            with contextlib.suppress(RuntimeError, ReshardError):
+                leave(store, own, rank, tell_reason(error))
         if presence is not None:
             presence.close()
         is_ours = isinstance(error, ReshardError)

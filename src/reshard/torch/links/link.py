@@ -248,7 +248,7 @@ class WeightLink:
         if self.is_closed:
             return
         self.is_closed = True
-        reason = _tell_reason(error)
+        reason = tell_reason(error)
         with contextlib.suppress(RuntimeError, ReshardError):
             leave(self._store, self._own, self.rank, reason)
         groups = [group for _, group in self._groups.values()]
@@ -457,7 +457,7 @@ class WeightLink:
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
 
 
-def _tell_reason(error: BaseException | None) -> str:
+def tell_reason(error: BaseException | None) -> str:
     """Why somebody leaves, as others read it: an error's type, and how its text begins."""
     if error is None:
         return ""

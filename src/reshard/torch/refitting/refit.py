@@ -295,7 +295,8 @@ class Refit:
         problem = problem or given.problem or find_written_copies(given.target) or None
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
-        notes = agree(Intent(parts, problem, notes=given.notes), group)
+        shown = {name: repr(value) for name, value in options.items()}
+        notes = agree(Intent(parts, problem, notes=given.notes, shown=shown), group)
         naming = GivenNames(source_names, target_names, stacks, ties)
         offsets, samples = (source_offset, target_offset), check_replicas is True
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
