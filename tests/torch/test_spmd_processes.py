@@ -52,3 +52,7 @@ def test_pipelines_whose_stages_are_in_other_processes() -> None:
 
 def test_dtensors_as_arrays_and_arrays_as_dtensors() -> None:
     expect_all_end_well(run_ranks("dtensors_in_spmd_process.py", 4))
+
+
+def test_ranks_that_differ_are_found_by_checking() -> None:
+    expect_all_end_well(run_ranks("spmd_checking_process.py", 4))

@@ -33,6 +33,7 @@ _NAMES_OF = {
     ),
     "shards.operation_call": "Recorder recording",
     "placement.placement": "PlacedGraph explicit_reshards",
+    "shards.checking": "checking",
     "shards.process_runner": "over_processes",
     "propagation.propagation": "PropagatedGraph propagate",
     "propagation.strategies": "propagate_graph",

@@ -28,6 +28,7 @@ from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.functions import data_types
 from reshard.spmd.local.library import is_distributed, library_of
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.checking import check_copies, check_data
 from reshard.spmd.shards.kept_reshards import take_moved
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.pending_sums import without_pending
@@ -327,6 +328,7 @@ def array(
             "or a library's array"
         ) from error
     kind = ArrayType(whole.shape, keeper.library.dtype_of(whole))
+    check_data(keeper, whole, kind)
     is_own = keeper.library.has_copied(data, whole)
     make = ShardedArray.of_shards if is_own else ShardedArray.given
     made: ShardedArray = make(kind, (whole,), keeper)
@@ -400,5 +402,6 @@ def from_shards(
                 f"`{plain}` of {list(kind.shape)} has {list(expected or ())} of "
                 f"{kind.dtype.name} there"
             )
+    check_copies(keeper, dict(zip(ranks, arrays, strict=True)), kind)
     made: ShardedArray = ShardedArray.given(kind, keeper.given(kind, arrays), keeper)
     return made
