@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from cli.command_runs import run_here
 from reshard import checkpoint
+from reshard.binding import Binding
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.copy_checks import (
     CopyReport,
@@ -20,6 +22,7 @@ from reshard.checkpoint.copy_checks import (
     list_read_checksums,
 )
 from reshard.errors import CoverageError, UsageError
+from reshard.layout import Box, Layout
 
 Arrays = Mapping[str, NDArray[np.float32]]
 
@@ -247,3 +250,19 @@ def test_the_suggested_mesh_has_the_axes_of_replicas(tmp_path: Path) -> None:
             checkpoint.load(open_copies(folder, 4))
         loaded = checkpoint.load(checkpoint.open(folder, mesh=mesh, rules=["w=ep, ..."]))
         np.testing.assert_array_equal(loaded["w"], [0, 1, 10, 11])
+
+
+def test_boxes_that_overlap_in_part_are_compared_there(tmp_path: Path) -> None:
+    """A rank has rows 0 to 3, another all rows: bare boxes, as ranks of an engine hold them."""
+    save_ranks(tmp_path / "ranks", {"w": counted(3, 2)}, {"w": counted(4, 2)})
+    opened = [checkpoint.open(tmp_path / "ranks" / f"rank{rank}.safetensors") for rank in range(2)]
+    places = {rank: one["w"].file_range(0) for rank, one in enumerate(opened)}
+    boxes = [(0, Box((0, 0), (3, 2))), (1, Box((0, 0), (4, 2)))]
+    binding = Binding(Layout.from_boxes((4, 2), boxes), places, {})
+    files = tuple(one.files[0] for one in opened)
+    tensors = {"w": dataclasses.replace(opened[0]["w"], binding=binding)}
+    joined = dataclasses.replace(opened[0], tensors=tensors, files=files, identities={})
+    assert not compare_copies(joined).differing
+    save_ranks(tmp_path / "ranks", {"w": counted(3, 2)}, {"w": counted(4, 2, first=1)})
+    joined = dataclasses.replace(joined)
+    assert compare_copies(joined).differing[0].part == "[0:3, 0:2]"

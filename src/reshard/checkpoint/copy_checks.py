@@ -38,7 +38,7 @@ from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
-from reshard.checkpoint.blocks.tiles import Tile, source_tiles, target_tiles
+from reshard.checkpoint.blocks.tiles import Tile, Tiles, source_tiles, target_tiles
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
@@ -60,7 +60,7 @@ MIN_SAMPLE_LIMIT_BYTES = 4 << 20
 _MAX_SAMPLED_COPIES, _MAX_REQUESTED_COPIES = 1 << 14, 1 << 8
 _MAX_SHOWN = 3
 # Layouts whose boxes overlap without being equal are compared pair by pair.
-_MAX_OVERLAPPING_BOXES = 1 << 10
+_MAX_OVERLAPPING_BOXES = 1 << 13
 # The last parts of names of state that each rank has its own of.
 _BY_NATURE = re.compile(
     r"(^|[._])(running_mean|running_var|num_batches_tracked|amax_history|tokens_per_expert|"
@@ -502,12 +502,15 @@ def _find_overlaps(kind: TensorKind, layout: Layout, tiles: list[Tile]) -> Itera
     is_simple = all(len(of_tile) == 1 for of_tile in boxes)
     if not is_owned or not is_simple or len(tiles) > _MAX_OVERLAPPING_BOXES:
         return
-    for a, b in itertools.combinations(tiles, 2):
-        low = tuple(map(max, a.bounds.start, b.bounds.start))
-        high = tuple(map(min, a.bounds.stop, b.bounds.stop))
-        if all(x < y for x, y in zip(low, high, strict=True)):
-            shared = (Box(low, high),)
-            yield _Region(shared, tuple(_make_member(kind, tile, shared) for tile in (a, b)))
+    bounds = Tiles(tuple(tiles))
+    for number, tile in enumerate(tiles):
+        # Of shape (tiles behind this one, dims): where they and this one overlap.
+        low = np.maximum(bounds.low[number + 1 :], bounds.low[number])
+        high = np.minimum(bounds.high[number + 1 :], bounds.high[number])
+        for behind in np.flatnonzero((low < high).all(axis=1)).tolist():
+            shared = (Box(tuple(low[behind].tolist()), tuple(high[behind].tolist())),)
+            pair = (tile, tiles[number + 1 + behind])
+            yield _Region(shared, tuple(_make_member(kind, one, shared) for one in pair))
 
 
 def _list_boxes(tile: Tile) -> tuple[Box, ...]:
