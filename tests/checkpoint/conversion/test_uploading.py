@@ -212,6 +212,34 @@ def test_parts_that_the_store_lost_are_done_again(
     assert server.objects == expected
 
 
+def test_parts_that_others_replaced_in_the_store_are_sent_again(
+    server: BucketServer,
+    processes: FaultyProcesses,
+    rows: Path,
+    expected: dict[str, bytes],
+    calls: list[str],
+    tmp_path: Path,
+) -> None:
+    """Of the same size: by the checksum that the store lists, also where no bytes are left here."""
+
+    def run(**options: Any) -> Outcome:
+        return processes.convert(
+            rows, ADDRESS, staging=str(tmp_path / "here"), **COLUMNS, **SMALL, **options
+        )
+
+    last = max(at for at, name in enumerate(calls) if name == "put_part")
+    assert run(kill_at=last).was_killed
+    replaced = 0
+    for key, upload in server.pending:
+        where = {"Bucket": BUCKET, "Key": key, "UploadId": upload}
+        for part in server.client.list_parts(**where).get("Parts", ()):
+            other = bytes(part["Size"])
+            server.client.upload_part(**where, PartNumber=part["PartNumber"], Body=other)
+            replaced += 1
+    assert replaced > 1 and run().error is None
+    assert server.objects == expected
+
+
 def test_files_that_are_visible_are_not_sent_again(
     server: BucketServer,
     processes: FaultyProcesses,

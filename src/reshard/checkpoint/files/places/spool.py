@@ -7,8 +7,10 @@ store has lost such a part does its blocks again.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -83,6 +85,44 @@ class GivenBack(Closing):
     def close(self) -> None:
         """Close the file."""
         self._descriptor = close_descriptor(self._descriptor)
+
+
+class SentChecksums(Closing):
+    """The checksums that a store gave for the parts that one process sent, as they are noted.
+
+    By them a later run finds out whether the store still has those bytes. They are durable before
+    the space of a part is given back, since `GivenBack` is synced after them.
+    """
+
+    def __init__(self, content: Path, rank: int) -> None:
+        self._path = content / _FOLDER / f"sent.{rank}"
+        self._descriptor = -1
+        with refusals_explained("note what was sent", self._path):
+            self._path.parent.mkdir(exist_ok=True)
+            self._descriptor = open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, name: str, part: int, checksum: str) -> None:
+        """Note the checksum of a file's part. Raises RunError."""
+        with refusals_explained("note what was sent", self._path):
+            os.write(self._descriptor, json.dumps([name, part, checksum]).encode() + b"\n")
+            os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._descriptor = close_descriptor(self._descriptor)
+
+
+def read_sent_checksums(content: Path) -> dict[tuple[str, int], str]:
+    """Return the checksums that earlier runs noted, by file and part. Raises RunError."""
+    found = {}
+    with refusals_explained("read what an earlier run sent", content):
+        for path in sorted((content / _FOLDER).glob("sent.*")):
+            for line in read_own(path).splitlines():
+                # The last line may be torn.
+                with contextlib.suppress(ValueError):
+                    name, part, checksum = json.loads(line)
+                    found[name, part] = checksum
+    return found
 
 
 def read_given_back(content: Path) -> Iterator[tuple[int, int, int]]:

@@ -27,7 +27,13 @@ from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.places.part_grid import PartGrid, part_bytes_of
 from reshard.checkpoint.files.places.place import forget_place
 from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import GivenBack, read_given_back, staged_beside
+from reshard.checkpoint.files.places.spool import (
+    GivenBack,
+    SentChecksums,
+    read_given_back,
+    read_sent_checksums,
+    staged_beside,
+)
 from reshard.checkpoint.files.places.stores.object_target import (
     FileStream,
     ObjectTarget,
@@ -43,6 +49,7 @@ from reshard.checkpoint.files.places.upload_marker import (
     marker_key,
 )
 from reshard.errors import RunError, UsageError
+from reshard.log import LOGGER
 
 _REQUESTS = 16
 _REPLACES = b"replaces"
@@ -90,6 +97,9 @@ class Upload(Closing):
         self._is_committing = self._replaces = False
         self._lock = threading.Lock()
         self._given_back: GivenBack | None = None
+        self._checksums: SentChecksums | None = None
+        # The checksums of parts that were sent from here, by file and number.
+        self._noted: dict[tuple[str, int], str] = {}
         # What was below the target when it was looked at, until files are begun.
         self._listed: frozenset[str] | None = None
         self.sent_bytes = 0
@@ -251,10 +261,21 @@ class Upload(Closing):
             with self._lock:
                 self._uploads[file.name] = upload
             return
-        for part, size_bytes in there.items():
+        for part, stored in there.items():
             if part < len(parts):
                 _, start, stop = self.grid.range_of(parts[part])
-                self.sent[parts[part]] = size_bytes == stop - start
+                # Parts that other hosts sent are not noted here.
+                noted = self._noted.get((file.name, part), stored.checksum)
+                is_same = noted == stored.checksum
+                self.sent[parts[part]] = is_same and stored.size_bytes == stop - start
+                if not is_same:
+                    LOGGER.warning(
+                        "%s/%s: the store has other bytes in part %d than were sent; it is sent "
+                        "again",
+                        self.target,
+                        file.name,
+                        part,
+                    )
 
     def _is_this(self, found: StoredObject | None, file: SentFile) -> bool:
         return (
@@ -306,6 +327,8 @@ class Upload(Closing):
     def open_spool(self, content: Path, rank: int) -> None:
         """Begin to note which space this process gives back. Raises RunError."""
         self._given_back = GivenBack(content, rank)
+        self._noted = read_sent_checksums(content)
+        self._checksums = SentChecksums(content, rank)
 
     def send(self, part: int, content: Path, give_back: GiveBack | None) -> None:
         """Send a part that is whole, unless the store has it, and give its space back.
@@ -317,13 +340,13 @@ class Upload(Closing):
         if not self.sent[part]:
             action = f"send bytes {start}:{stop}"
             with store_refusals(action), FileStream(content / file.name, start, stop) as body:
-                self._store.put_part(
-                    self._key(file.name),
-                    self._uploads[file.name],
-                    part - self.grid.parts_of(number).start,
-                    body,
+                number_in_file = part - self.grid.parts_of(number).start
+                checksum = self._store.put_part(
+                    self._key(file.name), self._uploads[file.name], number_in_file, body
                 )
             with self._lock:
+                if self._checksums is not None and checksum:
+                    self._checksums.note(file.name, number_in_file, checksum)
                 self.sent[part] = True
                 self.sent_bytes += stop - start
         if give_back is not None and self._given_back is not None and not file.is_read_back:
@@ -395,8 +418,9 @@ class Upload(Closing):
     def close(self) -> None:
         """Close connections and files; what was sent stays."""
         self._store.close()
-        if self._given_back is not None:
-            self._given_back.close()
+        for one in (self._given_back, self._checksums):
+            if one is not None:
+                one.close()
 
     def _key(self, name: str) -> str:
         return f"{self._folder}/{name}"

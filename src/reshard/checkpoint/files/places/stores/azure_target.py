@@ -24,6 +24,7 @@ from reshard.checkpoint.files.places.stores.object_target import (
     FileStream,
     PendingUpload,
     StoredObject,
+    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -42,20 +43,21 @@ class AzureTarget:
         """Nothing is asked: blocks may be put to any name."""
         return conversion_id[:_PREFIX]
 
-    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> None:
-        """Put a block."""
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put a block; Azure lists no checksums of those that are not committed."""
         with self._explain(key), self._blob(key) as blob:
             blob.stage_block(_block_id(upload, number), body, length=body.size_bytes)
+            return ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, int] | None:
-        """The bytes of each block that is not committed; None where there are none."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each block that is not committed; None where there are none."""
         with self._explain(key), self._blob(key) as blob:
             try:
                 _, blocks = blob.get_block_list("uncommitted")
             except _missing():
                 return None
         named = ((_find_number(one.id, upload), one.size) for one in blocks)
-        return {number: size for number, size in named if number is not None} or None
+        return {n: StoredPart(size) for n, size in named if n is not None} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Commit the blocks."""

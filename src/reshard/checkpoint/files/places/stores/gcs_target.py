@@ -22,6 +22,7 @@ from reshard.checkpoint.files.places.stores.object_target import (
     FileStream,
     PendingUpload,
     StoredObject,
+    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -47,23 +48,28 @@ class GcsTarget:
         """Nothing is asked: parts are objects."""
         return parts_key
 
-    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> None:
-        """Put the object of a part."""
-        self._put(f"{upload}/{number:06}", body, {})
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put the object of a part, and return its CRC-32C."""
+        return self._put(f"{upload}/{number:06}", body, {})
 
-    def _put(self, key: str, body: Any, metadata: Mapping[str, str]) -> None:
+    def _put(self, key: str, body: Any, metadata: Mapping[str, str]) -> str:
+        """Put an object, and return its CRC-32C."""
         with self._explain(key):
             blob = self._bucket.blob(key)
             blob.metadata = dict(metadata)
             blob.upload_from_file(body, size=len(body), rewind=True, retry=self._retry)
+            return blob.crc32c or ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, int] | None:
-        """The bytes of each part; None where there are none."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each part; None where there are none."""
         if not upload:
             return None
         found = self.list_objects(f"{upload}/")
-        named = {name.rpartition("/")[2]: one.size_bytes for name, one in found.items()}
-        return {int(name): size for name, size in named.items() if name.isdigit()} or None
+        named = {
+            name.rpartition("/")[2]: StoredPart(one.size_bytes, one.checksum)
+            for name, one in found.items()
+        }
+        return {int(name): part for name, part in named.items() if name.isdigit()} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Compose the parts, and delete them."""
@@ -128,7 +134,8 @@ class GcsTarget:
 
     def _describe(self, found: Any) -> StoredObject:
         metadata = found.metadata or {}
-        return StoredObject(found.size, found.updated.timestamp(), metadata.get(CONVERSION_KEY))
+        modified_s, checksum = found.updated.timestamp(), found.crc32c or ""
+        return StoredObject(found.size, modified_s, metadata.get(CONVERSION_KEY), checksum)
 
     def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
         """All objects whose keys begin so."""

@@ -31,11 +31,23 @@ ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that is there: its size, when it was written, and by which conversion."""
+    """An object that is there: its size, when it was written, by which conversion, its checksum.
+
+    The checksum is text that the store makes of the bytes, empty where it lists none.
+    """
 
     size_bytes: int
     modified_s: float = 0.0
     conversion_id: str | None = None
+    checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part that is there: its size, and the store's checksum, empty where it lists none."""
+
+    size_bytes: int
+    checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +69,14 @@ class ObjectTarget(Protocol):
         Where parts are objects themselves, their keys begin with `parts_key`.
         """
 
-    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> None:
-        """Put part `number`, counted from 0; one that is there is replaced."""
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put part `number`, counted from 0, and return the checksum that is listed for it.
 
-    def list_parts(self, key: str, upload: str) -> dict[int, int] | None:
-        """The bytes of each part that is there; None where there is no such upload."""
+        One that is there is replaced.
+        """
+
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each part that is there; None where there is no such upload."""
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Make the object of parts 0 to `parts`; one that is there already is well."""

@@ -19,6 +19,7 @@ from reshard.checkpoint.files.places.stores.object_target import (
     FileStream,
     PendingUpload,
     StoredObject,
+    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -42,10 +43,10 @@ class S3Target:
             )
             return str(answer["UploadId"])
 
-    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> None:
-        """Put a part."""
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put a part, and return its tag, which follows from its bytes."""
         with self._explain(key):
-            self._client.upload_part(
+            answer = self._client.upload_part(
                 Bucket=self._bucket,
                 Key=key,
                 UploadId=upload,
@@ -53,13 +54,10 @@ class S3Target:
                 Body=body,
                 ContentLength=body.size_bytes,
             )
+            return str(answer.get("ETag", ""))
 
-    def list_parts(self, key: str, upload: str) -> dict[int, int] | None:
-        """The bytes of each part; None where there is no such upload."""
-        parts = self._parts(key, upload)
-        return None if parts is None else {n: size for n, (size, _) in parts.items()}
-
-    def _parts(self, key: str, upload: str) -> dict[int, tuple[int, str]] | None:
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each part; None where there is no such upload."""
         if not upload:
             return None
         with self._explain(key):
@@ -68,7 +66,7 @@ class S3Target:
             )
             try:
                 return {
-                    one["PartNumber"] - 1: (one["Size"], one["ETag"])
+                    one["PartNumber"] - 1: StoredPart(one["Size"], one["ETag"])
                     for page in pages
                     for one in page.get("Parts", ())
                 }
@@ -79,10 +77,10 @@ class S3Target:
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Make the object of its parts."""
-        there = self._parts(key, upload)
+        there = self.list_parts(key, upload)
         if there is not None:
             tags = [
-                {"PartNumber": number + 1, "ETag": there[number][1]}
+                {"PartNumber": number + 1, "ETag": there[number].checksum}
                 for number in range(parts)
                 if number in there
             ]
@@ -179,7 +177,7 @@ class S3Target:
         for one in found:
             parts = self.list_parts(one["Key"], one["UploadId"]) or {}
             began_s = one["Initiated"].timestamp()
-            size_bytes = sum(parts.values())
+            size_bytes = sum(part.size_bytes for part in parts.values())
             uploads.append(PendingUpload(one["Key"], one["UploadId"], began_s, size_bytes))
         return uploads
 
