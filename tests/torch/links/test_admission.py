@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import reshard  # noqa: E402
+from reshard import log  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.exchange.groups import RankGroup  # noqa: E402
 from reshard.torch.exchange.meeting import card_key, meet_at  # noqa: E402
@@ -98,6 +99,23 @@ def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:
 def test_ranks_that_count_their_side_otherwise(store: SealedStore) -> None:
     found = together(lambda: announce(store, "a", 0, 2, 20), lambda: announce(store, "a", 1, 3, 20))
     assert all(isinstance(one, LinkError) and "rank 1 has ranks=3" in str(one) for one in found)
+
+
+def test_who_waits_long_says_for_whom(
+    store: SealedStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "NOTICE_S", 0.05)
+    with pytest.raises(LinkError):
+        announce(store, "a", 0, 2, 0.2)
+    with pytest.raises(LinkError):
+        announce(store, "b", 1, 2, 0.2)
+    with pytest.raises(LinkError):
+        find_trainer(store, 0.2)
+    assert capsys.readouterr().err.splitlines() == [
+        "reshard: waiting for rank 1 of a",
+        "reshard: waiting for rank 0 of b",
+        "reshard: waiting for the trainer",
+    ]
 
 
 def test_ranks_that_do_not_come(store: SealedStore) -> None:

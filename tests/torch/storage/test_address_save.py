@@ -213,6 +213,15 @@ def test_a_part_that_is_lost_is_noticed(server: BucketServer) -> None:
     assert not any("/.reshard/" not in key for key in server.objects)
 
 
+def test_what_is_no_part_of_the_old_checkpoint_stays(server: BucketServer) -> None:
+    save(make_state(1))
+    server.client.put_object(Bucket=BUCKET, Key="run/step-1/notes/data.csv", Body=b"precious")
+    server.client.put_object(Bucket=BUCKET, Key="run/step-1/old.distcp", Body=b"of a checkpoint")
+    save(make_state(2))
+    assert server.objects["run/step-1/notes/data.csv"] == b"precious"
+    assert "run/step-1/old.distcp" not in server.objects
+
+
 def test_one_that_is_there_is_not_replaced(server: BucketServer) -> None:
     save(make_state())
     with pytest.raises(CheckpointException, match="the target exists"):

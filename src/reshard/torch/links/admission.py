@@ -20,6 +20,7 @@ Source: challenge and response as in RFC 2195.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 
 from reshard import __version__
 from reshard.errors import LinkError, ReshardError
-from reshard.log import LOGGER
+from reshard.log import LOGGER, WaitNotice
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.meeting import card_key, name_process
 from reshard.torch.links.presence import Presence
@@ -115,7 +116,8 @@ def announce(
     tokens, processes = [presence.token], [name_process(socket.gethostname(), os.getpid())]
     for other in range(1, ranks):
         claim = f"claim/{number}/{other}"
-        if not _comes(lambda claim=claim: store.check([claim]), deadline_s, presence):  # type: ignore[misc]
+        is_there = functools.partial(store.check, [claim])
+        if not _comes(is_there, deadline_s, presence, f"rank {other} of {name}"):
             raise LinkError(f"rank {other} of {name} did not come within {timeout_s:g} s")
         token, its_ranks, process = json.loads(store.get(claim))
         if its_ranks != ranks:
@@ -144,7 +146,9 @@ def _ask_to_be_let_in(
     process = name_process(socket.gethostname(), os.getpid())
     current = f"side/{name}"
     welcome = ""
+    notice = WaitNotice(lambda: f"rank 0 of {name}")
     while True:
+        notice.check()
         if store.check([current]) and (number := store.get(current).decode()) != claimed:
             # A number of ranks that are no more is followed by another, once they come again.
             claimed, welcome = number, f"welcome/{number}/{rank}"
@@ -193,7 +197,7 @@ def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
     """The trainer's announcement. Raises LinkError where it does not come, or does not fit."""
     deadline_s, side = time.monotonic() + timeout_s, f"side/{TRAINER}"
     key = ""
-    if _comes(lambda: store.check([side]), deadline_s):
+    if _comes(lambda: store.check([side]), deadline_s, awaited="the trainer"):
         key = f"announcement/{int(store.get(side))}"
     if not key or not _comes(lambda: store.check([key]), deadline_s):
         raise LinkError(f"no trainer came within {timeout_s:g} s")
@@ -268,7 +272,8 @@ def wait_for_engines(
         cards = [card_key(0, first + rank) for rank in range(one.ranks)]
         return store.check([f"{place_of(one.number)}/{card}" for card in cards])
 
-    if not _comes(are_here, time.monotonic() + timeout_s):
+    awaited = f"engines, {fewest} of which are expected"
+    if not _comes(are_here, time.monotonic() + timeout_s, awaited=awaited):
         names = sorted({one.name for one in found})
         if len(found) > len(names):
             raise LinkError(
@@ -334,10 +339,15 @@ def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
 
 
 def _comes(
-    is_there: Callable[[], bool], deadline_s: float, presence: Presence | None = None
+    is_there: Callable[[], bool],
+    deadline_s: float,
+    presence: Presence | None = None,
+    awaited: str = "a process of the link",
 ) -> bool:
     """Wait for something; whether it comes in time. Raises LinkError where the link is gone."""
+    notice = WaitNotice(lambda: awaited)
     while not is_there():
+        notice.check()
         if presence is not None:
             presence.check()
         if time.monotonic() > deadline_s:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
 from reshard.checkpoint.files.folders import refusals_explained, remove_folder
 from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
@@ -99,7 +100,8 @@ class AddressSave:
         self._sent = as_sent(arrangement.files)
         self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
-        self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME)
+        # What is no part of the old checkpoint stays, as in a folder.
+        self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME, is_checkpoint_file)
 
     def begin(
         self, places: Sequence[RankPlaces], hosts: Sequence[object], *, overwrite: bool

@@ -79,6 +79,8 @@ class Upload(Closing):
         conversion_id: the fingerprint of everything that decides the bytes of the files.
         files: those that are sent in parts.
         manifest_name: the file that is put last.
+        is_replaced: whether an object that is there goes with the old checkpoint, by its name in
+            the folder; all of them when None.
 
     Raises:
         UsageError: an address where nothing is written.
@@ -87,8 +89,14 @@ class Upload(Closing):
     """
 
     def __init__(
-        self, target: PlacePath, conversion_id: str, files: Sequence[SentFile], manifest_name: str
+        self,
+        target: PlacePath,
+        conversion_id: str,
+        files: Sequence[SentFile],
+        manifest_name: str,
+        is_replaced: Callable[[str], bool] | None = None,
     ) -> None:
+        self._is_replaced = is_replaced or (lambda _: True)
         self.target, self.files = target, tuple(files)
         self._conversion_id, self._manifest_name = conversion_id, manifest_name
         self._folder = target.key
@@ -385,7 +393,10 @@ class Upload(Closing):
             # 3. What only the old checkpoint had.
             kept = {self._key(name) for name in (*names, *beside)}
             if self._replaces:
-                self._store.delete([key for key in old if key not in kept])
+                begin = len(self._key(""))
+                self._store.delete(
+                    [key for key in old if key not in kept and self._is_replaced(key[begin:])]
+                )
             self._abort_repeated()
             # What hides the rest from readers goes last.
             hides = self._key_of_marker(COMMIT_NAME)
