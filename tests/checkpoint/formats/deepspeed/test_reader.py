@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import reshard
 from checkpoint.checkpoint_files import change_last_copy
@@ -17,6 +18,12 @@ from reshard.errors import CheckpointError, CoverageError, FormatError
 NAMES = recorded()
 ZERO = [name for name in NAMES if not name.endswith("universal")]
 PARALLEL = [name for name in NAMES if "over" in name]
+
+
+class OddTensor(torch.Tensor):
+    """A subclass that nothing knows."""
+
+
 OWN_KEYS = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -175,6 +182,18 @@ def test_optimizer_state_may_be_deleted(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(CheckpointError, match="stage 3 of ZeRO has its weights there"):
         reshard.checkpoint.open(folder)
+
+
+def test_a_weight_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
+    folder = unpack("zero1-bf16-2-plain", tmp_path)
+    path = folder / "global_step2" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    whole = reshard.checkpoint.open(folder)
+    state["module"]["embed.weight"] = state["module"]["embed.weight"].as_subclass(OddTensor)
+    torch.save(state, path)
+    found = reshard.checkpoint.open(folder)
+    assert {*whole} - {*found} == {"embed.weight"}
+    assert "OddTensor" in found.unreadable["embed.weight"]
 
 
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:

@@ -98,8 +98,12 @@ class SaveReader:
             checksums=collector.checksums,
             values=self.values.values,
             unread=tuple(self.values.unread),
+            unreadable=self._list_unreadable(),
             notes=tuple(self.notes),
         )
+
+    def _list_unreadable(self) -> dict[str, str]:
+        return {name: why for one in self.models.values() for name, why in one.unreadable.items()}
 
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder

@@ -14,7 +14,8 @@ from typing import Any
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor, as_sizes
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.errors import FormatError
+from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.errors import FormatError, UnreadableTensorError
 
 Shape = tuple[int, ...]
 #: A tensor, or a plain value such as the number of steps.
@@ -93,6 +94,9 @@ def read_file(folder: Path, name: str) -> SavedPart:
 def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
     """The tensors of a file that is a state dict: of an expert, or of a layer."""
     part = read_file(folder, name)
+    for key, value in part.value.items():
+        if is_tensor_call(value):
+            raise UnreadableTensorError(f"{part.label}: {key!r} is {explain(value)}")
     return {
         key: value
         for key, value in part.value.items()
@@ -118,6 +122,7 @@ class ModelState:
         degrees: stages and tensor-parallel ranks, where it says so.
         optimizer: the state of an optimizer without partitions.
         rest: everything else.
+        unreadable: weights of classes of their own, by name, with these.
     """
 
     file: str
@@ -131,6 +136,7 @@ class ModelState:
     degrees: tuple[int, int] | None
     optimizer: Any
     rest: Mapping[str, Any]
+    unreadable: Mapping[str, str]
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -197,6 +203,7 @@ def read_model_state(folder: Path, name: str) -> ModelState:
         numbers if all(_is_count(n) for n in numbers) else None,  # type: ignore[arg-type]
         part.get("optimizer"),
         {key: value for key, value in part.value.items() if key not in _OWN_PARTS},
+        {**_unreadable(part, "module"), **_unreadable(part, "frozen_param_fragments")},
     )
 
 
@@ -312,6 +319,12 @@ def _shapes(part: SavedPart, group: object) -> Mapping[str, Shape]:
             raise part.wrong(name, shape, "the shape of a parameter")
         found[name] = sizes
     return found
+
+
+def _unreadable(part: SavedPart, key: str) -> Mapping[str, str]:
+    """Return the tensors of a dict that are not read, with their class."""
+    found = part.take_dict(key, optional=True)
+    return {str(name): explain(value) for name, value in found.items() if is_tensor_call(value)}
 
 
 def _tensors(part: SavedPart, key: str) -> Mapping[str, ArchivedTensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoint.checkpoint_files import change_last_copy
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
@@ -71,6 +72,23 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     found = checkpoint.open(folder)
     assert not [name for name in found if name.startswith("optimizer.")]
     assert "which part is which cannot be told" in found.unread[-1][1]
+
+
+class OddTensor(torch.Tensor):
+    """A subclass that nothing knows."""
+
+
+def test_a_weight_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
+    folder = unpack("undistributed", tmp_path) / "legacy"
+    whole = checkpoint.open(folder)
+    path = next(folder.glob("iter_*/mp_rank_00*/model_optim_rng.pt"))
+    state = torch.load(path, weights_only=False)
+    name = next(name for name, one in state["model"].items() if isinstance(one, torch.Tensor))
+    state["model"][name] = state["model"][name].as_subclass(OddTensor)
+    torch.save(state, path)
+    found = checkpoint.open(folder)
+    assert name in whole and name not in found
+    assert "OddTensor" in found.unreadable[name]
 
 
 @pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
 from reshard.errors import CheckpointError, FormatError
 
 # Parts of a rank's file that are not values of the whole training.
@@ -77,6 +77,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     chunks = [chunk for rank in ranks for chunk in rank.chunks]
     number_chunks(chunks)
     builder = _Builder(root, sizes, _arguments(state))
+    builder.find_unreadable(ranks)
     for rank in ranks:
         builder.add(rank)
     tensors = builder.whole.stored(len(ranks))
@@ -101,6 +102,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         paths=common.paths,
         checksums=tuple(builder.checksums),
         unread=(*common.unread, *builder.unread),
+        unreadable=builder.unreadable,
         notes=tuple(notes),
     )
 
@@ -188,7 +190,20 @@ class _Builder:
         self.whole = WholeTensors()
         self.checksums: list[StoredChecksum] = []
         self.unread: list[tuple[str, str]] = []
+        self.unreadable: dict[str, str] = {}
         self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
+
+    def find_unreadable(self, ranks: Iterable[RankFiles]) -> None:
+        """Find the weights of which some rank's part is of a class of its own."""
+        for chunk in (chunk for rank in ranks for chunk in rank.chunks):
+            odd = {name: one for name, one in chunk.others.items() if is_tensor_call(one)}
+            known = {chunk.whole_name(name) for name in (*chunk.tensors, *odd)}
+            for name, value in odd.items():
+                whole = engine_name(chunk.whole_name(name), known)
+                self.unreadable[whole] = explain(value)
+        if self.unreadable:
+            why = "it is told by the shapes of all weights, and some cannot be read"
+            self.unread.append(("the state of the optimizer", why))
 
     def add(self, rank: RankFiles) -> None:
         """Add all blocks of a rank."""
@@ -196,15 +211,17 @@ class _Builder:
         for chunk in rank.chunks:
             shapes = {name: tensor.shape for name, tensor in chunk.tensors.items()}
             whole_names = {name: chunk.whole_name(name) for name in chunk.tensors}
-            known = {*whole_names.values()}
+            known = {*whole_names.values(), *self.unreadable}
             for name, tensor in chunk.tensors.items():
                 cut = self._find_cut(chunk, name, shapes)
                 whole = engine_name(whole_names[name], known)
                 place = self._place(rank.place, whole, tensor.shape, cut)
                 places[chunk.number, name] = whole, place
-                if self._is_tied(whole):
+                if self._is_tied(whole) or whole in self.unreadable:
                     continue
                 self._add_tensor(rank, rank.name, whole, tensor, place)
+        if self.unreadable:
+            return
         state = RankOptimizer(rank, self.sizes, self.arguments)
         for block in state.blocks():
             whole, place = places[block.chunk, block.parameter]
