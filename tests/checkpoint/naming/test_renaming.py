@@ -29,6 +29,8 @@ from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint.blocks import fusing
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
+from reshard.checkpoint.training.plain_state import find_groups, in_plain_values
+from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
 from reshard.recipes.fusion import Fusion
@@ -494,3 +496,29 @@ def test_numbered_optimizer_state_has_no_other_names(tmp_path: Path) -> None:
         RecipeError, match=r"state\.0\.exp_avg' has a number for .*--training fsdp2"
     ):
         plan_conversion(tmp_path / "state.pt", tmp_path / "out", to="full", target_names=table)
+
+
+@pytest.mark.parametrize("style", ["fsdp2", "reshard"])
+def test_groups_list_parameters_by_their_new_names(tmp_path: Path, style: str) -> None:
+    names = ["layers.0.gate", "layers.0.up", "norm"]
+    moments = {name: {"exp_avg": torch.zeros(4, 3), "step": torch.tensor(1.0)} for name in names}
+    groups = [
+        {"lr": 0.1, "params": names[:2], "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0},
+        {"lr": 0.2, "params": names[2:], "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0},
+    ]
+    model = {name: torch.zeros(4, 3) for name in names}
+    optimizer = {"state": moments, "param_groups": groups}
+    torch.save({"model": model, "optim": optimizer}, tmp_path / "state.pt")
+    table = {"layers.*.fused": Fusion(("layers.*.gate", "layers.*.up")), "last": "norm"}
+    format = {"fsdp2": "torch-dcp", "reshard": "deepspeed-universal"}[style]
+    out, back = tmp_path / "out", tmp_path / "back"
+    # As values, and from pickled items of a distributed checkpoint.
+    checkpoint.convert(tmp_path / "state.pt", out, to="full", format=format, target_names=table)
+    checkpoint.convert(out, back, to="full", format=format, source_names=table)
+    for folder, expected in ((out, [["layers.0.fused"], ["last"]]), (back, [names[:2], ["norm"]])):
+        opened = in_plain_values(checkpoint.open(folder))
+        state = find_training_state(opened)
+        assert state is not None
+        found = find_groups(opened.values, state)
+        assert [group["params"] for group in found] == expected
+        assert [group["lr"] for group in found] == [0.1, 0.2]

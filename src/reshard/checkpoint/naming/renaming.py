@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.training.plain_state import rename_group_members
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.fusion import Fusion
@@ -302,6 +303,24 @@ class _Tensors:
         )
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}
-        return dataclasses.replace(
+        new = dataclasses.replace(
             old, tensors=self.tensors, checksums=tuple(checksums), paths=paths, notes=notes
         )
+        members = self._find_new_parameters()
+        if self._state is None or all(found == {old: None} for old, found in members.items()):
+            return new
+        return rename_group_members(new, self._state, members)
+
+    def _find_new_parameters(self) -> dict[str, dict[str, None]]:
+        """Find the bare names that each parameter of the training state has now."""
+        found: dict[str, dict[str, None]] = {}
+        tensors = {} if self._state is None else self._state.tensors
+        for name, made_of in self.made_of.items():
+            for old in made_of:
+                if self._state is None or old not in tensors:
+                    continue
+                before, behind = self._state.around(old)
+                if name.startswith(before) and name.endswith(behind):
+                    own = name.removeprefix(before).removesuffix(behind)
+                    found.setdefault(tensors[old].parameter, {})[own] = None
+        return found

@@ -110,6 +110,46 @@ def names_of_groups(names: Iterable[str], state: TrainingState) -> list[str]:
     return [name for name in names if name.startswith(prefixes)]
 
 
+def rename_group_members(
+    checkpoint: Checkpoint, state: TrainingState, names: Mapping[str, Iterable[str]]
+) -> Checkpoint:
+    """Rename the parameters that groups of optimizers list.
+
+    Args:
+        checkpoint: with the groups, as plain values or as pickled items, which become values.
+        state: its training state.
+        names: the new bare names of a parameter by its bare name; one that several parameters
+            have in common, as a fused one, is listed once. Parameters that it lacks stay.
+    """
+    suffix = f".{PARAMETERS}"
+    ends = (suffix, "param_groups")
+    pickled = [n for n in names_of_groups(checkpoint.items, state) if n.endswith(ends)]
+    decoded, _ = decode_items(checkpoint, pickled)
+    values = {**checkpoint.values, **decoded}
+    for name in names_of_groups(values, state):
+        if not isinstance(values[name], list):
+            continue
+        if name.endswith(suffix):
+            values[name] = _rename_members(values[name], names)
+        else:
+            values[name] = [
+                {**group, PARAMETERS: _rename_members(group[PARAMETERS], names)}
+                if isinstance(group, dict) and isinstance(group.get(PARAMETERS), list)
+                else group
+                for group in values[name]
+            ]
+    items = {name: item for name, item in checkpoint.items.items() if name not in decoded}
+    return dataclasses.replace(checkpoint, values=values, items=items)
+
+
+def _rename_members(members: list[Any], names: Mapping[str, Iterable[str]]) -> list[Any]:
+    found: list[Any] = []
+    for member in members:
+        new = names.get(bare_name(member), (member,)) if isinstance(member, str) else (member,)
+        found += [name for name in new if name not in found]
+    return found
+
+
 def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[str, Any]]:
     """The groups of all optimizers; `params` are bare names of parameters."""
     groups: list[dict[str, Any]] = []
