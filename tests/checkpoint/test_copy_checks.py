@@ -266,3 +266,15 @@ def test_boxes_that_overlap_in_part_are_compared_there(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ranks", {"w": counted(3, 2)}, {"w": counted(4, 2, first=1)})
     joined = dataclasses.replace(joined)
     assert compare_copies(joined).differing[0].part == "[0:3, 0:2]"
+
+
+def test_samples_keep_to_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First windows of all copies come before the others of the largest; the rest is counted."""
+    ranks = [{"a": counted(64, 1024), "b": counted(32, 1024), "c": counted(1024)}] * 2
+    source = open_copies(save_ranks(tmp_path / "ranks", *ranks))
+    for windows, unchecked in ((7, 0), (5, 0), (3, 0), (2, 1)):
+        limit = "reshard.checkpoint.copy_checks.MIN_SAMPLE_LIMIT_BYTES"
+        monkeypatch.setattr(limit, windows * 2 * 4096)
+        report = compare_copies(source)
+        assert (report.read_bytes, report.unchecked) == (min(windows, 7) * 2 * 4096, unchecked)
+        assert bool(report.describe()) is (unchecked > 0)

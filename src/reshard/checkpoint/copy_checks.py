@@ -8,8 +8,9 @@ and shape, such as experts over an axis that is not in the mesh of the files.
 1. Checksums that the files contain (`Checkpoint.checksums`) are compared: nothing is read. So it
    is where a manifest of reshard has the digest of the tensor that all copies were written from.
 2. Where a copy has none, the first, middle and last 4 KiB of each copy are compared (`sample`), at
-   most 1 % of the checkpoint's bytes in all, or 4 MiB where that is more; the largest copies come
-   first. With `all`, every byte of every copy is compared.
+   most 1 % of the bytes of the files in all, or 4 MiB where that is more. If that is too little for
+   all copies, the smaller ones are compared by their first 4 KiB alone, the smallest not at all.
+   With `all`, every byte of every copy is compared.
 3. State that differs by rank by its nature, such as the running statistics of a batch norm, is
    listed (`CopyReport.by_nature`); other copies that differ are an error of `expect_equal_copies`.
 
@@ -631,22 +632,30 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
             )
             for group in groups
         ]
-    limit_bytes = max(int(checkpoint.size_bytes * MAX_SAMPLED_SHARE), MIN_SAMPLE_LIMIT_BYTES)
-    chosen: list[_Read] = []
-    total, copies = 0, 0
+    stored_bytes = sum(file.size_bytes for file in checkpoint.files)
+    limit_bytes = max(int(stored_bytes * MAX_SAMPLED_SHARE), MIN_SAMPLE_LIMIT_BYTES)
     # Of what is compressed, the beginning cannot be had without the rest.
     plain = [
         group for group in groups if not any(file in checkpoint.derived for file, _ in group.places)
     ]
     is_remote = isinstance(checkpoint.folder, PlacePath)
     max_copies = _MAX_REQUESTED_COPIES if is_remote else _MAX_SAMPLED_COPIES
+    chosen: list[_Read] = []
+    # The first window of as many as possible, then the others of the largest.
     for group in sorted(plain, key=lambda group: -group.part_bytes):
-        read = _Read(group, tuple(_sample(group)))
-        total += read.size_bytes
-        copies += len(group.places)
-        if total > limit_bytes or copies > max_copies:
+        first = _window(group.region.boxes[0].shape, group.kind.dtype.itemsize_bytes, 0.0)
+        read = _Read(group, ((0, first),))
+        max_copies -= len(group.places)
+        if read.size_bytes > limit_bytes or max_copies < 0:
             break
+        limit_bytes -= read.size_bytes
         chosen.append(read)
+    for number, read in enumerate(chosen):
+        whole = _Read(read.group, tuple(_sample(read.group)))
+        if whole.size_bytes - read.size_bytes > limit_bytes:
+            break
+        limit_bytes -= whole.size_bytes - read.size_bytes
+        chosen[number] = whole
     return chosen
 
 
