@@ -54,6 +54,7 @@ def _plan_for_vllm(
     layout: str | None = None,
     dtype: str | None = None,
     most_file_bytes: int | None = None,
+    allow: tuple[str, ...] = (),
 ) -> Conversion:
     from reshard.checkpoint.engines.conversion import plan_for_vllm
     from reshard.elements.casting import cast_type
@@ -75,7 +76,7 @@ def _plan_for_vllm(
     else:
         name = None if dtype is None else cast_type(dtype).name
         derived = derive_layout("vllm", source, to or "", dtype=name)
-    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
+    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes, allow=allow)
 
 
 _TARGETS = {
@@ -88,7 +89,7 @@ _TARGETS = {
         _plan_for_hf,
     ),
     "vllm": _Target(
-        ("to", "layout", "dtype", "most_file_bytes"),
+        ("to", "layout", "dtype", "most_file_bytes", "allow"),
         "the engine's own loader says what its ranks hold",
         _plan_for_vllm,
     ),

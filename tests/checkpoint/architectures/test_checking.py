@@ -10,6 +10,7 @@ from checkpoint.checkpoint_files import Tensor, tensor
 from reshard.checkpoint.architectures import checking
 from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.architectures.differences import TensorDifferences
+from reshard.checkpoint.architectures.records import RecordedDifferences
 from reshard.errors import CheckpointError
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
@@ -23,7 +24,8 @@ FOUND = TensorDifferences(
 def check(
     monkeypatch: pytest.MonkeyPatch, found: TensorDifferences | None, **arguments: object
 ) -> tuple[str, ...]:
-    monkeypatch.setattr(checking, "find_recorded_differences", lambda config, shapes: found)
+    recorded = None if found is None else RecordedDifferences(found, is_exact=True)
+    monkeypatch.setattr(checking, "find_recorded_differences", lambda config, shapes: recorded)
     monkeypatch.setattr(checking, "find_spec", lambda name: None)
     names = ("foo.weight", "model.layers.2.eh_proj.weight", "layers.0.rotary_emb.inv_freq", "x")
     tensors: dict[str, Tensor] = {name: tensor("float32", (2,)) for name in names}

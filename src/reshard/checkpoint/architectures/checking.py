@@ -32,7 +32,8 @@ _MAX_LISTED = 4
 _CLASS_JUDGE = "reshard.torch.model_classes"
 # Buffers that classes of earlier versions saved, and that no class loads any more.
 _OLD_BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids|num_batches_tracked)$"
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|"
+    r"num_batches_tracked)$"
 )
 # Config keys that count layers that predict further tokens, which are stored after the last.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
@@ -83,13 +84,53 @@ def check_architecture(
     return tuple(notes)
 
 
+def note_recorded_differences(
+    tensors: Mapping[str, StoredTensor],
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    left_out: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return a note of the differences from the record of a class; none where there are none."""
+    try:
+        shapes = _find_logical_shapes(tensors, config)
+    except UncomputableError:
+        return ()
+    recorded = find_recorded_differences(config, shapes)
+    if recorded is None:
+        return ()
+    found = _without_expected(recorded.differences, config, left_out)
+    refused = _list_refused(found, ())
+    if not refused:
+        return ()
+    return (
+        f"the tensors of {folder} are not those of {found.judge}, which no loader of the whole "
+        f"model accepts: {'; '.join(refused)}",
+    )
+
+
+def find_doubled_prefix(names: Iterable[str]) -> str:
+    """Return a trainer's word in front of all names, which some names have twice; `""` for none.
+
+    >>> find_doubled_prefix(["model.model.norm.weight", "model.lm_head.weight"])
+    'model.'
+    >>> find_doubled_prefix(["model.norm.weight", "lm_head.weight"])
+    ''
+    """
+    names = list(names)
+    front = names[0].partition(".")[0] + "." if names else ""
+    is_doubled = any(name.startswith(front * 2) for name in names)
+    return front if is_doubled and all(name.startswith(front) for name in names) else ""
+
+
 def _find_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorDifferences | str:
     """Return the differences by the best judge that knows the class, or a note that none does."""
-    recorded = find_recorded_differences(config, shapes)
-    if recorded is not None and not recorded:
-        return recorded
+    found = find_recorded_differences(config, shapes)
+    recorded = None if found is None else found.differences
+    if found is not None and found.is_exact and not recorded:
+        return found.differences
     reason = "transformers is not installed"
     if find_spec("transformers") is not None and find_spec("torch") is not None:
         try:

@@ -1,19 +1,257 @@
-"""Records of the tensors of public model classes."""
+"""Records of the tensors of public model classes, and comparisons with them.
+
+A file for each model type, written from transformers by `tests/engines/architectures`:
+
+    {"transformers": version, "prefix": of the base model, "defaults": {key: value},
+     "types": {key of a nested config: its model type},
+     "rows": [[pattern, counts, shape, when], ...],
+     "classes": {name: {"forms": [[row, ...], ...], "ties": [[name, name], ...],
+                        "ignored": [expression, ...]}}}
+
+A row is a pattern of names: `*` is a number, from 0 up to a count. Counts and lengths are
+expressions of config.json, and `when` is a list of terms that all hold where there are such tensors
+(`terms`); `{"unless": [...]}` are terms that do not all hold. `?` is an open length, or a tensor
+that may be there or not; a form with such rows is not exact. Forms are the names in files that the
+class saves, and those of its module where they differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
+from reshard.checkpoint.architectures.terms import find_number, holds
+
+OPEN = "?"
+_WORD = re.compile(r"[\w-]+")
+# Sizes that config.json leaves out leave lengths open: transformers refuses wrong ones loudly.
+_SIZES = re.compile(r"(^|[_.])(size|dim|d_ff|d_model|n_embd|ffn_dim)$")
+# Classes that files of a model type are loaded by, where config.json names none.
+_USUAL = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
+
+
+class RecordedDifferences(NamedTuple):
+    """Differences from a record, and whether the record leaves nothing open."""
+
+    differences: TensorDifferences
+    is_exact: bool
+
+    @property
+    def total(self) -> int:
+        """How many differences there are."""
+        found = self.differences
+        return len(found.missing) + len(found.unknown) + len(found.misshapen)
 
 
 def find_recorded_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape]
-) -> TensorDifferences | None:
+) -> RecordedDifferences | None:
     """Compare tensors with those recorded of the class of a config.json.
 
     Returns:
         The differences; None where there is no record of the class.
     """
-    return None
+    record = _read_record(config.get("model_type"))
+    if record is None:
+        return None
+    full = _with_defaults(config, record)
+    name = _choose_class(config, record)
+    if name is None or any(_find(full, key) != kind for key, kind in record["types"].items()):
+        return None
+    own = record["classes"][name]
+    found = [
+        RecordedDifferences(
+            _compare(record, name, form, full, shapes),
+            all(is_closed(record["rows"][row]) for row in form),
+        )
+        for form in own["forms"]
+    ]
+    return min(found, key=lambda one: one.total)
+
+
+@lru_cache(maxsize=8)
+def _read_record(model_type: object) -> Mapping[str, Any] | None:
+    if not isinstance(model_type, str) or not _WORD.fullmatch(model_type):
+        return None
+    file = files("reshard.checkpoint.architectures") / "recorded" / f"{model_type}.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
+    """Return the class of a config that is recorded; None where it names others."""
+    named = config.get("architectures")
+    if isinstance(named, list) and named:
+        return next((name for name in named if name in record["classes"]), None)
+    known = record["classes"]
+    return next((name for end in _USUAL for name in known if name.endswith(end)), None)
+
+
+def _with_defaults(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the values that the class gives to keys that are left out."""
+    full: dict[str, Any] = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()
+    }
+    labels = config.get("id2label")
+    if isinstance(labels, Mapping):
+        full["num_labels"] = len(labels)
+    for path, value in record["defaults"].items():
+        if _SIZES.search(path):
+            continue
+        *parents, key = path.split(".")
+        part = full
+        for parent in parents:
+            inner = part.get(parent)
+            if not isinstance(inner, dict):
+                inner = part[parent] = {}
+            part = inner
+        part.setdefault(key, value)
+    return full
+
+
+def _find(config: Mapping[str, Any], path: str) -> object:
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _compare(
+    record: Mapping[str, Any],
+    name: str,
+    form: Iterable[int],
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+) -> TensorDifferences:
+    """Compare tensors with those of one form of a class."""
+    own = record["classes"][name]
+    expected: dict[str, tuple[int | None, ...]] = {}
+    optional: list[re.Pattern[str]] = []
+    for row in (record["rows"][number] for number in form):
+        made = list_row(row, config)
+        if made is None:
+            optional.append(_compile(row[0]))
+        else:
+            expected.update(made)
+    prefix = f"{record['prefix']}."
+    given: dict[str, str] = {}
+    for called in shapes:
+        given[_with_prefix(called, prefix, expected)] = called
+    ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
+    missing = [one for one in expected if one not in given]
+    unknown = [one for one in given if one not in expected]
+    if missing or unknown:
+        # A target that the config does not tie is a tensor of its own.
+        tied = [pair for pair in ties if not any(map(pair[0].fullmatch, expected))]
+        missing = [one for one in missing if not _is_tied(one, given, tied)]
+        optional += [one for pair in ties for one in pair]
+        unknown = [one for one in unknown if not any(p.fullmatch(one) for p in optional)]
+    ignored = [one for one in unknown if _is_ignored(one, given[one], prefix, own, record)]
+    return TensorDifferences(
+        f"the record of {name} of transformers {record['transformers']}",
+        tuple(sorted((one, _closed(expected[one])) for one in missing)),
+        tuple(sorted(given[one] for one in unknown if one not in ignored)),
+        tuple(
+            sorted(
+                (called, tuple(shapes[called]), tuple(n or 0 for n in expected[one]))
+                for one, called in given.items()
+                if one in expected and not _fits(shapes[called], expected[one])
+            )
+        ),
+        tuple(sorted(given[one] for one in ignored)),
+    )
+
+
+def list_row(
+    row: tuple[str, list[str], Any, Any], config: Mapping[str, Any]
+) -> dict[str, tuple[int | None, ...]] | None:
+    """Return the tensors of a row for a config, by name; None where the row leaves them open."""
+    pattern, counts, shape, when = row
+    sizes = [find_number(one, config) if one != OPEN else None for one in counts]
+    if when == OPEN or shape == OPEN or None in sizes:
+        return None
+    lengths = tuple(None if one == OPEN else find_number(one, config) for one in shape)
+    terms, is_negated = (when["unless"], True) if isinstance(when, Mapping) else (when, False)
+    found, parts = {}, pattern.split("*")
+    there: dict[tuple[int, ...], bool] = {}
+    for numbers in itertools.product(*(range(size or 0) for size in sizes)):
+        first = numbers[:1]
+        if first not in there:
+            there[first] = all(holds(term, config, first) for term in terms) is not is_negated
+        if there[first]:
+            name = parts[0]
+            for number, rest in zip(numbers, parts[1:], strict=True):
+                name += f"{number}{rest}"
+            found[name] = lengths
+    return found
+
+
+def is_closed(row: tuple[str, list[str], Any, Any]) -> bool:
+    """Return whether a row leaves nothing open."""
+    _, counts, shape, when = row
+    return OPEN not in (*counts, *shape) and when != OPEN
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\d+".join(map(re.escape, pattern.split("*"))))
+
+
+def _with_prefix(name: str, prefix: str, expected: Mapping[str, Any]) -> str:
+    """Return a name as expected, with the base model's prefix added or taken off where needed."""
+    if name in expected or prefix == ".":
+        return name
+    if prefix + name in expected:
+        return prefix + name
+    bare = name.removeprefix(prefix)
+    return bare if bare in expected else name
+
+
+def _is_tied(
+    name: str, given: Mapping[str, str], ties: Iterable[tuple[re.Pattern[str], ...]]
+) -> bool:
+    """Return whether a tensor is there under another name, to which it is tied."""
+    for pair in ties:
+        if any(one.fullmatch(name) for one in pair):
+            return any(one.fullmatch(other) for one in pair for other in given)
+    return False
+
+
+def _is_ignored(
+    name: str, called: str, prefix: str, own: Mapping[str, Any], record: Mapping[str, Any]
+) -> bool:
+    """Return whether the class ignores a tensor, or another class of the model type has it."""
+    if any(re.search(expression, name) for expression in own["ignored"]):
+        return True
+    alternatives = {name, called, prefix + name, name.removeprefix(prefix)}
+    return any(
+        _compile(row[0]).fullmatch(one) for one in alternatives for row in _other_rows(record, own)
+    )
+
+
+def _other_rows(record: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the rows of tensors that the class does not have, and another class has."""
+    ours = {number for form in own["forms"] for number in form}
+    bare = {record["rows"][number][0].removeprefix(f"{record['prefix']}.") for number in ours}
+    for number, row in enumerate(record["rows"]):
+        if number not in ours and row[0].removeprefix(f"{record['prefix']}.") not in bare:
+            yield row
+
+
+def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(
+        wanted is None or length == wanted for length, wanted in zip(shape, expected, strict=True)
+    )
+
+
+def _closed(shape: tuple[int | None, ...]) -> Shape | None:
+    return None if None in shape else tuple(one or 0 for one in shape)

@@ -20,6 +20,11 @@ import os
 from pathlib import Path
 from typing import Any, Unpack
 
+from reshard.checkpoint.architectures.checking import (
+    check_architecture,
+    find_doubled_prefix,
+    note_recorded_differences,
+)
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
@@ -38,6 +43,9 @@ from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, P
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.naming.renaming import find_meaning
+from reshard.checkpoint.naming.selection import list_left_out
+from reshard.checkpoint.training.model_sets import bare_name
 from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
@@ -77,13 +85,14 @@ def plan_conversion(
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = open_apart(source, target)
     checkpoint = _decode_items(request, checkpoint)
-    checkpoint = take_source(request, checkpoint)
+    whole, checkpoint = checkpoint, take_source(request, checkpoint)
     checkpoint.expect_readable()
     checkpoint = expect_equal_copies(
         checkpoint, check=request.check_copies, allow=tuple(request.allow)
     )
     translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
+    checked = _check_architecture(request, named, whole)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
     if request.changes_elements:
@@ -110,7 +119,7 @@ def plan_conversion(
         )
     )
     return Conversion(
-        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *placement.notes)),
+        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *placement.notes, *checked)),
         target,
         arrangement,
         request,
@@ -119,6 +128,44 @@ def plan_conversion(
         changed.computed,
         changed.rewritten,
     )
+
+
+def _check_architecture(
+    request: ConversionRequest, named: NamedSource, whole: Checkpoint
+) -> tuple[str, ...]:
+    """Compare the weights with those of the model class, where a recipe or names are for it.
+
+    Returns the notes for the user; none where nothing says that the source is such a model.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors that are not allowed.
+    """
+    if named.recipe is None or not request.recipe_is_for_model:
+        return ()
+    config = read_config(whole)
+    source = named.by_recipe
+    if config is None or "adapter_config" in config or config.get("model_type") is None:
+        return ()
+    state = find_training_state(source)
+    names = {name: bare_name(name) for name in source.tensors}
+    if state is not None:
+        names = {name: bare for bare, name in state.weights.items()}
+    front = find_doubled_prefix(names.values())
+    weights = {bare.removeprefix(front): source.tensors[name] for name, bare in names.items()}
+    if not weights:
+        return ()
+    left_out = set()
+    for name in list_left_out(whole, request.selection):
+        meaning = bare_name(name).removeprefix(front)
+        if named.from_names is not None:
+            found = find_meaning(meaning, named.from_names.table)
+            left_out |= {found} if isinstance(found, str) else {*found.tensors}
+        else:
+            left_out.add(meaning)
+    if request.target_names is None:
+        # Ranks may hold a part of a model, so that rules for them are no claim to all of it.
+        return note_recorded_differences(weights, config, whole.folder, left_out=left_out)
+    return check_architecture(weights, config, whole.folder, allow=request.allow, left_out=left_out)
 
 
 def open_apart(

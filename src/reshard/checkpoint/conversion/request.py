@@ -331,6 +331,11 @@ class ConversionRequest:
         return self.strategy is not None and strategy(self.strategy).function is by_recipe
 
     @property
+    def recipe_is_for_model(self) -> bool:
+        """Whether a recipe of a kind of models counts, by its names or by its rules."""
+        return self.recipe is not None or self.is_by_recipe or isinstance(self.target_names, str)
+
+    @property
     def is_by_rules(self) -> bool:
         """Whether rules and a recipe say how tensors are cut, and no other strategy."""
         is_by_engine = self.layout is not None

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
@@ -31,6 +32,7 @@ from reshard.checkpoint.pretrained.model_folder import (
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
+from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.text.quantities import count_text
 
@@ -41,6 +43,7 @@ def plan_for_vllm(
     layout: EngineLayout,
     *,
     most_file_bytes: int | None = None,
+    allow: Iterable[str] = (),
 ) -> Conversion:
     """Plan to write what vLLM loads with `load_format="sharded_state"`.
 
@@ -52,6 +55,8 @@ def plan_for_vllm(
         target: the folder that will hold the files.
         layout: of vLLM's ranks, as `reshard.torch.vllm.layouts` gives it.
         most_file_bytes: begin a new part beyond so many bytes.
+        allow: accept differences from the tensors of config.json's architecture: `incomplete`,
+            `unknown`.
 
     Raises:
         UsageError: another engine's layout, or one of several replicas: files do not tell them
@@ -70,6 +75,11 @@ def plan_for_vllm(
     source_checkpoint, target = open_apart(source, target)
     checkpoint = source_checkpoint
     check_sources(layout, checkpoint)
+    config = read_config(checkpoint)
+    checked: tuple[str, ...] = ()
+    if config is not None and config.get("model_type") is not None:
+        allowed = parse_allowed(allow)
+        checked = check_architecture(checkpoint.tensors, config, checkpoint.folder, allow=allowed)
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
     found = rank_parameters(checkpoint, ranks)
@@ -80,7 +90,7 @@ def plan_for_vllm(
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Beside the files, so that the model's own tensors can be made of them again.
     beside = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
-    notes = (*checkpoint.notes, *_describe_casts(layout))
+    notes = (*checkpoint.notes, *checked, *_describe_casts(layout))
     rewritten = {LAYOUT_NAME: text.encode()}
     dtype = most_common_type(checkpoint)
     if CONFIG in beside and dtype is not most_common_type(source_checkpoint):

@@ -175,6 +175,18 @@ def find_new_names(
     return new
 
 
+def list_left_out(checkpoint: Checkpoint, selection: TensorSelection) -> list[str]:
+    """Return the tensors that `include` and `exclude` leave out, by the names they would have."""
+    if not selection.include and not selection.exclude:
+        return []
+    found = []
+    for name in checkpoint.tensors:
+        if not selection.takes(name):
+            stripped = selection.strip(name)
+            found.append(selection.renamed(stripped) or stripped)
+    return found
+
+
 def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Checkpoint:
     """A checkpoint whose tensors, items and values have other names, each its own.
 

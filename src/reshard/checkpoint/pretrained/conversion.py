@@ -50,7 +50,7 @@ from reshard.checkpoint.naming.renaming import (
     in_recipe_names,
     names_of,
 )
-from reshard.checkpoint.naming.selection import by_new_names
+from reshard.checkpoint.naming.selection import by_new_names, list_left_out
 from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,
     ModelFiles,
@@ -263,17 +263,11 @@ def _name_left_out(
     request: ConversionRequest,
 ) -> frozenset[str]:
     """Return the architecture's names of the tensors that the user left out by name."""
-    selection = request.selection
-    if not selection.include and not selection.exclude:
-        return frozenset()
     is_llama = names.convention in CONVENTIONS
     table = None if is_llama else names_of("source_names", names.convention, recipe, config)
     found: set[str] = set()
-    for name in checkpoint.tensors:
-        if selection.takes(name):
-            continue
-        stripped = selection.strip(name)
-        name = model_name(selection.renamed(stripped) or stripped).removeprefix(names.prefix)
+    for one in list_left_out(checkpoint, request.selection):
+        name = model_name(one).removeprefix(names.prefix)
         name = translate_name(name) if is_llama else name
         meaning = name if table is None else find_meaning(name, table.table)
         found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
