@@ -196,6 +196,19 @@ def test_a_weight_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
     assert "OddTensor" in found.unreadable["embed.weight"]
 
 
+def test_a_moment_of_an_unknown_class_is_unreadable(tmp_path: Path) -> None:
+    name = next(name for name in NAMES if name.endswith("universal"))
+    folder = unpack(name, tmp_path)
+    whole = reshard.checkpoint.open(folder)
+    path = next(iter(sorted(folder.rglob("exp_avg.pt"))))
+    found = torch.load(path, weights_only=False)
+    odd = (found["param"] if isinstance(found, dict) else found).as_subclass(OddTensor)
+    torch.save({**found, "param": odd} if isinstance(found, dict) else odd, path)
+    opened = reshard.checkpoint.open(folder)
+    (lost,) = {*whole} - {*opened}
+    assert lost.endswith(".exp_avg") and "OddTensor" in opened.unreadable[lost]
+
+
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     """A partition of a run over other ranks, or of another model."""
     folder = unpack("zero1-bf16-2-plain", tmp_path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +115,22 @@ def test_a_missing_array(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder / "params.layers.0.w")
     with pytest.raises(CheckpointError, match=r"params\.layers\.0\.w.* is not in the folder"):
         checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [("dtype", "<U8", "type '<U8'"), ("compressor", {"id": "blosc"}, "blosc")],
+)
+def test_an_array_that_is_not_known_locks_no_other(
+    saved: Path, tmp_path: Path, key: str, value: Any, says: str
+) -> None:
+    folder = copied(saved, "zarr", tmp_path)
+    names = [*checkpoint.open(folder)]
+    path = folder / "params.layers.0.w" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    found = checkpoint.open(folder)
+    assert [*found] == [name for name in names if name != "params.layers.0.w"]
+    assert says in found.unreadable["params.layers.0.w"]
 
 
 @pytest.mark.parametrize("variant", ["zarr", "zarr3"])

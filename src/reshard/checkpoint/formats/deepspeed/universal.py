@@ -52,7 +52,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
 )
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -110,6 +110,7 @@ class _UniversalReader:
         self.prefix = f"{saved.folder.name}/" if saved.folder != folder else ""
         self.collector = TensorCollector(saved.folder, 1, self.prefix)
         self.values = SavedValues()
+        self.unreadable: dict[str, str] = {}
         self.files: list[str] = []
 
     def read(self) -> Checkpoint:
@@ -158,6 +159,7 @@ class _UniversalReader:
             checksums=self.collector.checksums,
             values=self.values.values,
             unread=tuple(self.values.unread),
+            unreadable=self.unreadable,
         )
 
     def _list_parameters(self) -> Iterator[str]:
@@ -211,6 +213,10 @@ class _UniversalReader:
             value = value.get(PARAMETER)
         if isinstance(value, ArchivedTensor):
             self._add_state(own, file, value, shape)
+        elif is_tensor_call(value):
+            self.unreadable[own] = explain(value)
+            if key == MASTER_FILE:
+                self.unreadable[name] = f"its 32-bit weight, {explain(value)}"
         elif type(value) in (int, float):
             self.values.add(own, value, ("optimizer", "state", name, key), file)
         else:
