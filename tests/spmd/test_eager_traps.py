@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,6 +281,22 @@ def test_numpys_functions_are_taken() -> None:
         np.kron(x, x)
     with pytest.raises(UsageError, match=r"numpy\.add\.accumulate"):
         np.add.accumulate(x)
+
+
+def test_functions_of_numpy_without_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before NumPy 2.4 those written in C have none."""
+
+    def of_python_alone(function: Any) -> inspect.Signature:
+        if not inspect.isfunction(function):
+            raise ValueError(f"no signature found for builtin {function!r}")
+        return inspect.signature(function)
+
+    monkeypatch.setattr("reshard.spmd.arrays.numpy_protocols.signature", of_python_alone)
+    x = sp.array(A, spec(MESH, "x, y"))
+    same(np.concatenate([x, x], 1), np.concatenate([A, A], 1))
+    assert str(np.empty_like(x, "float32").dtype) == "float32"
+    with pytest.raises(UsageError, match=r"numpy\.where"):
+        np.where(x > 0)
 
 
 def test_the_seeds_questions() -> None:

@@ -7,7 +7,7 @@ older names are known too. Others are refused rather than run on the dense array
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import isfunction, signature
+from inspect import Signature, isfunction, signature
 from typing import Any
 
 import numpy as np
@@ -192,9 +192,15 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
         return found(inputs[0], tuple(reversed(range(inputs[0].ndim))))
     try:
         return found(*inputs, **options)
-    except TypeError:
+    except TypeError as error:
         # The same arguments, those that the array API takes by name only by their names.
-        bound = signature(function).bind(*inputs, **options).arguments
+        parameters = _find_signature(function)
+        if parameters is None:
+            raise UsageError(
+                f"numpy.{function.__name__} on an array in shards: {error}; use "
+                f"{said}{signature(found)}"
+            ) from error
+        bound = parameters.bind(*inputs, **options).arguments
         named = {key: value for key, value in bound.items() if key in _BY_NAME}
         placed = [value for key, value in bound.items() if key not in _BY_NAME]
         try:
@@ -204,3 +210,20 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
                 f"numpy.{function.__name__} with {sorted(bound)} on an array in shards: {error}; "
                 f"use {said}{signature(found)}"
             ) from error
+
+
+def _find_signature(function: Any) -> Signature | None:
+    """Return the signature of a function of NumPy, or None if NumPy does not have it.
+
+    Before NumPy 2.4, functions written in C have none.
+    """
+
+    def concatenate(arrays: Any, axis: Any = 0, out: Any = None, *, dtype: Any = None) -> None: ...
+    def empty_like(prototype: Any, dtype: Any = None) -> None: ...
+
+    try:
+        return signature(function)
+    except ValueError:
+        if function is np.concatenate:
+            return signature(concatenate)
+        return signature(empty_like) if function is np.empty_like else None
