@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
+from reshard.checkpoint.formats.megatron.torch_dist import reader
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
@@ -118,3 +120,13 @@ def test_what_is_missing_or_no_state(tmp_path: Path) -> None:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(CheckpointError, match="'zarr'; only 'torch_dist' is read"):
         checkpoint.open(folder)
+
+
+def test_paths_of_items_and_tensors_are_kept() -> None:
+    """A path belongs to the tensor or item of its name; tensors that were renamed lose theirs."""
+    found = SimpleNamespace(
+        paths={"rng": ("rng",), "weight": ("model", "weight"), "old": ("old",)},
+        items={"rng": object(), "bytes": object()},
+    )
+    kept = reader._keep_paths(found, {"weight": object(), "new": object()})  # type: ignore[arg-type]
+    assert kept == {"rng": ("rng",), "weight": ("model", "weight")}
