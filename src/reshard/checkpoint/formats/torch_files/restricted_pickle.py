@@ -169,7 +169,8 @@ class _Reader:
         self._label = label
         self._builder = builder
         self._forgets = forgets
-        self._shares = False
+        # How often a part was put in one more place.
+        self._shares = 0
         self._start = start
         self.at = start
         self.size = len(content)
@@ -198,7 +199,8 @@ class _Reader:
                 value = self._stack.pop()
                 if self._stack or value is _MARK:
                     raise self.damaged("it ends with something left over")
-                if self._shares:
+                # Each at most doubles the ways to a part.
+                if 1 << min(self._shares, 60) > _PARTS_A_BYTE:
                     self._expect_proportion(value)
                 return value
             handler = handlers[opcode]
@@ -326,7 +328,7 @@ class _Reader:
         self._pop_to_mark()
 
     def duplicate(self) -> None:
-        self._shares = True
+        self._shares += 1
         self._stack.append(self._stack[-1])
 
     def set_item(self) -> None:
@@ -373,7 +375,7 @@ class _Reader:
         if value is _FORGOTTEN:
             raise _ForgottenError
         if type(value) in _SHARED:
-            self._shares = True
+            self._shares += 1
         self._stack.append(value)
 
     def _forget_parts(self, arguments: tuple[Any, ...]) -> None:
