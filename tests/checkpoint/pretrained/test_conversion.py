@@ -352,3 +352,17 @@ def test_files_are_those_of_pytorch(tmp_path: Path, saved: str) -> None:
     write_file(source / "model.safetensors", weights(), {"format": saved, "step": "7"})
     make(source, tmp_path / "out")
     assert read_metadata(tmp_path / "out" / "model.safetensors") == {"format": "pt", "step": "7"}
+
+
+def test_names_for_another_program_are_checked_too(tmp_path: Path) -> None:
+    """Rules of a recipe alone note what a loader of the whole model would refuse."""
+    tensors = weights()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    source = write_state(tmp_path / "s", tensors, intermediate_size=6)
+    plan = checkpoint.plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama")
+    assert any("1 tensor missing: model.layers.1.mlp.up_proj" in note for note in plan.notes)
+    tensors["model.layers.1.mlp.up_proj.weight"] = weights()["model.layers.1.mlp.up_proj.weight"]
+    source = write_state(tmp_path / "more", {**tensors, "model.x": tensors["model.norm.weight"]})
+    arguments: Any = {"to": "tp=2", "recipe": "llama", "target_names": "sglang"}
+    with pytest.raises(CheckpointError, match=r"1 tensor unknown: model.x"):
+        checkpoint.plan_conversion(source, tmp_path / "t", allow=["uncomputable"], **arguments)

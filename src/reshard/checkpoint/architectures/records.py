@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -42,12 +42,6 @@ class RecordedDifferences(NamedTuple):
     differences: TensorDifferences
     is_exact: bool
 
-    @property
-    def total(self) -> int:
-        """How many differences there are."""
-        found = self.differences
-        return len(found.missing) + len(found.unknown) + len(found.misshapen)
-
 
 def find_recorded_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape]
@@ -65,14 +59,12 @@ def find_recorded_differences(
     if name is None or any(_find(full, key) != kind for key, kind in record["types"].items()):
         return None
     own = record["classes"][name]
-    found = [
-        RecordedDifferences(
-            _compare(record, name, form, full, shapes),
-            all(is_closed(record["rows"][row]) for row in form),
-        )
-        for form in own["forms"]
-    ]
-    return min(found, key=lambda one: one.total)
+    prefix = f"{record['prefix']}."
+    best = min(
+        (_expect(record, form, full, prefix, shapes) for form in own["forms"]),
+        key=lambda one: len(one.missing) + len(one.unknown),
+    )
+    return RecordedDifferences(_compare(record, name, best, prefix, shapes), best.is_exact)
 
 
 @lru_cache(maxsize=8)
@@ -125,46 +117,93 @@ def _find(config: Mapping[str, Any], path: str) -> object:
     return found
 
 
-def _compare(
+class _Expected(NamedTuple):
+    """The tensors of a form for a config, and those given by their names.
+
+    Attributes:
+        tensors: with lengths, None for open ones.
+        optional: patterns of tensors that may be there or not.
+        rows: of the form.
+        given: the name of each tensor in the files, by its name in the form.
+        is_exact: whether no row is open.
+    """
+
+    tensors: Mapping[str, tuple[int | None, ...]]
+    optional: tuple[re.Pattern[str], ...]
+    rows: frozenset[int]
+    given: Mapping[str, str]
+    is_exact: bool
+
+    @property
+    def missing(self) -> list[str]:
+        return [one for one in self.tensors if one not in self.given]
+
+    @property
+    def unknown(self) -> list[str]:
+        left = [one for one in self.given if one not in self.tensors]
+        return [one for one in left if not any(p.fullmatch(one) for p in self.optional)]
+
+
+def _expect(
     record: Mapping[str, Any],
-    name: str,
     form: Iterable[int],
     config: Mapping[str, Any],
+    prefix: str,
     shapes: Mapping[str, Shape],
-) -> TensorDifferences:
-    """Compare tensors with those of one form of a class."""
-    own = record["classes"][name]
-    expected: dict[str, tuple[int | None, ...]] = {}
-    optional: list[re.Pattern[str]] = []
-    for row in (record["rows"][number] for number in form):
+) -> _Expected:
+    """Return the tensors of a form for a config."""
+    tensors: dict[str, tuple[int | None, ...]] = {}
+    optional = []
+    rows = frozenset(form)
+    for row in (record["rows"][number] for number in sorted(rows)):
         made = list_row(row, config)
         if made is None:
             optional.append(_compile(row[0]))
         else:
-            expected.update(made)
-    prefix = f"{record['prefix']}."
-    given: dict[str, str] = {}
-    for called in shapes:
-        given[_with_prefix(called, prefix, expected)] = called
-    ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
-    missing = [one for one in expected if one not in given]
-    unknown = [one for one in given if one not in expected]
+            tensors.update(made)
+    given = {_with_prefix(called, prefix, tensors): called for called in shapes}
+    is_exact = all(is_closed(record["rows"][number]) for number in rows)
+    return _Expected(tensors, tuple(optional), rows, given, is_exact)
+
+
+def _compare(
+    record: Mapping[str, Any],
+    name: str,
+    expected: _Expected,
+    prefix: str,
+    shapes: Mapping[str, Shape],
+) -> TensorDifferences:
+    """Compare tensors with those of one form of a class."""
+    own = record["classes"][name]
+    tensors, given = expected.tensors, expected.given
+    missing, unknown = expected.missing, expected.unknown
     if missing or unknown:
+        ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
         # A target that the config does not tie is a tensor of its own.
-        tied = [pair for pair in ties if not any(map(pair[0].fullmatch, expected))]
+        tied = [pair for pair in ties if not any(map(pair[0].fullmatch, tensors))]
         missing = [one for one in missing if not _is_tied(one, given, tied)]
-        optional += [one for pair in ties for one in pair]
-        unknown = [one for one in unknown if not any(p.fullmatch(one) for p in optional)]
-    ignored = [one for one in unknown if _is_ignored(one, given[one], prefix, own, record)]
+        known = [*itertools.chain.from_iterable(ties)]
+        unknown = [one for one in unknown if not any(p.fullmatch(one) for p in known)]
+    others = _list_other_patterns(record, expected.rows, prefix) if unknown else []
+    ignores = [re.compile(expression) for expression in own["ignored"]]
+
+    def is_ignored(one: str) -> bool:
+        """Whether the class ignores a tensor, or another class of the model type has it."""
+        if any(expression.search(one) for expression in ignores):
+            return True
+        names = {one, given[one], prefix + one, one.removeprefix(prefix)}
+        return any(pattern.fullmatch(called) for pattern in others for called in names)
+
+    ignored = {one for one in unknown if is_ignored(one)}
     return TensorDifferences(
         f"the record of {name} of transformers {record['transformers']}",
-        tuple(sorted((one, _closed(expected[one])) for one in missing)),
+        tuple(sorted((one, _closed(tensors[one])) for one in missing)),
         tuple(sorted(given[one] for one in unknown if one not in ignored)),
         tuple(
             sorted(
-                (called, tuple(shapes[called]), tuple(n or 0 for n in expected[one]))
+                (called, tuple(shapes[called]), tuple(n or 0 for n in tensors[one]))
                 for one, called in given.items()
-                if one in expected and not _fits(shapes[called], expected[one])
+                if one in tensors and not _fits(shapes[called], tensors[one])
             )
         ),
         tuple(sorted(given[one] for one in ignored)),
@@ -226,25 +265,17 @@ def _is_tied(
     return False
 
 
-def _is_ignored(
-    name: str, called: str, prefix: str, own: Mapping[str, Any], record: Mapping[str, Any]
-) -> bool:
-    """Return whether the class ignores a tensor, or another class of the model type has it."""
-    if any(re.search(expression, name) for expression in own["ignored"]):
-        return True
-    alternatives = {name, called, prefix + name, name.removeprefix(prefix)}
-    return any(
-        _compile(row[0]).fullmatch(one) for one in alternatives for row in _other_rows(record, own)
-    )
-
-
-def _other_rows(record: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the rows of tensors that the class does not have, and another class has."""
-    ours = {number for form in own["forms"] for number in form}
-    bare = {record["rows"][number][0].removeprefix(f"{record['prefix']}.") for number in ours}
-    for number, row in enumerate(record["rows"]):
-        if number not in ours and row[0].removeprefix(f"{record['prefix']}.") not in bare:
-            yield row
+def _list_other_patterns(
+    record: Mapping[str, Any], ours: frozenset[int], prefix: str
+) -> list[re.Pattern[str]]:
+    """Return the patterns of tensors that the class does not have, and another class has."""
+    bare = {record["rows"][number][0].removeprefix(prefix) for number in ours}
+    patterns = {
+        row[0]
+        for number, row in enumerate(record["rows"])
+        if number not in ours and row[0].removeprefix(prefix) not in bare
+    }
+    return [_compile(one) for one in sorted(patterns)]
 
 
 def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
