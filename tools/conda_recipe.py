@@ -60,6 +60,8 @@ tests:
 
 about:
   summary: {summary}
+  license: {license}
+  license_file: LICENSE
 """
 
 
@@ -79,6 +81,7 @@ def recipe_text(project: Mapping[str, Any]) -> str:
         run=_items(run, 4),
         constraints=_items(constraints, 4),
         summary=about["description"],
+        license=about["license"],
     )
 
 

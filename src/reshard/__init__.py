@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Axis",

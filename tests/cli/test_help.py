@@ -19,6 +19,8 @@ COMMANDS = ("example", "inspect", "plan", "convert", "verify", "diff", "apply", 
 GROUPS = ("recipe",)
 # Their examples need a job or a bucket, and are tried in tests/cli/commands.
 OF_JOBS = ("calibrate", "clean")
+# Not among the first examples.
+LAST = ("version",)
 
 
 def examples(*command: str) -> list[list[str]]:
@@ -83,13 +85,13 @@ def test_bare_command_is_help() -> None:
 def test_help_has_the_commands_and_exit_codes() -> None:
     text = run_here("--help").output
     listed = text.partition("Commands:\n")[2]
-    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [*COMMANDS, *GROUPS, *OF_JOBS]
+    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [*COMMANDS, *GROUPS, *OF_JOBS, *LAST]
     assert "..." not in listed
     codes = text.partition("Exit codes:\n")[2]
     assert re.findall(r"^    (\d)  ", codes, re.MULTILINE) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *LAST])
 def test_help_says_all_there_is(command: str) -> None:
     text = run_here(command, "--help").output
     assert 2 <= len(examples(command)) <= 5
@@ -113,7 +115,9 @@ def test_version(folder: Path) -> None:
         assert (run.code, run.output) == (0, f"reshard {reshard.__version__}\n"), run.errors
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in (*COMMANDS, *GROUPS, *OF_JOBS))])
+@pytest.mark.parametrize(
+    "command", [(), *((name,) for name in (*COMMANDS, *GROUPS, *OF_JOBS, *LAST))]
+)
 def test_help_imports_little(folder: Path, command: tuple[str, ...]) -> None:
     code = (
         "import sys; from reshard.cli import main; done = main()\n"
@@ -147,7 +151,7 @@ def test_the_shells_complete(folder: Path) -> None:
         asked = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": number}
         return run_alone(cwd=folder, **asked).output.split()
 
-    assert completed("reshard ver") == ["plain,verify"]
+    assert completed("reshard veri") == ["plain,verify"]
     assert "plain,--recipe" in completed("reshard convert --re")
     # A path: the shell lists the files itself.
     assert completed("reshard inspect mod") == ["file,mod"]

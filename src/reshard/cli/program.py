@@ -27,6 +27,7 @@ _SUMMARIES = {
     "recipe": "Show recipes, and apply them to a checkpoint.",
     "calibrate": "Measure the links between the ranks of a job.",
     "clean": "List what unfinished conversions left at a URL.",
+    "version": "Show the version of reshard, and with --all of what it uses.",
 }
 
 
