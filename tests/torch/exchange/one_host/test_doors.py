@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -83,3 +84,19 @@ def test_nobody_shares_where_one_cannot_keep_to_what_it_told(
     monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
     monkeypatch.setattr(doors._Door, "admit", lambda door, expected: {})
     assert all(found == ({}, False) for found in connect(3).values())
+
+
+def test_strangers_that_say_nothing_hold_up_nobody() -> None:
+    door = doors._open_door(2)
+    assert door is not None
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(60)]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        stranger.connect(doors._address_of(door.name))
+    reached = doors._reach(door.name, door.word, 1, 5)
+    assert reached is not None
+    begun_s = time.monotonic()
+    (admitted,) = door.admit({1}).values()
+    assert time.monotonic() - begun_s < 2
+    for one in (*strangers, reached, admitted, door):
+        one.close()

@@ -97,9 +97,10 @@ class _Door:
             while set(found) != expected:
                 one, _ = self._listener.accept()
                 limit_waits(one, _GREETING_S)
-                # Others of this host may find the name, but not the word.
+                # Others of this host may find the name, but not the word. Who knows it has sent it
+                # before this is called, so that nobody is waited for.
                 with contextlib.suppress(OSError):
-                    greeting = one.recv(_WORD_BYTES + 8)
+                    greeting = one.recv(_WORD_BYTES + 8, socket.MSG_DONTWAIT)
                     other = int.from_bytes(greeting[_WORD_BYTES:])
                     is_known = secrets.compare_digest(greeting[:_WORD_BYTES], self.word)
                     if is_known and other in expected - set(found):
@@ -123,7 +124,8 @@ def _open_door(count: int) -> _Door | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))
-        listener.listen(count)
+        # More than there are ranks: others of this host may knock too, and say nothing.
+        listener.listen(max(count, socket.SOMAXCONN))
     except (OSError, RuntimeError, ValueError):
         if listener is not None:
             listener.close()
