@@ -13,7 +13,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo train venv test test-all test-oldest constraints check lint bench gpu soak array-api golden engines site package clean
+.PHONY: demo train venv test test-all test-oldest constraints check lint bench gpu soak array-api golden engines site package package-check hooks clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -178,6 +178,18 @@ package: build/package-venv/.installed
 	@rm -rf dist
 	@build/package-venv/bin/python -m build --quiet --outdir dist .
 	@build/package-venv/bin/python -m twine check --strict dist/*
+
+# The built packages in empty environments, one for each extra, outside of make test: several
+# minutes, and gigabytes for torch. CASES="cli archive" selects some of them.
+package-check: package
+	$(PYTHON) tools/package_check.py dist $(PINS:%=--constraint %) $(CASES:%=--only %)
+
+# `make lint` before each commit, in this clone; `git commit --no-verify` skips it.
+hooks:
+	@hook=$$(git rev-parse --git-path hooks/pre-commit) \
+		&& if [ -e "$$hook" ]; then echo "$$hook exists; remove it first"; exit 1; fi \
+		&& mkdir -p "$$(dirname "$$hook")" \
+		&& printf '#!/bin/sh\nexec make lint\n' > "$$hook" && chmod +x "$$hook" && echo "$$hook"
 
 build/package-venv/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv build/package-venv

@@ -1,9 +1,12 @@
 """Every command and picture in the documents, run."""
 
+import doctest
 import json
+import os
 import re
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -138,7 +141,8 @@ def test_sessions_with_checkpoints_run(
     small_llama(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     assert "assert" in code, f"a session in {document.name} checks nothing"
-    exec(code, {"reshard": reshard})
+    with mock.patch.dict(os.environ):
+        exec(code, {"reshard": reshard})
 
 
 PARTS_OF_EXAMPLES = [(document, code) for document in DOCUMENTS for code in blocks(document, "py")]
@@ -151,6 +155,29 @@ def test_what_needs_several_ranks_is_part_of_an_example(document: Path, code: st
     # The examples themselves are run by tests/torch.
     examples = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
     assert any(code in example for example in examples), f"{document.name}: {code}"
+
+
+def read_examples(document: Path) -> list[str]:
+    return [code for code in blocks(document, "python") if ">>>" in code]
+
+
+SPMD_EXAMPLES = read_examples(ROOT / "docs" / "spmd.md")
+
+
+@pytest.mark.parametrize("number", range(len(SPMD_EXAMPLES)))
+def test_each_example_about_spmd_runs_alone(number: int) -> None:
+    code = SPMD_EXAMPLES[number]
+    test = doctest.DocTestParser().get_doctest(code, {}, f"example {number}", "docs/spmd.md", 0)
+    output: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        test, out=output.append
+    )
+    assert (result.attempted > 2, result.failed) == (True, 0), "".join(output)
+
+
+def test_the_page_about_spmd_has_no_parts_of_programs() -> None:
+    assert not blocks(ROOT / "docs" / "spmd.md", "py")
+    assert len(SPMD_EXAMPLES) > 10
 
 
 def test_the_recipe_in_the_documents_loads(tmp_path: Path) -> None:
