@@ -157,7 +157,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     message = str(caught.value)
     assert message.startswith("3 tensors do not fit")
     assert "w: a torch.strided tensor on meta; give one dense and in memory" in message
-    assert "h: out has strides [4, 1, 0], so that elements of it are one" in message
+    assert "strides [4, 1, 0], so that elements of it share memory" in message
     assert "b: a torch.sparse_coo tensor" in message
     assert state["s"] == 0
 

@@ -62,8 +62,8 @@ class LaidModel(dict[str, Any]):
     """`{name: (tensor, Layout)}`, made of a model of other names.
 
     `module` is what it was made of, if that is one. `own_names` are the model's, where they
-    differ. `problems` are why it cannot be used on this
-    rank: a refit raises them on every rank, where an error of one would let the others wait.
+    differ. `problems` are why it cannot be used on this rank: a refit raises them on every rank,
+    where an error of one would let the others wait.
     `first_rank` is the rank of this process's job that the layouts call 0.
     """
 
