@@ -6,6 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+import reshard
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,3 +50,32 @@ def test_the_quickstart_is_one_installation_and_commands_with_output() -> None:
         ["reshard", name] for name in ("example", "convert", "inspect", "verify")
     ]
     assert all(output for _, output in session)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert reshard.__version__ == project["version"] == citation["version"]
+    assert project["license"] == citation["license"]
+    assert f"## {reshard.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_issue_forms_ask_for_the_checkpoint_and_the_versions() -> None:
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    asked = {}
+    for path in forms:
+        body = yaml.safe_load(path.read_text("utf-8")).get("body", [])
+        asked[path.stem] = {item["attributes"].get("label") for item in body}
+    assert asked.pop("config") == set()
+    assert len(asked) == 2
+    assert all({"reshard inspect", "reshard version --all"} <= labels for labels in asked.values())
+
+
+def test_hooks_run_the_commands_of_make_lint() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    lint = makefile.partition("\nlint: venv\n")[2].partition("\n\n")[0]
+    commands = [line.strip().replace("$(VENV)", ".venv") for line in lint.splitlines()]
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert [hook["entry"] for hook in hooks["hooks"]] == [
+        command.removesuffix(" .") for command in commands
+    ]

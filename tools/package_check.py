@@ -61,7 +61,7 @@ PROGRAMS: dict[str, str | None] = {
     "jax": _PLAN + "import jax\n"
     "mesh = jax.make_mesh((1,), ('x',))\n"
     "named = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))\n"
-    "assert str(reshard.sharding_of(named, 1)) == 'x'",
+    "assert str(reshard.sharding_of(named, shape=(4,))) == 'x'",
 }
 #: Extras whose metadata alone is checked: too large, or made of others.
 BY_METADATA = {"vllm": {"reshard[torch]", "vllm>=0.30"}}
