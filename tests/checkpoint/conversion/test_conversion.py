@@ -242,7 +242,10 @@ def test_overwrite(source: Path) -> None:
 
 def test_a_checkpoint_converted_onto_itself(source: Path) -> None:
     checkpoint.convert(source, source.parent / "copy", to="full")
-    checkpoint.convert(source, source, to="tp=2", rules=["page=tp, -", "*=..."], overwrite=True)
+    rows = {"to": "tp=2", "rules": ["page=tp, -", "*=..."], "overwrite": True}
+    with pytest.raises(UsageError, match=r"\.gitattributes\n  pytorch_model\.bin\n"):
+        checkpoint.convert(source, source, **rows)
+    checkpoint.convert(source, source, **rows, discard_others=True)
     assert checkpoint.open(source).format == "sharded-safetensors"
     assert checkpoint.compare(source, source.parent / "copy").is_same
 
