@@ -66,8 +66,7 @@ test-all: venv
 	$(TESTS) -m ""
 
 # The lowest versions that the metadata names, on the lowest Python, without jax: what a user has who
-# upgrades nothing. Needs Python 3.11, and torch 2.6's build for CUDA (several gigabytes) where the
-# package index has no other.
+# upgrades nothing. Needs Python 3.11.
 OLDEST_PYTHON ?= python3.11
 OLDEST := .venv-oldest/bin/python
 test-oldest: .venv-oldest/.installed
