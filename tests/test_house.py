@@ -176,3 +176,12 @@ def test_the_glossary_is_sorted_and_used() -> None:
     assert len({*terms}) == len(terms)
     words = "\n".join((SOURCE / path).read_text().lower() for path in trees())
     assert not [term for term in terms if not re.search(rf"\b{term.lower()}", words)]
+
+
+def test_guarantees_name_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 30
+    for file, function in named:
+        text = (TESTS / file).read_text()
+        assert not function or f"def {function}(" in text, f"{file}::{function}"
