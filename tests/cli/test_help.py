@@ -46,6 +46,9 @@ def llama(folder: Path) -> None:
             f"{at}.self_attn.k_proj.weight": np.ones((8, 16), np.float32),
             f"{at}.self_attn.v_proj.weight": np.ones((8, 16), np.float32),
             f"{at}.self_attn.o_proj.weight": np.ones((16, 16), np.float32),
+            f"{at}.input_layernorm.weight": np.ones(16, np.float32),
+            f"{at}.post_attention_layernorm.weight": np.ones(16, np.float32),
+            "model.norm.weight": np.ones(16, np.float32),
             "lm_head.weight": np.ones((32, 16), np.float32),
         },
     )

@@ -314,8 +314,9 @@ class Checkpoint:
         name, why = next(iter(self.unreadable.items()))
         count = len(self.unreadable)
         which = "a tensor" if count == 1 else f"{count} tensors"
+        end = "" if why.endswith((".", "?")) else "."
         raise UnreadableTensorError(
-            f"{self.folder} has {which} that cannot be read, {name!r} first: it is {why}. Leave "
+            f"{self.folder} has {which} that cannot be read, {name!r} first: it is {why}{end} Leave "
             f"it out with --exclude {name!r}, or all of its kind with a glob; `reshard inspect` "
             "lists them"
         )
