@@ -93,6 +93,8 @@ check: venv
 
 # Tests start Python hundreds of times: what it has compiled is left for the next.
 test test-all test-oldest check: export PYTHONDONTWRITEBYTECODE :=
+# Workers share few cores: threads that wait for each other in small kernels cost many times the work.
+test test-all test-oldest check: export OMP_NUM_THREADS := 1
 
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
