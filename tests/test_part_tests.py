@@ -47,6 +47,6 @@ def test_names_of_lazy_packages_are_resolved(part_tests: ModuleType) -> None:
 
 def test_an_unknown_part_lists_the_packages(part_tests: ModuleType) -> None:
     with pytest.raises(
-        SystemExit, match=r"no package 'nope': checkpoint, checkpoint.blocks, .*spmd"
+        SystemExit, match=r"no package 'nope': checkpoint, checkpoint.architectures, .*spmd"
     ):
         part_tests.Reach("nope")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ def test_dear_items_that_are_not_listed_are_new(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", tmp_path],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CONFTEST.parent)},
         capture_output=True,
         text=True,
     )

@@ -36,7 +36,7 @@ def _refuse_together(folder: Path, x: Any) -> None:
         kind, told = (UsageError, "") if rank == who else (RunError, f"not begun: .*rank {who}: .*")
         with pytest.raises(kind, match=told + said.replace("None", "'None'")):
             save(rank == who)
-    with pytest.raises(PlanError, match="'the target': ranks 0, 2, 3 mean one thing, rank 1"):
+    with pytest.raises(PlanError, match="'the target': ranks 0, 2, 3 mean one thing; rank 1"):
         sp.save(folder / ("other" if rank == 1 else "alone"), {"x": x})
     assert not target.exists() and not (folder / "other").exists()
 

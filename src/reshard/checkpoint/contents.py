@@ -316,9 +316,9 @@ class Checkpoint:
         which = "a tensor" if count == 1 else f"{count} tensors"
         end = "" if why.endswith((".", "?")) else "."
         raise UnreadableTensorError(
-            f"{self.folder} has {which} that cannot be read, {name!r} first: it is {why}{end} Leave "
-            f"it out with --exclude {name!r}, or all of its kind with a glob; `reshard inspect` "
-            "lists them"
+            f"{self.folder} has {which} that cannot be read, {name!r} first: it is {why}{end} "
+            f"Leave it out with --exclude {name!r}, or all of its kind with a glob; `reshard "
+            "inspect` lists them"
         )
 
     def path(self, name: str) -> Path:

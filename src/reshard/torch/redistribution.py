@@ -34,7 +34,7 @@ from reshard.torch.distributed_tensor import sharding_of_dtensor
 from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
-from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
+from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 from reshard.torch.exchange.stages import prepare_stages, stages_of
 from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
@@ -223,6 +223,7 @@ def redistribute(
         UsageError: a rank outside the group.
     """
     check_member(group)
+    check_real(group)
     if is_sharded_array(tensor):
         if source is not None:
             raise UsageError("an array of reshard.spmd knows its layout; leave out source=")

@@ -209,7 +209,6 @@ class RankGroup:
 
         Raises UsageError inside another call of the thread, such as in a transform.
         """
-        check_real()
         with self.sequence():
             if self._is_in_turn:
                 raise UsageError(
@@ -438,8 +437,6 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
     if isinstance(group, RankGroup):
         return group
     check_member(group)
-    # Before ranks meet: what is sent for that would be fake, too.
-    check_real()
     given = group or dist.group.WORLD
     found = _MET.get(given)
     if found is not None and not found.has_failed:
@@ -469,15 +466,15 @@ def check_member(group: dist.ProcessGroup | RankGroup | None) -> None:
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"group={group!r}; give a torch process group, or None for all ranks")
-    if "fake" in dist.get_backend(group):
+
+
+def check_real(group: dist.ProcessGroup | RankGroup | None) -> None:
+    """Raise UsageError for fake groups, and inside modes in which tensors have no memory."""
+    if not isinstance(group, RankGroup) and dist.get_backend(group) == "fake":
         raise UsageError(
             "a group of the backend 'fake' has no other ranks, so nothing can be moved; use a real "
             "backend such as gloo, or plan without ranks: reshard.plan, reshard.spmd.trace"
         )
-
-
-def check_real() -> None:
-    """Raise UsageError inside modes of torch in which tensors have no memory of their own."""
     for mode in _get_current_dispatch_mode_stack():
         name = type(mode).__name__
         if name in ("FakeTensorMode", "LocalTensorMode", "FunctionalTensorMode"):

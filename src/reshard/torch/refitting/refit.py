@@ -28,7 +28,7 @@ from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, share
 from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.usability import (
     count_runs,
@@ -207,6 +207,8 @@ class Refit:
             LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank outside the group, or no process groups at all.
         """
+        check_member(group)
+        check_real(group)
         among = rank_group(group)
         with among.turn(), paused_collection(are_kept=True):
             return cls._prepare(
@@ -360,6 +362,7 @@ class Refit:
                 After the first byte, the target is then not usable.
             PlanError: on every rank, if ranks run different refits.
         """
+        check_real(self._group)
         with self._group.turn():
             self._run(observer, checks_source, computes)
 

@@ -156,7 +156,8 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
         metadata.update(header.metadata)
         columns = header.columns
         if header.unreadable:
-            unreadable |= {name: f"in {header.label}, {why}" for name, why in header.unreadable.items()}
+            unknown = header.unreadable.items()
+            unreadable |= {tensor: f"in {header.label}, {why}" for tensor, why in unknown}
             columns = columns.without(header.unreadable)
         names_in += columns.names
         # Many tensors of a model are of one kind.
