@@ -196,6 +196,13 @@ def test_a_weight_without_its_scale_is_refused(tmp_path: Path, arguments: Any) -
     assert not (tmp_path / "new").exists()
 
 
+def test_the_note_does_not_need_a_config_that_can_be_read(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", make_lacking())
+    (model / "config.json").write_text("{")
+    plan = reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full")
+    assert any("lacks its scale" in note for note in plan.source.notes)
+
+
 def test_a_weight_without_its_scale_is_copied_with_a_note(tmp_path: Path) -> None:
     model = write(tmp_path / "model", make_lacking(), quantization_config=FP8_CONFIG)
     plan = reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full")

@@ -16,7 +16,7 @@ from reshard import checkpoint
 from reshard.checkpoint.conversion.replaced_folder import find_others
 from reshard.checkpoint.conversion.staging import staging_folder
 from reshard.checkpoint.formats.registry import written_names
-from reshard.errors import UnmatchedError, UsageError
+from reshard.errors import RunError, UnmatchedError, UsageError
 
 WHOLE = {f"layers.{i}.weight": tensor("float32", (8, 4), i) for i in range(2)}
 OPTIMIZER = ("exp_avg", "exp_avg_sq")
@@ -156,7 +156,7 @@ def test_files_that_come_during_the_run(model: Path, tmp_path: Path) -> None:
     def come(_: object) -> None:
         (target / "precious").touch()
 
-    with pytest.raises(UsageError, match=r"\n  precious\n"):
+    with pytest.raises(RunError, match=r"\n  precious\n"):
         checkpoint.convert(model, target, to="full", overwrite=True, progress=come)
     assert (target / "precious").exists()
     report = checkpoint.convert(model, target, to="full", overwrite=True, discard_others=True)

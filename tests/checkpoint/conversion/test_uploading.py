@@ -315,7 +315,10 @@ def test_a_target_that_exists(
     with pytest.raises(UsageError, match="the target exists: s3://weights/some/model"):
         put(rows, tmp_path)
     assert list(tmp_path.iterdir()) == [] and server.pending == []
-    put(rows, tmp_path, overwrite=True)
+    with pytest.raises(UsageError, match=r"no part of the checkpoint there:\n  weights.old\n"):
+        put(rows, tmp_path, overwrite=True)
+    assert server.objects["some/model/weights.old"] == b"old" and server.pending == []
+    put(rows, tmp_path, overwrite=True, discard_others=True)
     assert server.objects == {**expected, "some/model-2/weights": b"another"}
     with pytest.raises(UsageError, match="only read; write to s3://"):
         convert(rows, "https://host/model", **COLUMNS)

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
 from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
-from reshard.errors import RecipeError, UsageError
+from reshard.errors import CheckpointError, RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.recipes.coupling.allowances import UNSCALED
 from reshard.recipes.quantization.codes import (
@@ -120,8 +120,7 @@ def find_unscaled(
         kept: names of optimizer state.
     """
     columns = TensorColumns.of(checkpoint.tensors)
-    kinds = {kind.dtype.name for kind in columns.kinds}
-    if not any(name.startswith("float8") or name in _CODE_TYPES for name in kinds):
+    if not _may_have_codes(columns):
         return {}
     types = {name: one.name for name, one in types_of(columns).items() if name not in kept}
     dims = {name: len(shape) for name, shape in shapes_of(columns).items()}
@@ -139,8 +138,28 @@ def expect_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]
         )
 
 
-def note_unscaled(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
-    """Return the checkpoint with a note of quantised weights without scales, if there are any."""
+def _may_have_codes(columns: TensorColumns) -> bool:
+    """Return whether there are tensors of an element type that codes have."""
+    kinds = {kind.dtype.name for kind in columns.kinds}
+    return any(name.startswith("float8") or name in _CODE_TYPES for name in kinds)
+
+
+def note_unscaled(
+    checkpoint: Checkpoint, read_config: Callable[[Checkpoint], Mapping[str, Any] | None]
+) -> Checkpoint:
+    """Return the checkpoint with a note of quantised weights without scales, if there are any.
+
+    Args:
+        checkpoint: a checkpoint whose tensors are copied as they are.
+        read_config: reads its config.json, where there are tensors that may be codes. A file that
+            cannot be read counts as none: the copy does not depend on it.
+    """
+    if not _may_have_codes(TensorColumns.of(checkpoint.tensors)):
+        return checkpoint
+    try:
+        config = read_config(checkpoint)
+    except CheckpointError:
+        config = None
     lacking = find_unscaled(checkpoint, config)
     if not lacking:
         return checkpoint

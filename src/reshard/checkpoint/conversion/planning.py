@@ -284,7 +284,7 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
-        return ChangedElements(note_unscaled(checkpoint, read_config(checkpoint)))
+        return ChangedElements(note_unscaled(checkpoint, read_config))
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     return change_elements(
         checkpoint,
