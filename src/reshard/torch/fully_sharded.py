@@ -16,7 +16,7 @@ rank, wherever the parameters begin::
     ranks        | 0               | 1                   |       weight: 0:9 on 0, 9:12 on 1
 
 So a rank has a range of each parameter, in the memory of its shard, which layouts describe.
-DeepSpeed's ZeRO-3 cuts every parameter by itself, likewise.
+DeepSpeed's ZeRO-3 also cuts every parameter by itself.
 """
 
 from __future__ import annotations

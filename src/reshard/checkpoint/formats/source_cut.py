@@ -100,6 +100,14 @@ class SourceCut:
         )
         return {name: found.specs[name] for name in shapes}
 
+    def expect_ranks(self, folder: object, ranks: int) -> None:
+        """Raise UsageError if the files in `folder` are of another number of ranks."""
+        if sorted(self.mesh.devices) != list(range(ranks)):
+            raise UsageError(
+                f"the source's mesh {self.mesh.text} has {len(self.mesh.devices)} ranks, and "
+                f"{folder} files of {ranks}; give a mesh of {ranks}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class DescribedPart:

@@ -57,7 +57,7 @@ _OTHER_MODELS = frozenset(
 )
 # Lists of models.
 _LISTS = frozenset({"models", "ensemble", "members", "critics", "actors", "agents", "policies"})
-# Letters that tell two models apart behind the same word: net_g and net_d.
+# Letters that distinguish two models after the same word: net_g and net_d.
 _LETTER_PAIRS = (frozenset({"g", "d"}), frozenset({"a", "b"}))
 _WORD_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

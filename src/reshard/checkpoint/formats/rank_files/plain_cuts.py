@@ -75,7 +75,7 @@ def cut_lacking_parts(
         RecipeError: rules that do not fit.
         UsageError: a mesh of other ranks than there are files of; rules that match no such tensor.
     """
-    _check_ranks(folder, cut, ranks)
+    cut.expect_ranks(folder, ranks)
     lacking = [name for name, of_tensor in parts.items() if lacks_axis(of_tensor)]
     chosen = select_by_rules(lacking, cut)
     if not chosen:
@@ -117,7 +117,7 @@ def cut_plain_parts(
         RecipeError: rules that do not fit.
         UsageError: a mesh of other ranks than there are files of.
     """
-    _check_ranks(folder, cut, ranks)
+    cut.expect_ranks(folder, ranks)
     local = {name: next(iter(found.values()))[1].shape for name, found in parts.items()}
     for name, found in parts.items():
         file, first = next(iter(found.values()))
@@ -172,14 +172,6 @@ def _are_alike(state: Parts, parameter: Parts) -> bool:
         and part.sharding == parameter[rank][1].sharding
         for rank, (_, part) in state.items()
     )
-
-
-def _check_ranks(folder: Path, cut: SourceCut, ranks: int) -> None:
-    if sorted(cut.mesh.devices) != list(range(ranks)):
-        raise UsageError(
-            f"the source's mesh {cut.mesh.text} has {len(cut.mesh.devices)} ranks, and {folder} "
-            f"files of {ranks}; give a mesh of {ranks}"
-        )
 
 
 def _follow(sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceCut) -> ShardingSpec:

@@ -145,11 +145,7 @@ def cut_lacking_tensors(
         RecipeError: rules that do not fit.
         UsageError: a mesh of other ranks; rules that match no such tensor.
     """
-    if sorted(cut.mesh.devices) != list(range(ranks)):
-        raise UsageError(
-            f"the source's mesh {cut.mesh.text} has {len(cut.mesh.devices)} ranks, and {folder} is "
-            f"of {ranks}; give a mesh of {ranks}"
-        )
+    cut.expect_ranks(folder, ranks)
     lacking = {
         name: tensor
         for name, tensor in tensors.items()
