@@ -165,7 +165,9 @@ def load_and_die(url: str, folder: Path) -> None:
     checkpoint.load(url, to="tp=4", rules=RULES, rank=3, readers_on_host=READERS, threads=1)
 
 
-def test_a_killed_reader_holds_nobody(server: ObjectServer, tmp_path: Path, folder: Path) -> None:
+def test_a_killed_reader_holds_nobody(
+    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model(server, tmp_path)
     url = f"{server.url}/m"
     victim = multiprocessing.get_context("spawn").Process(target=load_and_die, args=(url, folder))
@@ -177,9 +179,19 @@ def test_a_killed_reader_holds_nobody(server: ObjectServer, tmp_path: Path, fold
     def load(rank: int) -> dict[str, Any]:
         return checkpoint.load(url, to="tp=4", rules=RULES, rank=rank, readers_on_host=READERS)
 
+    dead, close = threading.Event(), HostReads.close
+
+    def close_after_the_victim(self: HostReads) -> None:
+        # Else all might have left before it is killed, and nobody would remove the folder.
+        dead.wait(60)
+        close(self)
+
+    monkeypatch.setattr(HostReads, "close", close_after_the_victim)
     with ThreadPoolExecutor(READERS) as threads:
-        found = list(threads.map(load, range(READERS - 1)))
-    victim.join()
+        readers = [threads.submit(load, rank) for rank in range(READERS - 1)]
+        victim.join()
+        dead.set()
+    found = [reader.result() for reader in readers]
     assert victim.exitcode == -signal.SIGKILL
     expect_loaded(found, tmp_path / "model")
     assert not list(folder.iterdir())
