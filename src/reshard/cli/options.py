@@ -140,13 +140,14 @@ class FormatChoice(click.Choice[str]):
         return super().get_invalid_choice_message(value, ctx) + describe_broken_formats()
 
 
-def check_picture(drawn: str | None, as_json: bool) -> None:
-    """Refuse a picture in JSON. Raises `click.UsageError`."""
-    if drawn is not None and as_json:
-        raise click.UsageError(
-            "--picture draws text and --json writes none; leave one of them out",
-            click.get_current_context(),
-        )
+def check_picture(drawn: str | None, as_json: bool, quiet: bool = False) -> None:
+    """Refuse a picture in JSON, or where nothing is shown. Raises `click.UsageError`."""
+    for option, is_given in (("--json", as_json), ("--quiet", quiet)):
+        if drawn is not None and is_given:
+            raise click.UsageError(
+                f"--picture draws text and {option} writes none; leave one of them out",
+                click.get_current_context(),
+            )
 
 
 rule_option = click.option(

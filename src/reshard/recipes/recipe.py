@@ -18,6 +18,7 @@ and of fused parameters for each convention.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,9 +30,12 @@ from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering, check_cut
+from reshard.rule_text import split_outside_brackets
+from reshard.unread_arguments import expect_read
 
 # The names that axes of data parallelism and of weights divided among its ranks have.
 STORAGE_AXES = ("fsdp", "dp")
+_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,71 @@ class Recipe:
                     f"recipe {self.name!r} has no option {name!r}; its options are {known}"
                 )
         return dataclasses.replace(self, cuts=cuts, numbers=numbers, mesh_axes=mesh_axes)
+
+    def expect_options_read(
+        self, options: Iterable[str], mesh: DeviceMesh, deciding: Iterable[Rule]
+    ) -> None:
+        """Refuse options that no rule reads.
+
+        Args:
+            options: the names of those that the user chose.
+            mesh: the devices.
+            deciding: the rules that decide tensors.
+
+        Raises:
+            UsageError: an option that none of these rules reads over this mesh.
+
+        >>> rules = (Rule("embed", "tp@{vocabulary}, -"),)
+        >>> recipe = Recipe("r", "", (), ("tp", "pp"), rules, cuts={"vocabulary": "ceil"})
+        >>> recipe.expect_options_read(["vocabulary"], DeviceMesh.of(tp=2), rules)
+        >>> recipe.expect_options_read(["vocabulary"], DeviceMesh.of(pp=2), rules)
+        Traceback (most recent call last):
+        reshard.errors.UsageError: the option 'vocabulary' of the recipe 'r' has no effect here: it
+        is for tensors sharded over tp, and the mesh pp=2 has no such axis; leave it out
+        """
+        mapping = self.map_axes(mesh)
+        decided = {*deciding}
+        for name in options:
+            is_axis = name not in self.cuts and name not in self.numbers
+            axes_by_rule = {rule: self._find_axes(rule, name) for rule in self.rules}
+            readers = [rule for rule, axes in axes_by_rule.items() if axes]
+            # An axis that the option maps to no axis of the mesh is read all the same.
+            effective = [
+                rule
+                for rule in readers
+                if is_axis or any(mapping[axis] for axis in axes_by_rule[rule])
+            ]
+            if effective:
+                reason = f"rules such as `{effective[0]}` read it, and none decides a tensor here"
+            elif readers:
+                axes = sorted({axis for rule in readers for axis in axes_by_rule[rule]})
+                reason = (
+                    f"it is for tensors sharded over {' or '.join(axes)}, and the mesh {mesh.text} "
+                    "has no such axis"
+                )
+            else:
+                reason = "no rule of the recipe reads it"
+            option = f"the option {name!r} of the recipe {self.name!r}"
+            expect_read(option, not decided.isdisjoint(effective), reason)
+
+    def _find_axes(self, rule: Rule, option: str) -> set[str]:
+        """Return the axes over which a rule shards by an option; none if it does not read it."""
+        numbered = {*rule.numbers, *(number for number, _ in rule.at)}
+        if option in self.axes:
+            # An axis that the mesh lacks takes what its stand-in is mapped to.
+            own = {option, *(axis for axis, other in self.stand_ins.items() if other == option)}
+            named = {*re.findall(r"\w+", _BRACES.sub("", rule.spec))}
+            return own & (named | {self.numbers[one].axis for one in numbered & {*self.numbers}})
+        if option in numbered:
+            return {self.numbers[option].axis}
+        found = set()
+        # The expressions in other braces have `/` and `,` of their own.
+        spec = _BRACES.sub(lambda one: "<>" if one[1].strip() == option else "", rule.spec)
+        for item in split_outside_brackets(spec, ","):
+            for level in split_outside_brackets(item, "/"):
+                axes, _, cut = level.partition("@")
+                found |= {*axes.split()} & {*self.axes} if "<>" in cut else set()
+        return found
 
     def naming(
         self, convention: str, config: Mapping[str, object] | None = None

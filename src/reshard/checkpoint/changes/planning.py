@@ -43,6 +43,7 @@ from reshard.recipes.quantization.weights import (
     quantization_config,
 )
 from reshard.text.quantities import count_text
+from reshard.unread_arguments import expect_read
 
 # Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
 # and others call theirs. Routers, norms and embeddings are none of them.
@@ -228,6 +229,13 @@ class _Change:
         computed: Mapping[str, ComputedTensor] = self.computed
         if is_other or self.weights or self.computed:
             kept = self._change_each(dequantize, quantize is not None)
+            is_quantized = any(isinstance(one, Float8Weight) for one in self.computed.values())
+            expect_read(
+                f"quantize={quantize!r}",
+                quantize is None or is_quantized,
+                f"nothing in {self.checkpoint.folder} is the matrix of a layer, such as "
+                "'model.layers.0.mlp.up_proj.weight'",
+            )
         else:
             computed, kept = self._cast_all(self._expect_dtype())
             tensors = computed.tensors()

@@ -29,10 +29,11 @@ from reshard.dtypes import dtype
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.recipe import Recipe
+from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.fused_sharding import fused_spec
 from reshard.recipes.strategies import strategy as find_strategy
+from reshard.unread_arguments import expect_read
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,34 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTens
     """
     own = request.target_format.place(source.checkpoint, request.mesh, request.ranks)
     if own is not None:
+        _expect_placed_by_format(request)
         return PlacedTensors(_plan_tensors(source.checkpoint, own))
     if request.engine_layout is not None:
         layouts, notes = cut_by_engine(source.checkpoint, request.engine_layout)
         return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
     if request.mesh is not None and request.is_by_rules:
         return _place_by_rules(request, source, request.mesh)
+    _expect_no_options(
+        request,
+        "the rules of a recipe read it where they shard tensors over a mesh, such as to='tp=2', "
+        f"and to={request.to_text!r} is none",
+    )
     placed, notes = _place_by_strategy(request, source.checkpoint)
     return PlacedTensors(_plan_tensors(source.checkpoint, placed), notes=notes)
+
+
+def _expect_placed_by_format(request: ConversionRequest) -> None:
+    """Refuse rules, options and a strategy, if the target's format places tensors by itself."""
+    reader = f"the format {request.target_format.name} specifies by itself what each rank stores"
+    # A recipe may be there for its names, or for the comparison with the model class.
+    expect_read("rules", not request.rules, reader)
+    expect_read(f"strategy={request.strategy!r}", request.strategy is None, reader)
+    _expect_no_options(request, reader)
+
+
+def _expect_no_options(request: ConversionRequest, reader: str) -> None:
+    for name, value in parse_options(request.options).items():
+        expect_read(f"the option {name}={value}", False, reader)
 
 
 def _plan_tensors(
@@ -80,6 +101,8 @@ def _place_by_rules(
 ) -> PlacedTensors:
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
+    if recipe is not None and (options := parse_options(request.options)):
+        recipe.expect_options_read(options, mesh, {*assignment.matched.values()})
     storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
     shapes, types = shapes_of(by_recipe.tensors), types_of(source.checkpoint.tensors)
     own_shapes = shapes_of(source.checkpoint.tensors)

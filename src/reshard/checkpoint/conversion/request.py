@@ -298,8 +298,8 @@ class ConversionRequest:
             placed_by = "to 'full'"
             _refuse(self.strategy is not None, placed_by, "a strategy")
         _refuse(bool(self.rules), placed_by, "rules")
-        # A recipe may be there for its names alone.
-        is_for_names = self.source_names is not None or self.target_names is not None
+        # A recipe may be there for its names alone; a table has names of its own.
+        is_for_names = any(isinstance(one, str) for one in (self.source_names, self.target_names))
         _refuse(self.recipe is not None and not is_for_names, placed_by, "a recipe")
 
     @cached_property

@@ -38,7 +38,11 @@ from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.processes import HostProcesses, OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.conversion.uploading import ConversionUpload, HostBlocks
+from reshard.checkpoint.conversion.uploading import (
+    ConversionUpload,
+    HostBlocks,
+    expect_staging_read,
+)
 from reshard.checkpoint.files.folders import (
     refusals_explained,
     sync_folders_under,
@@ -443,6 +447,7 @@ def run_conversion(
         raise UsageError(
             "discard_others without overwrite, which alone replaces a target; give both"
         )
+    expect_staging_read(conversion.target, staging)
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. What can be refused is refused before anything is written.
     conversion.expect_runnable(extra_bytes, threads)

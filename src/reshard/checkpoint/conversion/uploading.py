@@ -50,6 +50,7 @@ from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
+from reshard.unread_arguments import expect_read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -391,6 +392,7 @@ def begun_target(
     Raises as `check_target`.
     """
     target = conversion.target
+    expect_staging_read(target, staging)
     if not isinstance(target, PlacePath):
         written = None if discard_others else conversion.written_names
         return check_target(target, overwrite, restart, written)
@@ -404,6 +406,16 @@ def begun_target(
             "expected a name that is free: choose another, or replace it with --overwrite"
         )
     return begun
+
+
+def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) -> None:
+    """Refuse a staging folder for a target that has its own. Raises `UsageError`."""
+    expect_read(
+        f"staging {staging!r}",
+        staging is None or isinstance(target, PlacePath),
+        "files for a target that is an address wait there, and those of a folder wait in a folder "
+        "beside it",
+    )
 
 
 def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:

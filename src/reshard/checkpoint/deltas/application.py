@@ -33,6 +33,7 @@ from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.errors import UsageError
 from reshard.layout import Layout
+from reshard.unread_arguments import expect_read
 
 PathLike = str | os.PathLike[str]
 # Of a request: other elements, or other names than the delta has.
@@ -83,6 +84,12 @@ def plan_application(
     check_files(checkpoint, patched)
     given = {name: value for name, value in arguments.items() if value not in (None, (), False)}
     if request is None and not (given.keys() - {"replicas", "most_file_bytes"}):
+        for name, value in given.items():
+            expect_read(
+                f"{name}={value!r}",
+                value == getattr(ConversionRequest, name),
+                "without `to` the files are cut as those of the base; give `to` and a format",
+            )
         conversion = _keep_cut(checkpoint, patched, target)
     else:
         if request is None:

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.placement import place_tensors
-from reshard.checkpoint.conversion.request import ConversionRequest, CutArguments
+from reshard.checkpoint.conversion.request import (
+    ConversionRequest,
+    CutArguments,
+    RequestArguments,
+)
 from reshard.checkpoint.conversion.source_names import name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.progress import ProgressFunction
@@ -25,6 +29,7 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.errors import UsageError
 from reshard.layout import Layout
+from reshard.unread_arguments import expect_read
 
 
 def load(
@@ -114,6 +119,11 @@ def _find_layouts(
     checkpoint: Checkpoint, rank: int, arguments: CutArguments
 ) -> tuple[Checkpoint, Mapping[str, Layout]]:
     """The checkpoint in the names that are asked for, and the layout of each of its tensors."""
+    for name, value in arguments.items():
+        if name in RequestArguments.__annotations__ and name not in CutArguments.__annotations__:
+            is_default = value == getattr(ConversionRequest, name)
+            reader = "`load` returns elements as they are stored, and only `convert` reads it"
+            expect_read(f"{name}={value!r}", is_default, reader)
     if arguments.get("to") is None and arguments.get("layout") is None:
         arguments = {**arguments, "to": "full"}
     request = ConversionRequest(**arguments)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import click
 
-from reshard.cli.commands.convert import describe_run, run_and_report
+from reshard.cli.commands.convert import describe_run, expect_wait_read, run_and_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -61,6 +61,7 @@ def apply(
     from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
     from reshard.checkpoint.deltas.application import plan_application
 
+    expect_wait_read(wait_for_ranks, dry_run)
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_application(base, deltas, target, **asked)
     if dry_run:

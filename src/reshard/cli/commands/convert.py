@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +37,7 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
 from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
+from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
@@ -96,6 +98,7 @@ def convert(
     """
     from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
 
+    expect_wait_read(wait_for_ranks, dry_run)
     asked, running = split_arguments(cast(ConvertArguments, arguments))
     conversion = plan_from_options(source, target, target_kind, config, **asked)
     if dry_run:
@@ -106,6 +109,16 @@ def convert(
             "converting", places, conversion, running, as_json, quiet, wait_s=wait_for_ranks
         )
     return DONE
+
+
+def expect_wait_read(wait_for_ranks: float | None, dry_run: bool) -> None:
+    """Refuse a time to wait for processes if there are none. Raises `UsageError`."""
+    expect_read(
+        f"--wait-for-ranks {wait_for_ranks}",
+        wait_for_ranks is None or ("WORLD_SIZE" in os.environ and not dry_run),
+        "processes that torchrun starts wait for each other"
+        + (", and with --dry-run they do not" if dry_run else ", and it did not start this one"),
+    )
 
 
 def describe_run(

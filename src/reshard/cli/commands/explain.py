@@ -17,6 +17,7 @@ from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding
+from reshard.unread_arguments import expect_read
 
 
 class _Explain(click.Command):
@@ -132,8 +133,18 @@ def explain(
         for text, devices in ((source, mesh), (target, target_mesh))
     )
     # Some systems have no joint all-to-all: the default is what they can express.
-    steps = steps or (CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT)
-    explanation = explanation_of(before, after, shape, dtype, steps, machine)
+    default_steps = CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT
+    explanation = explanation_of(before, after, shape, dtype, steps or default_steps, machine)
+    expect_read(
+        f"--steps {steps}",
+        steps is None or explanation.program is not None,
+        f"there is no program of collectives: {explanation.why_no_program}",
+    )
+    expect_read(
+        f"--topology {topology}",
+        machine is None or lower is None or report_path is not None,
+        "--lower prints the program alone, without times",
+    )
     if report_path is not None:
         write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)
     if lower is not None:

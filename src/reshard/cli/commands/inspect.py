@@ -38,6 +38,7 @@ from reshard.cli.sources import open_selected_source
 from reshard.errors import UsageError
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
+from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import DigestReport
@@ -107,7 +108,12 @@ def inspect(
     """
     from reshard.checkpoint.copy_checks import compare_copies
 
-    check_picture(drawn, as_json)
+    check_picture(drawn, as_json, quiet)
+    expect_read(
+        f"--threads {threads}",
+        threads is None or digest,
+        "reading headers takes one thread, and --digest, which reads every byte, takes several",
+    )
     opened = open_selected_source(checkpoint, select, **source_cut)
     # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)

@@ -161,6 +161,8 @@ def check(
         raise UsageError("--option is of a recipe; name one with --recipe")
     # Both are shown, whether they are allowed or not.
     found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
+    if chosen is not None:
+        chosen.expect_options_read(chosen_options, mesh, found.matched.values())
     report = _Report(opened, mesh, found, by_hand, chosen)
     compared: EngineComparison | None = None
     if against is not None:
