@@ -7,6 +7,7 @@ that are new: over two seconds, and not listed in `dear_tests.toml`.
 from __future__ import annotations
 
 import fnmatch
+import gc
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import live_processes
 import selection
 
 # Before NumPy or PyTorch is loaded, here or in a process that a test starts: with several workers
@@ -38,10 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=EXAMPLES == 0,
         deadline=None,
         print_blob=True,
-        max_examples=EXAMPLES or selection.choose(50, 100),
+        max_examples=EXAMPLES or selection.choose(30, 100),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("reshard")
+
+
+def pytest_sessionstart() -> None:
+    # Items and modules, millions of objects, stay until the end: passes over them find nothing.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 BEGUN_S = pytest.StashKey[float]()
@@ -55,9 +67,10 @@ exhaustive: set[str] = set()
 
 
 def processor_time_s() -> float:
-    """Return the processor time of this process and of its children that have ended."""
+    """Return the processor time of this process, of its children and of rank jobs that ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    own_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return own_s + live_processes.jobs_processor_time_s()
 
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)

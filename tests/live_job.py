@@ -3,7 +3,8 @@
 Each line of the input is an order: a folder for what the ranks write, the number of ranks, a
 script, its arguments and the environment. The job is a process of its own session, whose number
 is the first answer; its ranks are forks of it that run the script as `__main__`, and their exit
-codes are written into the folder. How the job itself ended is the second answer.
+codes are written into the folder. How the job itself ended is the second answer, and the
+milliseconds of processor time that it and its ranks took the third.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def main() -> None:
         if job == 0:
             become_job(json.loads(line))
         answer(job)
-        _, status = os.waitpid(job, 0)
+        _, status, used = os.wait4(job, 0)
         answer(os.waitstatus_to_exitcode(status))
+        answer(round(1000 * (used.ru_utime + used.ru_stime)))
 
 
 if __name__ == "__main__":

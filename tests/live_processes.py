@@ -114,6 +114,9 @@ def run_rank_programs(
 class Jobs:
     """The process that forks jobs, from outside: `live_job.py`, started once for all of them."""
 
+    processor_time_s = 0.0
+    """What the jobs that have ended took, ranks included, in all."""
+
     def __init__(self) -> None:
         # A session of its own: a ctrl-C ends the tests, whose end this process sees.
         self._process = subprocess.Popen(
@@ -138,6 +141,7 @@ class Jobs:
             if not is_ended:
                 os.killpg(job, signal.SIGKILL)
             code = self._read_number()
+            self.processor_time_s += self._read_number() / 1000
         return code if is_ended else None
 
     def close(self) -> None:
@@ -156,6 +160,11 @@ class Jobs:
 
 
 jobs = functools.cache(Jobs)
+
+
+def jobs_processor_time_s() -> float:
+    """Return the processor time of the jobs that this process has run and that have ended."""
+    return jobs().processor_time_s if jobs.cache_info().currsize else 0.0
 
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 180) -> list[Ended]:

@@ -14,6 +14,10 @@ from selection import keep_where
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
+CAMPAIGNS = (
+    *("kills", "troubles", "mutations", "conversions"),
+    *("jobs", "failures", "joins", "fuzzers", "uploads"),
+)
 PATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tools", "tests"))
 
 
@@ -30,19 +34,18 @@ def run(*arguments: str, program: str = "-m soak") -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     "counts",
     keep_where(
-        lambda counts: counts["mutations"] < 40,
+        lambda counts: "kills" not in counts,
         [
-            {"kills": 1, "troubles": 1, "mutations": 5, "conversions": 2},
+            {"mutations": 3, "conversions": 1},
             {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8},
         ],
-        "more cases of each campaign",
+        "more cases, and campaigns that tests/checkpoint/campaigns runs",
     ),
     ids=("few", "more"),
 )
 def test_a_few_cases_of_the_quick_campaigns(counts: dict[str, int]) -> None:
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    names = ("jobs", "failures", "joins", "fuzzers", "uploads")
-    left_out = [word for name in names for word in (f"--{name}", "0")]
+    left_out = [word for name in CAMPAIGNS if name not in counts for word in (f"--{name}", "0")]
     done = run(*options, *left_out, "--seed", "1", "--workers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, wanted in counts.items():

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from cli.command_runs import mask_measurements, run_here, write_model
 from reshard.text.width import display_width
+from selection import keep_where
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
 RULES = ("--rule", "*.weight=tp, -", "--rule", "lost=tp")
@@ -141,7 +142,10 @@ def make_checkpoints(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    keep_where(lambda name: name != "explain_thousand_uneven", CASES, "many seconds of planning"),
+)
 def test_output_is_as_checked_by_eye(name: str) -> None:
     run = run_here(*CASES[name])
     assert run.errors == ""

@@ -53,12 +53,12 @@ def test_every_model_type_of_a_recipe_is_judged() -> None:
     ),
 )
 def test_a_recipe_says_what_was_judged(name: str, is_whole: bool) -> None:
-    """By default one family a recipe: each case, and each parallelism of one of the cases."""
+    """By default one family a recipe: in every second case some of the parallelisms."""
     wrong: list[Any] = []
     cases = RECORDS[name]["cases"]
     for turn, case in enumerate(cases):
         for number, (parallelism, verdict) in enumerate(case["verdicts"].items()):
-            if not is_whole and (number + turn) % len(cases):
+            if not is_whole and (number + turn) % (2 * len(cases)):
                 continue
             if (found := replay_case(case, parallelism)) != verdict:
                 wrong.append((parallelism, verdict, found))

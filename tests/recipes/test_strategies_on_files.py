@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
 from reshard.recipes.coupling.allowances import ALLOWANCES
+from selection import keep_covering
 
 SHAPES = {
     "model.embed_tokens.weight": (11, 4),
@@ -58,7 +59,10 @@ def test_the_pairs_have_every_strategy_with_every_other() -> None:
         assert {n for first, _, n, _ in pairs() if first == name} == set(range(1, 10))
 
 
-@pytest.mark.parametrize(("first", "second", "n", "m"), pairs())
+@pytest.mark.parametrize(
+    ("first", "second", "n", "m"),
+    keep_covering(2, pairs(), "another pair of numbers of ranks"),
+)
 def test_n_ranks_to_m_ranks(
     tmp_path: Path, source: Path, first: str, second: str, n: int, m: int
 ) -> None:

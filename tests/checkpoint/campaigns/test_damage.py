@@ -18,6 +18,7 @@ import torch
 from checkpoint.campaigns.small_checkpoints import SOURCES, Source
 from reshard.checkpoint import Checkpoint, read_tensor
 from reshard.errors import ReshardError
+from selection import keep_where
 
 # Files without which a checkpoint is another, and whole as far as anyone can tell: the last rank's,
 # the state of an optimizer that only one file has, chunks that would be of one value.
@@ -31,6 +32,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+FIRST_OF_FORMAT = {source.format: source for source in reversed(SOURCES)}
+ONE_OF_EACH_FORMAT = keep_where(
+    lambda source: FIRST_OF_FORMAT[source.format] is source,
+    SOURCES,
+    "another checkpoint of a format that a default case damages",
+)
 
 
 def read(opened: Checkpoint) -> dict[str, Any]:
@@ -49,7 +58,7 @@ def expect_error_or(expected: dict[str, Any], source: Source, path: Path) -> boo
     return True
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.name)
+@pytest.mark.parametrize("source", ONE_OF_EACH_FORMAT, ids=lambda one: one.name)
 def test_files_that_end_early_or_are_gone(source: Source, tmp_path: Path) -> None:
     path = source.make(tmp_path)
     expected = read(source.open(path))
@@ -87,7 +96,7 @@ def save(state: Any, **options: Any) -> bytes:
     return made.getvalue()
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.name)
+@pytest.mark.parametrize("source", ONE_OF_EACH_FORMAT, ids=lambda one: one.name)
 def test_pickles_that_run_something(source: Source, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     path = source.make(tmp_path / "made")

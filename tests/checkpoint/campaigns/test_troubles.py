@@ -16,7 +16,7 @@ from checkpoint.campaigns.troubles import TROUBLES, Trouble, count_calls, try_in
 from checkpoint.model_files import contents
 from reshard.checkpoint import run_conversion
 from reshard.checkpoint.blocks import grid as blocks
-from selection import keep_where
+from selection import keep_spread, keep_where
 
 BLOCK_BYTES = 512
 # Where trouble begins, in parts of a run.
@@ -27,7 +27,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("row", CONVERSIONS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "row",
+    keep_spread(8, CONVERSIONS, "another conversion: troubles are of files, not of formats"),
+    ids=lambda one: one.name,
+)
 @pytest.mark.parametrize(
     "is_whole",
     keep_where(lambda is_whole: not is_whole, (False, True), "every trouble begins at each point"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import reshard.checkpoint
 from reshard.checkpoint.blocks import grid
 from reshard.errors import RecipeError, UsageError
+from selection import keep_covering
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0."
@@ -62,6 +64,9 @@ def expect_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
+SPELLINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
 @pytest.fixture(params=[None, 5000])
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Blocks of the usual size, and such as cut rows of 128 anywhere."""
@@ -72,17 +77,26 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+    ("kind", "source", "block_bytes"),
+    keep_covering(
+        2,
+        itertools.product(
+            SPELLINGS,
+            (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+            (None, 5000),
+        ),
+        "another block size for a pair of types",
+    ),
+    indirect=["block_bytes"],
 )
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_cast_is_that_of_torch(
-    tmp_path: Path, name: str, kind: torch.dtype, source: torch.dtype, block_bytes: int | None
+    tmp_path: Path, kind: torch.dtype, source: torch.dtype, block_bytes: int | None
 ) -> None:
     tensors = {n: value.to(source) for n, value in make_tensors().items()}
     tensors["positions"] = torch.arange(7)
     model = write(tmp_path / "model", tensors)
     report = reshard.checkpoint.convert(model, tmp_path / "new", to="tp=2", recipe="auto",
-        dtype=name, rules=["positions=..."])  # fmt: skip
+        dtype=SPELLINGS[kind], rules=["positions=..."])  # fmt: skip
     reshard.checkpoint.convert(tmp_path / "new", tmp_path / "whole", to="full")
     found = read(tmp_path / "whole")
     assert torch.equal(found.pop("positions"), torch.arange(7))

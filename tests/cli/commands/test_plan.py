@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+LARGER = pytest.mark.exhaustive(reason="more tensors, in other formats")
 ROWS = ("--rule", "*=tp, -")
 # The command in a process of its own, which says at the end what was resident at most. What
 # `getrusage` says has the memory of the process that forked.
@@ -49,10 +50,12 @@ def write_source(folder: Path, tensors: int, shape: tuple[int, int]) -> Path:
         pytest.param(4, (2048, 2048), ("--to", "tp=2", "--rule", "*=-, tp"), id="few large"),
         pytest.param(4, (2048, 2048), ("--to", "full", "--memory", "9MiB"), id="one thread"),
         pytest.param(2, (8, 8), ("--to", "tp=2", *ROWS), id="tiny"),
-        pytest.param(10_000, (16, 32), ("--to", "full"), id="many small"),
         pytest.param(4_000, (16, 32), ("--to", "tp=8", *ROWS), id="several ranks"),
+        pytest.param(10_000, (16, 32), ("--to", "full"), id="many small", marks=LARGER),
         pytest.param(
-            3_000, (16, 32), ("--to", "tp=4", *ROWS, "--format", "torch-dcp"), id="chunks"
+            *(3_000, (16, 32), ("--to", "tp=4", *ROWS, "--format", "torch-dcp")),
+            id="chunks",
+            marks=LARGER,
         ),
     ],
 )
