@@ -150,7 +150,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     for names in ("stacked", "megatron", "vllm", "sglang"):
         made, back = tmp_path / names, tmp_path / f"{names}-back"
         checkpoint.convert(source, made, to="ep=2,etp=2", target_names=names, **PARTIAL)
-        checkpoint.convert(made, back, to="full", recipe="auto", source_names=names)
+        checkpoint.convert(made, back, to="full", source_names=names, **PARTIAL)
         assert read_file(back / "model.safetensors") == whole
     found = checkpoint.open(tmp_path / "stacked")
     stacked = checkpoint.read_tensor(found, "model.layers.0.mlp.experts.gate_up_proj")
@@ -207,7 +207,7 @@ def test_experts_stored_input_by_output(tmp_path: Path, family: str) -> None:
     rows = [4, 5, 6, 7] if family == "gpt_oss" else [2, 3, 8, 9]
     held = read_file(sorted(made.glob("*.safetensors"))[1])[f"{engine}w13_weight"].bits
     assert (held == w13[:3, rows]).all()
-    checkpoint.convert(made, tmp_path / "back", to="full", recipe="auto", source_names="vllm")
+    checkpoint.convert(made, tmp_path / "back", to="full", source_names="vllm", **PARTIAL)
     assert read_file(tmp_path / "back" / "model.safetensors") == whole
 
 

@@ -355,12 +355,15 @@ def test_files_are_those_of_pytorch(tmp_path: Path, saved: str) -> None:
 
 
 def test_names_for_another_program_are_checked_too(tmp_path: Path) -> None:
-    """Rules of a recipe alone note what a loader of the whole model would refuse."""
+    """A recipe alone and names of another program are claims to the architecture as well."""
     tensors = weights()
     del tensors["model.layers.1.mlp.up_proj.weight"]
     source = write_state(tmp_path / "s", tensors, intermediate_size=6)
-    plan = checkpoint.plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama")
-    assert any("1 tensor missing: model.layers.1.mlp.up_proj" in note for note in plan.notes)
+    by_recipe: Any = {"to": "tp=2", "recipe": "llama"}
+    with pytest.raises(CheckpointError, match=r"1 tensor missing: model.layers.1.mlp.up_proj"):
+        checkpoint.plan_conversion(source, tmp_path / "t", **by_recipe)
+    plan = checkpoint.plan_conversion(source, tmp_path / "t", allow=["incomplete"], **by_recipe)
+    assert any("incomplete: 1 tensor missing: model.layers.1" in note for note in plan.notes)
     tensors["model.layers.1.mlp.up_proj.weight"] = weights()["model.layers.1.mlp.up_proj.weight"]
     source = write_state(tmp_path / "more", {**tensors, "model.x": tensors["model.norm.weight"]})
     arguments: Any = {"to": "tp=2", "recipe": "llama", "target_names": "sglang"}

@@ -11,7 +11,7 @@ from checkpoint.checkpoint_files import tensor, write_file
 from reshard.checkpoint import plan_conversion
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.training.following import find_dims
-from reshard.errors import RecipeError, UnmatchedError
+from reshard.errors import CheckpointError, RecipeError, UnmatchedError
 
 CONFIG = """{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 32,
@@ -106,6 +106,10 @@ def test_a_recipe_cuts_each_of_several_models(tmp_path: Path) -> None:
     expected = specs(plan_conversion(plain, tmp_path / "t", to="tp=2", recipe="llama"))
     found = specs(plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama"))
     assert found == {p + name: spec for p in prefixes for name, spec in expected.items()}
+    del shapes["net_ema.model.norm.weight"]
+    source = write(tmp_path / "less", shapes, CONFIG)
+    with pytest.raises(CheckpointError, match=r"1 tensor missing: model.norm.weight"):
+        plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama")
 
 
 def test_layers_in_stages_have_their_state_and_steps_there(tmp_path: Path) -> None:

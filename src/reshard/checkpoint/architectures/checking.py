@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,24 +23,30 @@ from typing import Any
 
 from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
 from reshard.checkpoint.architectures.records import find_recorded_differences
-from reshard.checkpoint.contents import StoredTensor
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError, MissingExtraError, RunError, UncomputableError
 from reshard.recipes.quantization.weights import find_quantized, quantization_config
 from reshard.text.quantities import count_text
 
 _MAX_LISTED = 4
+# Stands for tensors of another shape among what is allowed; users allow `unknown`.
+_SHAPES = "shapes"
 _CLASS_JUDGE = "reshard.torch.model_classes"
 # Buffers that classes of earlier versions saved, and that no class loads any more.
 _OLD_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|"
     r"num_batches_tracked)$"
 )
+_VOCABULARY = re.compile(
+    r"(^|\.)(embed_tokens|lm_head|wte|word_embeddings|embed_in|embed_out)(\.weight|\.bias)?$"
+)
 # Config keys that count layers that predict further tokens, which are stored after the last.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 def check_architecture(
-    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+    types: Mapping[str, DType],
     config: Mapping[str, Any],
     folder: Path,
     *,
@@ -50,7 +56,8 @@ def check_architecture(
     """Compare tensors with those that the class of a config.json loads; reads no tensor data.
 
     Args:
-        tensors: that will be written, by the names in their files.
+        shapes: of the tensors that will be written, by the names in their files.
+        types: of these tensors.
         config: the content of config.json.
         folder: of the source, for messages.
         allow: `incomplete`, `unknown`.
@@ -63,7 +70,7 @@ def check_architecture(
         CheckpointError: missing, unknown or misshapen tensors that are not allowed.
     """
     try:
-        shapes = _find_logical_shapes(tensors, config)
+        shapes = _find_logical_shapes(shapes, types, config)
     except UncomputableError as error:
         return (f"the tensors were not checked against an architecture: {error}",)
     found = _find_differences(config, shapes)
@@ -73,54 +80,80 @@ def check_architecture(
     refused = _list_refused(found, {*allow})
     if refused:
         raise CheckpointError(_describe_refusal(found, refused, folder, config))
-    loaded = count_text(len(shapes) - len(found.unknown) - len(found.ignored), "tensor")
-    notes = [f"names and shapes checked: {found.judge} loads {loaded}"]
-    if found.ignored:
-        notes[0] += f" and ignores {len(found.ignored)} others (first: {found.ignored[0]})"
-    if found.missing:
-        notes.append(f"allowed as incomplete: {_describe_missing(found)}")
-    if found.unknown:
-        notes.append(f"allowed as unknown: {_describe_unknown(found)}")
-    return tuple(notes)
+    return _describe_accepted(found, len(shapes))
 
 
-def note_recorded_differences(
-    tensors: Mapping[str, StoredTensor],
+def check_sharded_model(
+    shapes: Mapping[str, Shape],
+    types: Mapping[str, DType],
     config: Mapping[str, Any],
     folder: Path,
     *,
+    allow: Iterable[str] = (),
     left_out: Collection[str] = (),
+    is_meant: Callable[[str], bool] = lambda name: False,
 ) -> tuple[str, ...]:
-    """Return a note of the differences from the record of a class; none where there are none."""
-    try:
-        shapes = _find_logical_shapes(tensors, config)
-    except UncomputableError:
-        return ()
-    recorded = find_recorded_differences(config, shapes)
-    if recorded is None:
-        return ()
-    found = _without_expected(recorded.differences, config, left_out)
-    refused = _list_refused(found, ())
-    if not refused:
-        return ()
-    return (
-        f"the tensors of {folder} are not those of {found.judge}, which no loader of the whole "
-        f"model accepts: {'; '.join(refused)}",
-    )
+    """Compare the tensors that a recipe shards with those of the architecture of a config.json.
 
+    The target is for no loader by name, so less is refused than by `check_architecture`: the record
+    of the class suffices where it leaves rows open, rows that pad the vocabulary for ranks are
+    accepted, and where config.json names no class, any class of its model type will do.
+    transformers is imported only before a refusal.
 
-def find_doubled_prefix(names: Iterable[str]) -> str:
-    """Return a trainer's word in front of all names, which some names have twice; `""` for none.
+    Args:
+        shapes: of the tensors that will be written, by their names in the recipe.
+        types: of these tensors.
+        config, folder, left_out: as in `check_architecture`.
+        allow: `incomplete`; `unknown`, which allows tensors of another shape as well.
+        is_meant: whether the user named a tensor, so that it may be unknown to the class.
 
-    >>> find_doubled_prefix(["model.model.norm.weight", "model.lm_head.weight"])
-    'model.'
-    >>> find_doubled_prefix(["model.norm.weight", "lm_head.weight"])
-    ''
+    Returns:
+        Notes for the user: by what the tensors were checked, and which differences were allowed.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors that are not allowed.
     """
-    names = list(names)
-    front = names[0].partition(".")[0] + "." if names else ""
-    is_doubled = any(name.startswith(front * 2) for name in names)
-    return front if is_doubled and all(name.startswith(front) for name in names) else ""
+    allowed = {*allow}
+    if "unknown" in allowed:
+        allowed.add(_SHAPES)
+    try:
+        shapes = _find_logical_shapes(shapes, types, config)
+    except UncomputableError as error:
+        return (f"the tensors were not checked against an architecture: {error}",)
+    recorded = find_recorded_differences(config, shapes, any_class=not config.get("architectures"))
+    if recorded is None:
+        return (_describe_unjudged(config, "--for hf asks the class of transformers"),)
+
+    def without_expected(found: TensorDifferences) -> TensorDifferences:
+        found = _without_padding(_without_expected(found, config, left_out), config)
+        unknown = tuple(name for name in found.unknown if not is_meant(name))
+        return dataclasses.replace(found, unknown=unknown)
+
+    found = without_expected(recorded.differences)
+    if _list_refused(found, allowed):
+        judged = _ask_class(config, shapes)
+        if not isinstance(judged, str):
+            found = without_expected(judged)
+        refused = _list_refused(found, allowed)
+        if refused:
+            text = _describe_refusal(found, refused, folder, config)
+            accepts_shapes = found.misshapen and not found.unknown
+            raise CheckpointError(f"{text}, or --allow unknown" if accepts_shapes else text)
+    return _describe_accepted(found, len(shapes))
+
+
+def count_differences(
+    shapes: Mapping[str, Shape], types: Mapping[str, DType], config: Mapping[str, Any]
+) -> int:
+    """Return the number of tensors by which a model differs from its record; 0 without a record."""
+    try:
+        recorded = find_recorded_differences(config, _find_logical_shapes(shapes, types, config))
+    except UncomputableError:
+        return 0
+    if recorded is None:
+        return 0
+    found = recorded.differences
+    return len(found.missing) + len(found.unknown) + len(found.misshapen)
 
 
 def _find_differences(
@@ -131,18 +164,44 @@ def _find_differences(
     recorded = None if found is None else found.differences
     if found is not None and found.is_exact and not recorded:
         return found.differences
-    reason = "transformers is not installed"
-    if find_spec("transformers") is not None and find_spec("torch") is not None:
-        try:
-            own = import_module(_CLASS_JUDGE).find_class_differences(config, shapes)
-        except (MissingExtraError, RunError) as error:
-            own, reason = None, str(error)
-        else:
-            reason = "transformers has no class for it"
-        if own is not None:
-            return own  # type: ignore[no-any-return]
-    if recorded is not None:
-        return recorded
+    judged = _ask_class(config, shapes)
+    if not isinstance(judged, str):
+        return judged
+    return recorded if recorded is not None else _describe_unjudged(config, judged)
+
+
+def find_padded_vocabulary(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the rows of config.json's vocabulary, by the names of tensors that have more rows.
+
+    >>> find_padded_vocabulary({"lm_head.weight": (512, 8)}, {"vocab_size": 500})
+    {'lm_head.weight': 500}
+    """
+    texts = config.get("text_config")
+    size = config.get("vocab_size", texts.get("vocab_size") if isinstance(texts, dict) else None)
+    if type(size) is not int or size < 1:
+        return {}
+    return {
+        name: size
+        for name, shape in shapes.items()
+        if _VOCABULARY.search(name) and len(shape) in (1, 2) and shape[0] > size
+    }
+
+
+def _ask_class(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> TensorDifferences | str:
+    """Return the differences from the class of transformers, or why it cannot be asked."""
+    if find_spec("transformers") is None or find_spec("torch") is None:
+        return "transformers is not installed"
+    try:
+        found: TensorDifferences | None
+        found = import_module(_CLASS_JUDGE).find_class_differences(config, shapes)
+    except (MissingExtraError, RunError) as error:
+        return str(error)
+    return "transformers has no class for it" if found is None else found
+
+
+def _describe_unjudged(config: Mapping[str, Any], reason: str) -> str:
     named = ", ".join(map(str, config.get("architectures") or ())) or "none"
     return (
         f"the tensors were not checked against an architecture: no record is of the model type "
@@ -152,13 +211,12 @@ def _find_differences(
 
 
 def _find_logical_shapes(
-    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
-) -> dict[str, Shape]:
+    shapes: Mapping[str, Shape], types: Mapping[str, DType], config: Mapping[str, Any]
+) -> Mapping[str, Shape]:
     """Return the shapes of tensors, of quantised weights those of the weights themselves."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not quantization_config(config):
         return shapes
-    itemsizes = {name: tensor.dtype.itemsize_bytes for name, tensor in tensors.items()}
+    itemsizes = {name: types[name].itemsize_bytes for name in shapes}
     weights = find_quantized(shapes, config, itemsizes)
     members = {name for weight in weights.values() for name in weight.members}
     plain = {name: shape for name, shape in shapes.items() if name not in members}
@@ -183,6 +241,17 @@ def _without_expected(
     )
 
 
+def _without_padding(found: TensorDifferences, config: Mapping[str, Any]) -> TensorDifferences:
+    """Return differences without rows that pad the vocabulary for ranks."""
+    padded = find_padded_vocabulary({name: shape for name, shape, _ in found.misshapen}, config)
+    misshapen = tuple(
+        (name, shape, expected)
+        for name, shape, expected in found.misshapen
+        if name not in padded or shape[1:] != expected[1:]
+    )
+    return dataclasses.replace(found, misshapen=misshapen)
+
+
 def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what names of layers that predict further tokens begin with."""
     count = max((config.get(key) or 0 for key in _EXTRA_LAYERS), default=0)
@@ -199,14 +268,26 @@ def _list_refused(found: TensorDifferences, allow: Collection[str]) -> list[str]
         refused.append(_describe_missing(found))
     if found.unknown and "unknown" not in allow:
         refused.append(_describe_unknown(found))
-    if found.misshapen:
-        shown = [
-            f"{name} {list(own)}, expected {list(expected)}"
-            for name, own, expected in found.misshapen
-        ]
-        count = count_text(len(found.misshapen), "tensor")
-        refused.append(f"{count} of another shape: {_list_first(shown)}")
+    if found.misshapen and _SHAPES not in allow:
+        refused.append(_describe_misshapen(found))
     return refused
+
+
+def _describe_accepted(found: TensorDifferences, count: int) -> tuple[str, ...]:
+    """Describe which tensors the judge loads, and which differences were allowed."""
+    differing = len(found.unknown) + len(found.ignored) + len(found.misshapen)
+    notes = [
+        f"names and shapes checked: {found.judge} loads {count_text(count - differing, 'tensor')}"
+    ]
+    if found.ignored:
+        notes[0] += f" and ignores {len(found.ignored)} others (first: {found.ignored[0]})"
+    if found.missing:
+        notes.append(f"allowed as incomplete: {_describe_missing(found)}")
+    if found.unknown:
+        notes.append(f"allowed as unknown: {_describe_unknown(found)}")
+    if found.misshapen:
+        notes.append(f"allowed as unknown: {_describe_misshapen(found)}")
+    return tuple(notes)
 
 
 def _describe_missing(found: TensorDifferences) -> str:
@@ -216,6 +297,13 @@ def _describe_missing(found: TensorDifferences) -> str:
 
 def _describe_unknown(found: TensorDifferences) -> str:
     return f"{count_text(len(found.unknown), 'tensor')} unknown: {_list_first(found.unknown)}"
+
+
+def _describe_misshapen(found: TensorDifferences) -> str:
+    shown = [
+        f"{name} {list(own)}, expected {list(expected)}" for name, own, expected in found.misshapen
+    ]
+    return f"{count_text(len(shown), 'tensor')} of another shape: {_list_first(shown)}"
 
 
 def _list_first(texts: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
-from reshard.checkpoint.architectures.terms import find_number, holds
+from reshard.checkpoint.architectures.terms import find_number, holds, is_about_config
 
 OPEN = "?"
 _WORD = re.compile(r"[\w-]+")
@@ -44,9 +44,14 @@ class RecordedDifferences(NamedTuple):
 
 
 def find_recorded_differences(
-    config: Mapping[str, Any], shapes: Mapping[str, Shape]
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], *, any_class: bool = False
 ) -> RecordedDifferences | None:
     """Compare tensors with those recorded of the class of a config.json.
+
+    Args:
+        config: the content of config.json.
+        shapes: of the tensors, by their names in the files.
+        any_class: whether the class of the model type counts that fits best.
 
     Returns:
         The differences; None where there is no record of the class.
@@ -55,14 +60,21 @@ def find_recorded_differences(
     if record is None:
         return None
     full = _with_defaults(config, record)
-    name = _choose_class(config, record)
-    if name is None or any(_find(full, key) != kind for key, kind in record["types"].items()):
+    chosen = _choose_class(config, record)
+    if chosen is None or any(_find(full, key) != kind for key, kind in record["types"].items()):
         return None
-    own = record["classes"][name]
     prefix = f"{record['prefix']}."
-    best = min(
-        (_expect(record, form, full, prefix, shapes) for form in own["forms"]),
-        key=lambda one: len(one.missing) + len(one.unknown),
+
+    names = [chosen]
+    if any_class:
+        names += [name for name in record["classes"] if name != chosen]
+    name, best = min(
+        (
+            (name, _expect(record, form, full, prefix, shapes))
+            for name in names
+            for form in record["classes"][name]["forms"]
+        ),
+        key=lambda pair: len(pair[1].missing) + len(pair[1].unknown),
     )
     return RecordedDifferences(_compare(record, name, best, prefix, shapes), best.is_exact)
 
@@ -220,10 +232,11 @@ def list_row(
         return None
     lengths = tuple(None if one == OPEN else find_number(one, config) for one in shape)
     terms, is_negated = (when["unless"], True) if isinstance(when, Mapping) else (when, False)
+    is_numbered = not all(map(is_about_config, terms))
     found, parts = {}, pattern.split("*")
     there: dict[tuple[int, ...], bool] = {}
     for numbers in itertools.product(*(range(size or 0) for size in sizes)):
-        first = numbers[:1]
+        first = numbers[:1] if is_numbered else ()
         if first not in there:
             there[first] = all(holds(term, config, first) for term in terms) is not is_negated
         if there[first]:

@@ -73,6 +73,15 @@ def holds(term: str, config: Config, numbers: Sequence[int] = ()) -> bool:
     return (entry == found["value"]) is (found["sign"] == "=")
 
 
+def is_about_config(term: str) -> bool:
+    """Return whether a term is a condition on the config alone.
+
+    >>> is_about_config("attention_bias"), is_about_config("n>=first")
+    (True, False)
+    """
+    return _read_term(term)[0] == "config"
+
+
 @lru_cache(maxsize=4096)
 def _read_term(term: str) -> tuple[str, Mapping[str, Any]]:
     for kind, pattern in (

@@ -17,14 +17,16 @@ import dataclasses
 import errno
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
 from reshard.checkpoint.architectures.checking import (
     check_architecture,
-    find_doubled_prefix,
-    note_recorded_differences,
+    check_sharded_model,
+    count_differences,
 )
+from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
@@ -45,7 +47,8 @@ from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.naming.renaming import find_meaning
 from reshard.checkpoint.naming.selection import list_left_out
-from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.following import StateFollowers
+from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
 from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
@@ -53,7 +56,8 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
-from reshard.recipes.recipe import parse_options
+from reshard.recipes.recipe import Recipe, parse_options
+from reshard.recipes.shardings.adapters import is_of_adapter
 
 
 def plan_conversion(
@@ -142,30 +146,66 @@ def _check_architecture(
     """
     if named.recipe is None or not request.recipe_is_for_model:
         return ()
-    config = read_config(whole)
-    source = named.by_recipe
+    config, source = read_config(whole), named.by_recipe
     if config is None or "adapter_config" in config or config.get("model_type") is None:
         return ()
-    state = find_training_state(source)
-    names = {name: bare_name(name) for name in source.tensors}
-    if state is not None:
-        names = {name: bare for bare, name in state.weights.items()}
-    front = find_doubled_prefix(names.values())
-    weights = {bare.removeprefix(front): source.tensors[name] for name, bare in names.items()}
-    if not weights:
-        return ()
+    if any(is_of_adapter(name) for name in source.tensors):
+        return ("the tensors were not checked against an architecture: they have adapters",)
+    models = _list_models(source, named.recipe, config)
     left_out = set()
     for name in list_left_out(whole, request.selection):
-        meaning = bare_name(name).removeprefix(front)
-        if named.from_names is not None:
-            found = find_meaning(meaning, named.from_names.table)
-            left_out |= {found} if isinstance(found, str) else {*found.tensors}
+        for prefix in models.keys() | {""}:
+            meaning = bare_name(name).removeprefix(prefix)
+            if named.from_names is not None:
+                known = find_meaning(meaning, named.from_names.table)
+                left_out |= {known} if isinstance(known, str) else {*known.tensors}
+            else:
+                left_out.add(meaning)
+    # A rule by hand for a tensor shows that the user means it, except for one for all tensors.
+    by_hand = [rule for rule in request.parsed_rules if rule.pattern.strip("*")]
+    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
+    notes = dict[str, None]()
+    for names in models.values():
+        about = (_rename(names, shapes), _rename(names, types), config, whole.folder)
+        if request.target_names is not None:
+            found = check_architecture(*about, allow=request.allow, left_out=left_out)
         else:
-            left_out.add(meaning)
-    if request.target_names is None:
-        # Ranks may hold a part of a model, so that rules for them are no claim to all of it.
-        return note_recorded_differences(weights, config, whole.folder, left_out=left_out)
-    return check_architecture(weights, config, whole.folder, allow=request.allow, left_out=left_out)
+            found = check_sharded_model(
+                *about,
+                allow=request.allow,
+                left_out=left_out,
+                is_meant=lambda name: any(rule.matches(name) for rule in by_hand),
+            )
+        notes |= dict.fromkeys(found)
+    return (*notes,)
+
+
+def _list_models(
+    source: Checkpoint, recipe: Recipe, config: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Return the weights of each model of a source by the recipe's names, by the model's prefix."""
+    state = find_training_state(source)
+    names = {bare_name(name): name for name in source.tensors if not is_beside_model(name)}
+    if state is not None:
+        names = dict(state.weights)
+    if not names:
+        return {}
+    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
+    followers = StateFollowers({name: shapes[name] for name in names.values()}, None)
+    followers.with_recipe(recipe)
+    models = followers.list_models()
+    if {*models} == {""}:
+        return {"": names}
+
+    def count(model: Mapping[str, str]) -> int:
+        return count_differences(_rename(model, shapes), _rename(model, types), config)
+
+    is_plain = count(names) <= min(map(count, models.values()))
+    return {"": names} if is_plain else models
+
+
+def _rename(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {new: values[name] for new, name in names.items()}
 
 
 def open_apart(

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from reshard.checkpoint.architectures.checking import check_architecture
+from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
@@ -79,7 +80,13 @@ def plan_for_vllm(
     checked: tuple[str, ...] = ()
     if config is not None and config.get("model_type") is not None:
         allowed = parse_allowed(allow)
-        checked = check_architecture(checkpoint.tensors, config, checkpoint.folder, allow=allowed)
+        checked = check_architecture(
+            shapes_of(checkpoint.tensors),
+            types_of(checkpoint.tensors),
+            config,
+            checkpoint.folder,
+            allow=allowed,
+        )
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
     found = rank_parameters(checkpoint, ranks)

@@ -20,8 +20,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypedDict
 
-from reshard.checkpoint.architectures.checking import check_architecture
+from reshard.checkpoint.architectures.checking import (
+    check_architecture,
+    find_padded_vocabulary,
+)
 from reshard.checkpoint.blocks.fusing import take_rows
+from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import (
     ChangedElements,
@@ -168,7 +172,12 @@ def plan_for_pretrained(
         if chosen is not None:
             _expect_all_numbers(weights, chosen, files.config, left_out)
     checked = check_architecture(
-        weights.tensors, files.config, whole.folder, allow=request.allow, left_out=left_out
+        shapes_of(weights.tensors),
+        types_of(weights.tensors),
+        files.config,
+        whole.folder,
+        allow=request.allow,
+        left_out=left_out,
     )
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
@@ -294,17 +303,11 @@ def _find_containers(checkpoint: Checkpoint) -> list[str]:
 
 def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint without rows of the vocabulary that config.json does not have."""
-    texts = config.get("text_config")
-    size = config.get("vocab_size", texts.get("vocab_size") if isinstance(texts, dict) else None)
-    if type(size) is not int or size < 1:
+    rows = find_padded_vocabulary(shapes_of(checkpoint.tensors), config)
+    if not rows:
         return checkpoint
-    padded = {
-        name: tensor
-        for name, tensor in checkpoint.tensors.items()
-        if _is_vocabulary(name) and len(tensor.shape) in (1, 2) and tensor.shape[0] > size
-    }
-    if not padded:
-        return checkpoint
+    size = next(iter(rows.values()))
+    padded = {name: checkpoint.tensors[name] for name in rows}
     first, shape = next((name, one.shape) for name, one in padded.items())
     note = (
         f"{count_text(len(padded), 'tensor')} cut to the {size} rows of config.json's vocab_size "
@@ -321,11 +324,6 @@ def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
         checksums=tuple(checksums),
         notes=(*checkpoint.notes, note),
     )
-
-
-def _is_vocabulary(name: str) -> bool:
-    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    return module in ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
 
 
 def _expect_all_outputs(

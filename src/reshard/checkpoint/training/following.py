@@ -82,6 +82,7 @@ class StateFollowers:
         self._whole: list[str] = []
         self._apart: list[str] = []
         self._notes: list[str] = []
+        self._prefixes: list[str] = []
         if state is None:
             self.leaders |= shapes
             return
@@ -144,16 +145,31 @@ class StateFollowers:
             return
         names = {name: self.aliases.get(name, name) for name in self.leaders}
         # Several models, such as weights and their average, have a prefix each.
-        prefixes, rest = list[str](), [bare_name(one) for one in names.values()]
+        rest = [bare_name(one) for one in names.values()]
         while rest and (prefix := _find_foreign_prefix(rest, recipe.rules)):
-            prefixes.append(prefix)
+            self._prefixes.append(prefix)
             rest = [one for one in rest if not one.startswith(prefix)]
         for name, called in names.items():
             bare = bare_name(called)
-            own = next((prefix for prefix in prefixes if bare.startswith(prefix)), "")
-            bare = bare.removeprefix(own)
+            bare = bare.removeprefix(self._find_prefix(bare))
             if bare not in ("", name):
                 self.aliases[name] = bare
+
+    def list_models(self) -> dict[str, dict[str, str]]:
+        """Return the names of tensors by those that rules match, for each prefix of a model.
+
+        Names without any of the prefixes are of the first model.
+        """
+        models: dict[str, dict[str, str]] = {prefix: {} for prefix in self._prefixes or [""]}
+        first = next(iter(models))
+        for name in self.leaders:
+            bare = bare_name(self.aliases.get(name, name))
+            own = self._find_prefix(bare_name(name)) if name in self.aliases else ""
+            models[own or first][bare] = name
+        return models
+
+    def _find_prefix(self, bare: str) -> str:
+        return next((prefix for prefix in self._prefixes if bare.startswith(prefix)), "")
 
     def spread(self, found: Assignment, mesh: DeviceMesh) -> Assignment:
         """The assignment of all tensors, from that of the leaders."""

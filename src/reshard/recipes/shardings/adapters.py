@@ -45,6 +45,15 @@ _ADAPTER = re.compile(
 )
 
 
+def is_of_adapter(name: str) -> bool:
+    """Return whether a tensor is one of an adapter.
+
+    >>> is_of_adapter("layers.0.q_proj.lora_A.weight"), is_of_adapter("layers.0.q_proj.weight")
+    (True, False)
+    """
+    return "lora_" in name and _ADAPTER.fullmatch(name) is not None
+
+
 class _AdapterTensor(NamedTuple):
     """What a tensor of an adapter has of the weight: a dimension of it for each of its own.
 
