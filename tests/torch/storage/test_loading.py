@@ -29,6 +29,17 @@ def as_torch(whole: Tensor) -> Any:
     return data.view(getattr(torch, whole.dtype.name)).reshape(whole.shape)
 
 
+def save_torch(tensors: dict[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+
+
+def assert_equal_parameters(model: Any, other: Any) -> None:
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def bits(value: Any) -> bytes:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -192,6 +203,89 @@ def test_names_of_the_checkpoint_may_be_left(tmp_path: Path) -> None:
     report = reshard.torch.load(tmp_path, state, strict=False)
     assert bits(state["b"]) == WHOLE["b"].bits.tobytes()
     assert report.unused == ("w", "h", "s")
+
+
+def test_the_models_names_are_found_after_a_trainers_prefix(tmp_path: Path) -> None:
+    model, saved = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    state = {
+        **{f"app.model.{name}": value for name, value in saved.state_dict().items()},
+        "app.optim.state.weight.exp_avg": torch.ones(4, 3),
+        "app.optim.state.bias.exp_avg": torch.ones(4),
+        "rng_state": torch.zeros(8),
+    }
+    save_torch(state, tmp_path / "m.safetensors")
+    report = reshard.torch.load(tmp_path / "m.safetensors", model)
+    assert report.prefix == "app.model."
+    assert report.tensors == 2
+    assert {*report.unused} == {name for name in state if ".model." not in name}
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_ordinary_save_of_pytorch_is_loaded(tmp_path: Path, nested: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    saved = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if nested:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, moments = get_state_dict(saved, optimizer)
+        dcp.save({"model": weights, "optim": moments, "step": 3}, checkpoint_id=tmp_path / "saved")
+    else:
+        state = {"model": saved.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+        torch.save(state, tmp_path / "saved")
+    assert reshard.torch.load(tmp_path / "saved", model).prefix == "model."
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True)
+    )
+
+
+def test_what_only_a_training_checkpoint_has_of_the_model_is_an_error(tmp_path: Path) -> None:
+    state = {"model.weight": torch.ones(4, 3), "model.bias": torch.ones(4)}
+    others = {"model.head": torch.ones(2), "other.weight": torch.ones(4, 5)}
+    save_torch({**state, **others}, tmp_path / "m.safetensors")
+    model = torch.nn.Linear(3, 4)
+    with pytest.raises(ShardError, match=r"2 tensors do not fit") as caught:
+        reshard.torch.load(tmp_path / "m.safetensors", model)
+    assert "model.head: in the checkpoint only" in str(caught.value)
+    assert reshard.torch.load(tmp_path / "m.safetensors", model, strict=False).tensors == 2
+
+
+def test_several_models_and_layers_are_not_guessed(tmp_path: Path) -> None:
+    both = {"weight": torch.ones(4, 3), "bias": torch.ones(4)}
+    for prefixes in (("model.", "ema."), ("layers.0.",), ("model.layers.0.", "model.layers.1.")):
+        state = {f"{one}{name}": v.clone() for one in prefixes for name, v in both.items()}
+        save_torch(state, tmp_path / "m.safetensors")
+        model = torch.nn.Linear(3, 4)
+        before = model.weight.clone()
+        with pytest.raises(ShardError, match=rf"select='{prefixes[0][:-1]}'"):
+            reshard.torch.load(tmp_path / "m.safetensors", model, strict=False)
+        assert torch.equal(model.weight, before)
+        chosen = checkpoint.open(tmp_path / "m.safetensors", select=prefixes[0][:-1])
+        assert reshard.torch.load(chosen, model).tensors == 2
+
+
+def test_other_names_are_one_line(tmp_path: Path) -> None:
+    stored = {f"decoder.{number}.w": torch.ones(2) for number in range(30)}
+    save_torch(stored, tmp_path / "m.safetensors")
+    target = {f"model.layers.{number}.w": torch.zeros(2) for number in range(30)}
+    with pytest.raises(ShardError) as caught:
+        reshard.torch.load(tmp_path / "m.safetensors", target)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert "30 of the target's 30 names, such as 'model.layers.0.w'" in lines[1]
+    assert "'decoder.0.w'" in lines[1]
+    assert "rename" in lines[1]
+    assert "30 tensors are in the checkpoint only (first: decoder.0.w); strict=False" in lines[2]
+    inner = {f"outer.{name}": value.clone() for name, value in stored.items()}
+    with pytest.raises(ShardError, match=r"has them without 'outer\.'"):
+        reshard.torch.load(tmp_path / "m.safetensors", inner)
 
 
 def test_a_mesh_in_another_order_of_ranks(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ both must be models of the recipe's kind under words that the recipe does not ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from reshard.errors import RecipeError
@@ -35,7 +35,7 @@ MODEL_PREFIXES = (
 TRAINER_WORDS = frozenset(
     {
         *("model", "module", "state_dict", "model_state_dict", "network", "net", "policy"),
-        *("actor", "student", "wrapped"),
+        *("actor", "student", "wrapped", "app"),
     }
 )
 # Entries that programs save on the top level of a state, beside the model.
@@ -83,6 +83,16 @@ def bare_name(name: str) -> str:
 def is_wrapper(word: str) -> bool:
     """Whether a word of a name is a wrapper around a module."""
     return word in _WRAPPERS
+
+
+def is_trainer_prefix(prefix: str) -> bool:
+    """Whether trainers put a prefix before all names of a model.
+
+    >>> is_trainer_prefix("model."), is_trainer_prefix("app.model."), is_trainer_prefix("layers.0.")
+    (True, True, False)
+    """
+    words = prefix.removesuffix(".").split(".")
+    return all(f"{word}." in MODEL_PREFIXES or word in TRAINER_WORDS | _WRAPPERS for word in words)
 
 
 def is_beside_model(name: str) -> bool:
@@ -133,6 +143,28 @@ def find_model_sets(
     order = {name: number for number, name in enumerate(shapes)}
     first = sorted(sets, key=lambda prefix: order[sets[prefix][0]])
     return {_option_text(prefix): len(sets[prefix]) for prefix in first}
+
+
+def find_prefixes(names: Collection[str], stored: Iterable[str]) -> dict[str, int]:
+    """Return the prefixes under which most of a model's names are stored, with the number of names.
+
+    Args:
+        names: of the model's tensors.
+        stored: the names of a checkpoint's weights, without optimizer state.
+
+    >>> find_prefixes(["up", "down"], ["model.up", "model.down", "ema.up", "ema.down", "norm.up"])
+    {'model.': 2, 'ema.': 2}
+    >>> find_prefixes(["up", "down"], ["up", "layers.down"])
+    {}
+    """
+    counts: dict[str, int] = {}
+    for name in stored:
+        words = name.split(".")
+        for at in range(min(_MAX_PREFIX_WORDS, len(words) - 1) + 1):
+            if ".".join(words[at:]) in names:
+                prefix = ".".join(words[:at]) + "." * bool(at)
+                counts[prefix] = counts.get(prefix, 0) + 1
+    return {prefix: count for prefix, count in counts.items() if 2 * count > len(names)}
 
 
 def expect_one_model(folder: Path, sets: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ them; ranks do not talk to each other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from reshard.checkpoint.training.model_sets import (
+    find_prefixes,
+    is_beside_model,
+    is_trainer_prefix,
+)
+from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
@@ -30,18 +36,24 @@ from reshard.torch.models.module_memory import tensors_of
 from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint
+    from reshard.checkpoint import Checkpoint, StoredTensor
 
 _SHOWN = 20
+# More missing or additional names than these are one line.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load: tensors filled, bytes of this rank, and unused names."""
+    """The result of a load: tensors filled, bytes of this rank, and unused names.
+
+    `prefix` is what precedes the target's names in the checkpoint, such as `model.`.
+    """
 
     tensors: int
     local_bytes: int
     unused: tuple[str, ...]
+    prefix: str = ""
 
 
 def load(
@@ -55,7 +67,9 @@ def load(
     """Fill a module, or a state dict of DTensors and tensors, from a checkpoint.
 
     Every rank of a job calls it. A DTensor gets this rank's shard, a plain tensor the full tensor.
-    Values are written in place and never cast.
+    Values are written in place and never cast. In a training checkpoint, such as
+    `{"model": ..., "optim": ...}`, the target's names are found after their prefix (`model.`), and
+    other training state is left alone.
 
     Args:
         checkpoint: a checkpoint of any format and sharding, or its location.
@@ -68,7 +82,8 @@ def load(
             `reshard.checkpoint.load`.
 
     Raises:
-        ShardError: names, shapes or dtypes that do not match, all of them in one message.
+        ShardError: names, shapes or dtypes that do not match, all of them in one message; several
+            models with the target's names.
         UsageError: an invalid number of threads, or a target that is not a model.
         CheckpointError: an unusable checkpoint.
         RunError: a file that cannot be read.
@@ -87,7 +102,8 @@ def load(
         for name, value in given.items()
         if isinstance(target, torch.nn.Module) and isinstance(value, tuple)
     }
-    _check_fit(checkpoint, tensors, flat, strict)
+    prefix = _find_prefix(checkpoint, given)
+    _check_fit(checkpoint, prefix, tensors, flat, strict)
     if isinstance(target, torch.nn.Module) and (problem := find_copies(target)):
         raise ShardError(f"{problem}; nothing was written")
     parts = {name: part for name, (part, _) in flat.items() if part is not None}
@@ -111,10 +127,15 @@ def load(
         for name, local in locals_.items()
     }
     out = {name: TorchTensors(local).storage(local, name) for name, local in beside.items()}
-    loaded = load_arrays(
-        checkpoint, layouts, rank, out=out, threads=threads, readers_on_host=readers_on_host
+    load_arrays(
+        checkpoint,
+        {prefix + name: layout for name, layout in layouts.items()},
+        rank,
+        out={prefix + name: array for name, array in out.items()},
+        threads=threads,
+        readers_on_host=readers_on_host,
     )
-    for name in loaded:
+    for name in layouts:
         local_bytes += out[name].nbytes
         if beside[name] is not locals_[name]:
             locals_[name].copy_(beside[name])
@@ -122,8 +143,9 @@ def load(
             # What reads a file writes behind autograd's back.
             torch.autograd.graph.increment_version(locals_[name])
     forget_cached()
-    unused = tuple(name for name in checkpoint.tensors if name not in given)
-    return LoadReport(len(tensors) + len(flat), local_bytes, unused)
+    filled = {prefix + name for name in given}
+    unused = tuple(name for name in checkpoint.tensors if name not in filled)
+    return LoadReport(len(tensors) + len(flat), local_bytes, unused, prefix)
 
 
 def _find_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,56 +153,138 @@ def _find_local(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def _find_write_problems(name: str, local: torch.Tensor) -> Iterator[str]:
-    """Why elements of a tensor cannot be written."""
+def _find_write_problems(local: torch.Tensor) -> Iterator[str]:
+    """Yield why elements of a tensor cannot be written."""
     if local.layout != torch.strided or local.device.type == "meta":
-        yield f"{name}: a {local.layout} tensor on {local.device}; give one dense and in memory"
+        yield f"a {local.layout} tensor on {local.device}; give one dense and in memory"
         return
     try:
         check_writable(local, None)
     except ShardError as error:
-        yield f"{name}: {error}"
+        yield str(error)
 
 
-def _describe_missing(checkpoint: Checkpoint, name: str) -> str:
-    if name in checkpoint.unreadable:
-        return f"cannot be read, it is {checkpoint.unreadable[name]}"
-    return "not in the checkpoint"
+def _find_prefix(checkpoint: Checkpoint, given: Collection[str]) -> str:
+    """Return what precedes the target's names in a training checkpoint; empty for none.
+
+    Raises:
+        ShardError: several models with these names, or a prefix that is not one of trainers.
+    """
+    if all(name in checkpoint.tensors for name in given):
+        return ""
+    training = _list_training_state(checkpoint)
+    found = find_prefixes({*given}, [name for name in checkpoint.tensors if name not in training])
+    if "" in found or not found:
+        return ""
+    first, *others = sorted(found, key=lambda prefix: not is_trainer_prefix(prefix))
+    if others or not is_trainer_prefix(first):
+        shown = [first, *others][:_FEW]
+        listed = ", ".join(f"{prefix}* ({found[prefix]} tensors)" for prefix in shown)
+        more = f" and {len(found) - _FEW} others" if len(found) > _FEW else ""
+        raise ShardError(
+            f"{checkpoint.folder} has the target's names after a prefix: {listed}{more}; choose "
+            f"one: reshard.checkpoint.open(path, select={first.removesuffix('.')!r}). Nothing was "
+            "written"
+        )
+    return first
+
+
+def _list_training_state(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the names of tensors that are training state, and not weights."""
+    state = find_training_state(checkpoint)
+    beside = filter(is_beside_model, checkpoint.tensors)
+    return frozenset((*beside, *(() if state is None else state.optimizer_names)))
 
 
 def _check_fit(
     checkpoint: Checkpoint,
+    prefix: str,
     tensors: Mapping[str, torch.Tensor],
     flat: Mapping[str, tuple[torch.Tensor | None, Layout]],
     strict: bool,
 ) -> None:
+    given = {prefix + name: name for name in (*tensors, *flat)}
+    missing = [stored for stored in given if stored not in checkpoint.tensors]
+    others = [stored for stored in checkpoint.tensors if strict and stored not in given]
+    if prefix and others:
+        training = _list_training_state(checkpoint)
+        others = [stored for stored in others if stored not in training]
     problems = [
-        f"{name}: {_describe_missing(checkpoint, name)}"
-        for name in (*tensors, *flat)
-        if name not in checkpoint.tensors
+        f"{given[stored]}: {problem}"
+        for stored in given
+        if stored in checkpoint.tensors
+        for problem in _find_misfits(checkpoint[stored], given[stored], tensors, flat)
     ]
-    for name, stored in checkpoint.tensors.items():
-        if name not in tensors and name not in flat:
-            problems += [f"{name}: in the checkpoint only"] * strict
-            continue
-        tensor, layout = flat[name] if name in flat else (tensors[name], None)
-        shape = tensors[name].shape if layout is None else layout.shape
-        if tuple(shape) != stored.shape:
-            problems.append(f"{name}: shape {list(shape)}, stored {list(stored.shape)}")
-        elif tensor is None:
-            continue
-        elif as_dtype(tensor.dtype) is not stored.dtype:
-            problems.append(
-                f"{name}: dtype {as_dtype(tensor.dtype).name}, stored {stored.dtype.name}"
-            )
-        elif layout is None and layout_of(tensor).contributions > 1:
-            problems.append(f"{name}: partial, while a checkpoint holds values")
-        else:
-            problems += _find_write_problems(name, _find_local(tensor))
-    if problems:
-        more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ShardError(
-            f"{len(problems)} tensors do not fit {checkpoint.folder}; nothing was written:\n  "
-            + "\n  ".join(problems[:_SHOWN])
-            + more
+    count = len(problems) + len(missing) + len(others)
+    if not count:
+        return
+    problems = [
+        *_describe_missing(checkpoint, missing, given),
+        *_describe_others(others),
+        *problems,
+    ]
+    more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    raise ShardError(
+        f"{count} tensors do not fit {checkpoint.folder}; nothing was written:\n  "
+        + "\n  ".join(problems[:_SHOWN])
+        + more
+    )
+
+
+def _find_misfits(
+    stored: StoredTensor,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    flat: Mapping[str, tuple[torch.Tensor | None, Layout]],
+) -> Iterator[str]:
+    """Yield why a stored tensor cannot fill the target's tensor of a name."""
+    tensor, layout = flat[name] if name in flat else (tensors[name], None)
+    shape = tensors[name].shape if layout is None else layout.shape
+    if tuple(shape) != stored.shape:
+        yield f"shape {list(shape)}, stored {list(stored.shape)}"
+    elif tensor is None:
+        return
+    elif as_dtype(tensor.dtype) is not stored.dtype:
+        yield f"dtype {as_dtype(tensor.dtype).name}, stored {stored.dtype.name}"
+    elif layout is None and layout_of(tensor).contributions > 1:
+        yield "partial, while a checkpoint holds values"
+    else:
+        yield from _find_write_problems(_find_local(tensor))
+
+
+def _describe_missing(
+    checkpoint: Checkpoint, missing: Sequence[str], given: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what the target has and the checkpoint lacks; one line if it has other names."""
+    unreadable = [stored for stored in missing if stored in checkpoint.unreadable]
+    absent = [stored for stored in missing if stored not in checkpoint.unreadable]
+    for stored in unreadable:
+        yield f"{given[stored]}: cannot be read, it is {checkpoint.unreadable[stored]}"
+    if len(absent) <= _FEW or 2 * len(absent) <= len(given):
+        yield from (f"{given[stored]}: not in the checkpoint" for stored in absent)
+        return
+    stored_name = next(iter(checkpoint.tensors), None)
+    outer = given[absent[0]].partition(".")[0] + "."
+    if all(stored.removeprefix(outer) in checkpoint.tensors for stored in absent):
+        remedy = f"the checkpoint has them without {outer!r}: load that submodule"
+    else:
+        remedy = (
+            "give the checkpoint the target's names by reshard.checkpoint.select(checkpoint, "
+            "select=..., strip_prefix=[...], rename=[...]), or convert it: `reshard convert --for "
+            "hf` writes the names of transformers"
         )
+    yield (
+        f"{len(absent)} of the target's {len(given)} names, such as {given[absent[0]]!r}, are not "
+        f"in the checkpoint, whose names are such as {stored_name!r}; {remedy}"
+    )
+
+
+def _describe_others(others: Sequence[str]) -> Iterator[str]:
+    """Yield what the checkpoint has and the target lacks; one line for many."""
+    if len(others) <= _FEW:
+        yield from (f"{stored}: in the checkpoint only" for stored in others)
+        return
+    yield (
+        f"{len(others)} tensors are in the checkpoint only (first: {others[0]}); strict=False "
+        "leaves them out"
+    )
