@@ -118,6 +118,7 @@ lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 # About a quarter of an hour. docs/figures.md has the full sizes: convert.py and load.py without options.
 bench: venv

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from reshard.later_names import load_later
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from reshard.sharding_text import spec
     from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
+
+if sys.platform == "win32":
+    raise ImportError(
+        "reshard needs a POSIX system, Linux or macOS, and this is Windows: install it and run it "
+        "in WSL, the Windows Subsystem for Linux"
+    )
 
 __version__ = "0.2.0"
 

@@ -141,7 +141,7 @@ class _Countdown:
             setattr(os, name, self._syncing(name))
         for name in OTHER_CALLS:
             setattr(os, name, self._counted(name, getattr(os, name)))
-        staging.exchange_folders = self._counted("exchange", staging.exchange_folders)
+        staging.exchange_names = self._counted("exchange", staging.exchange_names)
         for store in (S3Target, AzureTarget):
             for name in STORE_CALLS:
                 setattr(store, name, self._asking(name, getattr(store, name)))

@@ -39,7 +39,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
         self.calls_left = 10**9
         self.calls: list[str] = []
-        exchange = staging.exchange_folders
+        exchange = staging.exchange_names
         pwrite = os.pwrite
 
         def torn_pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -59,7 +59,7 @@ class Machine:
             real = getattr(os, name) if "sync" not in name else lambda *_: None
             monkeypatch.setattr(os, name, self.counted(name, real))
         monkeypatch.setattr(os, "pwrite", torn_pwrite)
-        monkeypatch.setattr(staging, "exchange_folders", counted_exchange)
+        monkeypatch.setattr(staging, "exchange_names", counted_exchange)
 
     def counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:

@@ -202,7 +202,7 @@ def test_discard_after_a_commit_that_could_not_even_be_undone(
 
     with Staging.open(target, "new", {}, overwrite=True) as work:
         with monkeypatch.context() as patch:
-            patch.setattr(staging, "exchange_folders", lambda *_: False)
+            patch.setattr(staging, "exchange_names", lambda *_: False)
             patch.setattr(os, "rename", move_aside_only)
             with pytest.raises(RunError, match="Input/output error"):
                 work.commit()
@@ -257,7 +257,7 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
         from pathlib import Path
         from reshard.checkpoint.conversion import staging
         target, call, occurrence = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-        owner, name = (staging, "exchange_folders") if call == "exchange" else (os, call)
+        owner, name = (staging, "exchange_names") if call == "exchange" else (os, call)
         real, count = getattr(owner, name), 0
         def call_and_die(*arguments, **keywords):
             global count

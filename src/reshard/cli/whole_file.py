@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from reshard.errors import UsageError
+from reshard.system import sync
 
 
 def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
@@ -46,7 +47,7 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
             with open(draft, "x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             restrict_mode(draft, replaced)
             _put_in_place(draft, path, overwrite)
         finally:

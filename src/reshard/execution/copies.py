@@ -20,7 +20,6 @@ the result.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.execution.arrays import Storage
+from reshard.system import count_processors
 
 PIECE_BYTES = 1 << 18
 # A thread takes as long to start as some hundred KiB to copy.
@@ -130,9 +130,7 @@ def available_threads() -> int:
     >>> available_threads() >= 1
     True
     """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return count_processors()
 
 
 def check_threads(threads: int | None) -> int:

@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.system import advise_pages, has_large_pages
+
 # Memory of smaller arrays the C library keeps when it is given back, and has it there at once the
 # next time: glibc's mallopt(3), M_MMAP_THRESHOLD, which rises to this and no further.
 LARGE_ARRAY_BYTES = 32 << 20
@@ -60,7 +62,7 @@ class FreshMemory:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """A new array; its contents are undefined. Raises MemoryError where there is no room."""
         size_bytes = math.prod(shape) * dtype.itemsize
-        if size_bytes < LARGE_ARRAY_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if size_bytes < LARGE_ARRAY_BYTES or not has_large_pages():
             return np.empty(shape, dtype)
         try:
             # Of this process alone: one that it starts has a copy.
@@ -75,10 +77,7 @@ class FreshMemory:
         # To the first address where a large page may begin: one page more was mapped for that.
         begin = -whole.__array_interface__["data"][0] % _LARGE_PAGE_BYTES
         large_bytes = size_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE, begin, large_bytes)
-        except OSError:
-            # A system without large pages.
+        if not advise_pages(mapping, begin, large_bytes, large=True):
             return np.empty(shape, dtype)
         self._mappings.append(mapping)
         # One byte of each small page: writing it makes the system find the page.
@@ -102,7 +101,7 @@ class FreshMemory:
             self._touch()
         if self._slow_pages >= _MOST_SLOW_PAGES:
             for mapping in self._mappings:
-                mapping.madvise(mmap.MADV_NOHUGEPAGE)
+                advise_pages(mapping, 0, len(mapping), large=False)
         # What is kept here would keep the memory.
         self._mappings.clear()
         self._large_pages.clear()

@@ -244,7 +244,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
     fsync, fdatasync, exchange, rmtree = (
         os.fsync,
         os.fdatasync,
-        staging.exchange_folders,
+        staging.exchange_names,
         folders.shutil.rmtree,
     )
 
@@ -263,7 +263,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
     monkeypatch.setattr(os, "fsync", note(lambda fd: f"sync {name_of(fd)}", fsync))
     monkeypatch.setattr(os, "fdatasync", note(lambda fd: f"sync {name_of(fd)}", fdatasync))
     monkeypatch.setattr(os, "rename", note(lambda _, new: f"rename to {new.name}", os.rename))
-    monkeypatch.setattr(staging, "exchange_folders", note(lambda *_: "exchange", exchange))
+    monkeypatch.setattr(staging, "exchange_names", note(lambda *_: "exchange", exchange))
     monkeypatch.setattr(folders.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
     root = ".checkpoint.reshard-staging"
 

@@ -53,7 +53,7 @@ def test_who_does_not_answer_seems_silent(monkeypatch: pytest.MonkeyPatch) -> No
         assert not seems_silent(one, 3.0)
         for silence_s, least_ms in ((3.0, 1500), (1.0, 1500), (10.0, 8500)):
             for silent_ms in (least_ms - 1, least_ms):
-                monkeypatch.setattr(silence, "_find_silence_ms", lambda _, ms=silent_ms: ms)
+                monkeypatch.setattr(silence, "find_silence_ms", lambda _, ms=silent_ms: ms)
                 assert seems_silent(one, silence_s) == (silent_ms == least_ms)
         monkeypatch.undo()
     # One that is closed tells nothing.

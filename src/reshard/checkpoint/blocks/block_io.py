@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.errors import DigestError
 from reshard.layout import Box
 from reshard.log import LOGGER
+from reshard.system import raise_open_file_limit
 
 
 class Workspace:
@@ -113,7 +113,7 @@ class OpenFiles(Generic[File]):
         self._files: dict[str, File] = {}
         # To open a file may need another one open.
         self._lock = threading.RLock()
-        _raise_open_file_limit()
+        raise_open_file_limit()
 
     def __getitem__(self, name: str) -> File:
         with self._lock:
@@ -129,15 +129,6 @@ class OpenFiles(Generic[File]):
         """Close every file that was opened."""
         for file in self:
             file.close()
-
-
-def _raise_open_file_limit() -> None:
-    """Raise the limit of open files as far as allowed: large checkpoints have thousands."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_sources(

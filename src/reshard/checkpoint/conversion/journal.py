@@ -36,6 +36,7 @@ from reshard.checkpoint.files.folders import refusals_explained, sync_folder, wr
 from reshard.checkpoint.files.own_files import open_new, open_own, read_own
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
+from reshard.system import sync, sync_data
 
 _MAGIC = b"reshardJ"
 _FORMAT_VERSION = 1
@@ -243,7 +244,7 @@ class Journal(Closing):
             frame, checksum = _make_frame(kind, payload, self._checksum)
             try:
                 write_all(self._descriptor, frame, self._end)
-                os.fdatasync(self._descriptor)
+                sync_data(self._descriptor)
             except OSError:
                 # After a failed sync the state of the disk is unknown until the file is read again.
                 self.close()
@@ -255,7 +256,7 @@ class Journal(Closing):
         descriptor = self._descriptor
         if descriptor is not None and os.fstat(descriptor).st_size > self._end:
             os.ftruncate(descriptor, self._end)
-            os.fsync(descriptor)
+            sync(descriptor)
 
 
 def read_journal(path: Path) -> JournalRecord | None:
@@ -319,7 +320,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
     descriptor = open_new(unfinished, 0o600)
     try:
         write_all(descriptor, _MAGIC + frame, 0)
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
     # Synced before it has its name: a journal that exists has a whole head.

@@ -26,12 +26,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from reshard.checkpoint.files.host_memory import name_host
 from reshard.errors import MissingExtraError, RunError, UsageError
 from reshard.log import WaitNotice
+from reshard.system import find_process_start, name_process_space
 from reshard.text.rank_sets import ranks_text
 
 Value = TypeVar("Value")
@@ -249,30 +248,15 @@ class ProcessMark:
     @classmethod
     def of_this_process(cls) -> ProcessMark:
         """The mark of the process that calls this."""
-        return cls(_name_place(), os.getpid(), _find_start(os.getpid()))
+        return cls(name_process_space(), os.getpid(), find_process_start(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
         """Whether the process has ended; False where this host cannot tell."""
-        return self.place == _name_place() != "" and _find_start(self.number) != self.start != ""
-
-
-def _name_place() -> str:
-    """Return the running system and its namespace of processes; empty if unknown."""
-    try:
-        return f"{name_host()[0]} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _find_start(number: int) -> str:
-    """Return when a process began, in ticks; empty if it has ended."""
-    try:
-        # The name of the program, in brackets, may have blanks and brackets in it.
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return (
+            self.place == name_process_space() != ""
+            and find_process_start(self.number) != self.start != ""
+        )
 
 
 def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, ProcessMark]:

@@ -44,6 +44,7 @@ from reshard.checkpoint.conversion.uploading import (
     expect_staging_read,
 )
 from reshard.checkpoint.files.folders import (
+    describe_two_renames,
     refusals_explained,
     sync_folders_under,
     write_files,
@@ -68,6 +69,7 @@ from reshard.elements.casting import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
+from reshard.system import sync
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
@@ -366,7 +368,8 @@ class _ConversionRun:
         if self.upload is not None:
             self.upload.commit(self.staging)
         else:
-            self.staging.owner.commit(self.conversion.open_bits)
+            if not self.staging.owner.commit(self.conversion.open_bits):
+                self.notes += (describe_two_renames(self.conversion.target),)
         self.processes.share(True)
 
     def _finish(self) -> None:
@@ -398,7 +401,7 @@ class _ConversionRun:
             with os.fdopen(open_new(content / MANIFEST_NAME), "wb") as file:
                 file.writelines(piece.encode() for piece in manifest.json_pieces())
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
 
 
 def run_conversion(

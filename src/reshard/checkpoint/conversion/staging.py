@@ -55,7 +55,6 @@ from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import (
     FolderLock,
-    exchange_folders,
     refusals_explained,
     remove_folder,
     sync_folder,
@@ -65,6 +64,7 @@ from reshard.checkpoint.files.modes import ALL_BITS, OpenBits, restrict_modes
 from reshard.checkpoint.files.own_files import expect_own_folder
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import ReshardError, RunError, UsageError
+from reshard.system import exchange_names
 
 
 class Staging(Closing):
@@ -227,11 +227,12 @@ class Staging(Closing):
             )
         return self._journal
 
-    def commit(self, bits: OpenBits = ALL_BITS) -> None:
+    def commit(self, bits: OpenBits = ALL_BITS) -> bool:
         """Give the content the target's name, and delete what stood there before.
 
         `bits` are the most that the modes of its folders and files may have.
 
+        Returns False if the target's name was missing for a moment, between two renames.
         Every file in `content` must have been synced. Killed anywhere in here, the next `open`
         brings it to its end. Raises `RunError` where the target appeared during the run, and
         for what the file system refuses: the staging folder is kept then.
@@ -258,12 +259,13 @@ class Staging(Closing):
                     raise RunError(str(error)) from error
             journal.append_commit(Commit(self.content.stat().st_ino, self._overwrite))
             journal.close()
-            _put_in_place(self.target, root)
+            was_never_missing = _put_in_place(self.target, root)
         with refusals_explained(
             f"delete what is left over ({self.target} is complete)", self._lock.folder
         ):
             _remove_root(self._lock)
         self._journal = None
+        return was_never_missing
 
     def discard(self) -> None:
         """Throw away what was staged; the target stays. Raises `RunError`."""
@@ -390,13 +392,16 @@ def _has_inode(folder: Path, inode: int) -> bool:
         return False
 
 
-def _put_in_place(target: Path, root: Path) -> None:
+def _put_in_place(target: Path, root: Path) -> bool:
+    """Give the content the target's name; False if the name was missing for a moment."""
+    was_never_missing = True
     content, previous = root / "content", root / "previous"
     if not os.path.lexists(target):
         os.rename(content, target)
     # Two renames. A kill between them leaves no target; the next run finds the content by its inode
     # and goes on from here.
-    elif not exchange_folders(content, target):
+    elif not exchange_names(content, target):
+        was_never_missing = False
         remove_folder(previous)
         os.rename(target, previous)
         try:
@@ -407,6 +412,7 @@ def _put_in_place(target: Path, root: Path) -> None:
     # The old target must not begin to vanish before its name is safely the new one's.
     sync_folder(target.parent)
     sync_folder(root)
+    return was_never_missing
 
 
 def _put_previous_back(target: Path, root: Path) -> None:

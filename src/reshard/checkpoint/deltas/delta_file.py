@@ -44,6 +44,7 @@ from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
+from reshard.system import sync
 
 MAGIC = b"RSHDELTA"
 VERSION = 1
@@ -415,7 +416,7 @@ class DeltaWriter:
             self._file.seek(0)
             self._file.write(header)
             self._file.flush()
-            os.fsync(self._file.fileno())
+            sync(self._file.fileno())
             self._file.close()
             restrict_mode(self._temporary, self._open_bits)
             self._temporary.replace(self.path)

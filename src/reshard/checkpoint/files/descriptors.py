@@ -8,52 +8,19 @@ is opened and again at each call, so a refusal is a return value here and not an
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
+from reshard.system import MAX_CALL_BYTES
+
 DIRECT_MINIMUM_BYTES = 64 * 1024
 """Below this the page cache is quicker: it reads ahead and gathers writes."""
-
-REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-"""How a file system says that it does not do what was asked, as opposed to failing at it."""
-
-# FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux, which Python does not name.
-_PUNCH = 1 | 2
 
 # Requests up to this are not compared with the size of the file.
 _UNCHECKED_BYTES = 1 << 20
 
 CONTINUES = "run the same command again, it continues"
-
-
-def open_direct(path: Path, flags: int) -> int:
-    """A descriptor for direct I/O, or -1 where the file system has none."""
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        return -1
-
-
-def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
-    """Give the space of a range back to the disk; False where the file system has no holes.
-
-    The range reads as zeros then. Any other refusal raises `OSError`.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is None or start_bytes >= stop_bytes:
-        return False
-    offset, length = ctypes.c_int64(start_bytes), ctypes.c_int64(stop_bytes - start_bytes)
-    if call(descriptor, _PUNCH, offset, length) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in REFUSALS:
-        return False
-    raise OSError(number, os.strerror(number))
 
 
 def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
@@ -83,7 +50,9 @@ def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
     if size_bytes > _UNCHECKED_BYTES:
         size_bytes = min(size_bytes, max(0, os.fstat(descriptor).st_size - start_bytes))
     content = b""
-    while more := os.pread(descriptor, size_bytes - len(content), start_bytes + len(content)):
+    while more := os.pread(
+        descriptor, min(size_bytes - len(content), MAX_CALL_BYTES), start_bytes + len(content)
+    ):
         content += more
     return content
 

@@ -15,7 +15,6 @@ holder ends, however it ends, so a killed run never has to be cleaned up by hand
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import io
@@ -29,12 +28,9 @@ from pathlib import Path
 from reshard.checkpoint.files.descriptors import Closing, describe_full
 from reshard.checkpoint.files.own_files import is_exclusive, make_own_folder, open_new, open_own
 from reshard.errors import RunError
+from reshard.system import MAX_CALL_BYTES, sync
 
-# AT_FDCWD and RENAME_EXCHANGE of Linux, which Python does not name.
-_AT_CURRENT_FOLDER = -100
-_RENAME_EXCHANGE = 2
-_EXCHANGE_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-_FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
+_FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _LOCK_NAME = "lock"
 # A lock whose folder its earlier holder removes meanwhile is tried again so often.
 _ATTEMPTS = 100
@@ -83,7 +79,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`, however many calls it takes. Raises `OSError`."""
     remaining = memoryview(data)
     while remaining:
-        written = os.pwrite(descriptor, remaining, offset)
+        written = os.pwrite(descriptor, remaining[:MAX_CALL_BYTES], offset)
         remaining = remaining[written:]
         offset += written
 
@@ -102,14 +98,14 @@ def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
             copy = opened.enter_context(os.fdopen(open_new(path), "wb"))
             shutil.copyfileobj(file, copy)
             copy.flush()
-            os.fsync(copy.fileno())
+            sync(copy.fileno())
 
 
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` survive a crash. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     except OSError as error:
         # A file system that cannot sync folders says so with these; nothing else can be done.
         if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
@@ -128,28 +124,12 @@ def sync_folders_under(folder: Path) -> None:
         sync_folder(Path(path))
 
 
-def exchange_folders(first: Path, second: Path) -> bool:
-    """Swap two existing names in one atomic step: neither is ever missing.
-
-    Returns False, with nothing changed, where the kernel, the C library or the file system
-    cannot do it. Any other refusal raises `OSError`.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    status = rename(
-        _AT_CURRENT_FOLDER,
-        ctypes.c_char_p(os.fsencode(first)),
-        _AT_CURRENT_FOLDER,
-        ctypes.c_char_p(os.fsencode(second)),
-        ctypes.c_uint(_RENAME_EXCHANGE),
+def describe_two_renames(target: Path) -> str:
+    """Return the note for a folder that was replaced where names cannot be swapped."""
+    return (
+        f"{target} was replaced by two renames, since this system or its file system cannot swap "
+        "two names: between them no checkpoint had this name"
     )
-    if status == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _EXCHANGE_UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), str(second))
 
 
 def remove_folder(folder: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from pathlib import Path
 
-_MEMORY = Path("/dev/shm")
+from reshard import system
 
 
 def name_host() -> tuple[str, int]:
     """What processes of one host have in common: a running system, and a memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return name, memory.stat().st_dev
+    memory = system.find_host_memory() or Path(tempfile.gettempdir())
+    return system.name_running_system(), memory.stat().st_dev
 
 
 def find_host_memory(least_bytes: int) -> Path:
@@ -24,8 +21,9 @@ def find_host_memory(least_bytes: int) -> Path:
     >>> find_host_memory(1 << 60) == Path(tempfile.gettempdir())
     True
     """
-    if os.access(_MEMORY, os.W_OK):
-        found = os.statvfs(_MEMORY)
+    memory = system.find_host_memory()
+    if memory is not None:
+        found = os.statvfs(memory)
         if found.f_bavail * found.f_frsize >= least_bytes:
-            return _MEMORY
+            return memory
     return Path(tempfile.gettempdir())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.system import sync
 
 _ALL = 0o777
 
@@ -88,7 +89,7 @@ def restrict_mode(path: Path, allowed: int, least: int = 0o600) -> None:
         # The mode is as durable as the name that a folder is about to get.
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            sync(descriptor)
         finally:
             os.close(descriptor)
 

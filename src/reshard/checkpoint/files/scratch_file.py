@@ -28,6 +28,7 @@ from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
 from reshard.checkpoint.files.descriptors import read_range, reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.errors import DigestError, FormatError, RunError
+from reshard.system import MAX_CALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class ScratchFile(SourceFile):
         try:
             written = 0
             while written < len(content):
-                offset = start_bytes + written
-                written += os.pwrite(self._scratch.fileno(), content[written:], offset)
+                piece = content[written : written + MAX_CALL_BYTES]
+                written += os.pwrite(self._scratch.fileno(), piece, start_bytes + written)
         except OSError as error:
             raise self._explain_no_room(error) from error
 

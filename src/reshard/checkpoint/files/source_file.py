@@ -13,7 +13,6 @@ Reading a region:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import threading
@@ -26,13 +25,20 @@ from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion, pa
 from reshard.checkpoint.files.descriptors import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
-    REFUSALS,
     Closing,
     close_descriptor,
-    open_direct,
     reason,
 )
 from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
+from reshard.system import (
+    REFUSALS,
+    announce_read,
+    find_cached_read,
+    open_direct,
+    read_at,
+    reopen,
+    reopen_direct,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +122,23 @@ class SourceFile(Closing):
         descriptor: int | None = None,
     ) -> None:
         self.path = Path(path)
-        # Through /proc a file without a name gets descriptors of its own, one of them for direct
-        # I/O.
-        opened = self.path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
         self._counter = threading.Lock()
         self._read_bytes = 0
-        self._cache_answers = hasattr(os, "RWF_NOWAIT")
+        self._read_cached_at = find_cached_read()
         self._descriptor = self._direct = -1
         try:
-            self._descriptor = os.open(opened, os.O_RDONLY)
+            if descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            else:
+                self._descriptor = reopen(descriptor, os.O_RDONLY)
             self.identity = self._look_at_identity()
             if expected is not None:
                 self.identity = expected
                 self.check_unchanged()
-            self._direct = open_direct(opened, os.O_RDONLY)
+            if descriptor is None:
+                self._direct = open_direct(self.path, os.O_RDONLY)
+            else:
+                self._direct = reopen_direct(descriptor, os.O_RDONLY)
         except OSError as error:
             self.close()
             raise RunError(f"{self.path}: cannot open for reading: {reason(error)}") from error
@@ -189,10 +198,7 @@ class SourceFile(Closing):
         """
         late = self._read_cached_ranges(memory, offsets, size_bytes)
         for number in late:
-            # A system that does not take the hint reads later.
-            with contextlib.suppress(OSError):
-                advice = os.POSIX_FADV_WILLNEED
-                os.posix_fadvise(self._descriptor, offsets[number], size_bytes, advice)
+            announce_read(self._descriptor, offsets[number], size_bytes)
         for number in late:
             begin = number * size_bytes
             self.read_into(memory[begin : begin + size_bytes], offsets[number])
@@ -201,20 +207,20 @@ class SourceFile(Closing):
         self, memory: memoryview, offsets: Sequence[int], size_bytes: int
     ) -> Sequence[int]:
         """Copy the ranges that are cached, and return the numbers of the others."""
-        if not self._cache_answers or not size_bytes:
+        read, descriptor = self._read_cached_at, self._descriptor
+        if read is None or not size_bytes:
             return range(len(offsets))
         late: list[int] = []
-        # Calls in a loop of very many: names that are looked up once.
-        read, descriptor, flag = os.preadv, self._descriptor, os.RWF_NOWAIT
         for number, offset in enumerate(offsets):
             begin = number * size_bytes
             try:
-                count = read(descriptor, [memory[begin : begin + size_bytes]], offset, flag)
+                count = read(descriptor, memory[begin : begin + size_bytes], offset)
             except BlockingIOError:
                 count = 0
             except OSError as error:
-                # What else is wrong, another read says.
-                self._cache_answers = error.errno not in REFUSALS
+                # Another read meets what else is wrong.
+                if error.errno in REFUSALS:
+                    self._read_cached_at = None
                 late += range(number, len(offsets))
                 break
             if count != size_bytes:
@@ -262,16 +268,16 @@ class SourceFile(Closing):
     def _read_cached(self, view: memoryview, offset: int) -> int:
         """Copy what is cached from the start of the view on, and return the number of bytes."""
         filled, step = 0, PAGE_BYTES
-        while self._cache_answers and filled < len(view):
+        while (read := self._read_cached_at) is not None and filled < len(view):
             piece = view[filled : filled + step]
             try:
-                count = os.preadv(self._descriptor, [piece], offset + filled, os.RWF_NOWAIT)
+                count = read(self._descriptor, piece, offset + filled)
             except BlockingIOError:
                 break
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
-                self._cache_answers = False
+                self._read_cached_at = None
                 break
             filled += count
             if count < len(piece):
@@ -289,7 +295,7 @@ class SourceFile(Closing):
         done = page_floor(lead + filled)
         while self._direct >= 0 and needed - (lead + filled) >= DIRECT_MINIMUM_BYTES:
             try:
-                count = os.preadv(self._direct, [region.pages[done:]], first + done)
+                count = read_at(self._direct, region.pages[done:], first + done)
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
@@ -304,7 +310,7 @@ class SourceFile(Closing):
 
     def _read_buffered(self, view: memoryview, offset: int, filled: int) -> None:
         while filled < len(view):
-            count = os.preadv(self._descriptor, [view[filled:]], offset + filled)
+            count = read_at(self._descriptor, view[filled:], offset + filled)
             if count == 0:
                 found = os.fstat(self._descriptor).st_size
                 raise SourceChangedError(

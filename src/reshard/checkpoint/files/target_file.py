@@ -34,16 +34,14 @@ from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, page_ceiling, pa
 from reshard.checkpoint.files.descriptors import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
-    REFUSALS,
     Closing,
     close_descriptor,
     describe_full,
-    open_direct,
-    punch_hole,
     reason,
 )
 from reshard.checkpoint.files.own_files import open_own
 from reshard.errors import RunError, UsageError
+from reshard.system import REFUSALS, allocate, open_direct, punch_hole, sync_data, write_at
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -147,7 +145,7 @@ class TargetFile(Closing):
     def sync(self) -> None:
         """Wait until everything written is on the disk. Raises `RunError` if that fails."""
         try:
-            os.fdatasync(self._descriptor)
+            sync_data(self._descriptor)
         except OSError as error:
             raise self._explain_refusal("cannot sync", error) from error
 
@@ -165,12 +163,11 @@ class TargetFile(Closing):
             return
         if self.size_bytes > 0 and not self._is_sparse:
             try:
-                os.posix_fallocate(self._descriptor, 0, self.size_bytes)
-            except OSError as error:
-                if error.errno not in REFUSALS:
-                    # What was taken in vain goes back to those who may need it.
-                    os.ftruncate(self._descriptor, min(state.st_size, self.size_bytes))
-                    raise
+                allocate(self._descriptor, self.size_bytes)
+            except OSError:
+                # Space that was taken in vain is free again for others.
+                os.ftruncate(self._descriptor, min(state.st_size, self.size_bytes))
+                raise
         os.ftruncate(self._descriptor, self.size_bytes)
 
     def _write_pages(self, view: memoryview, offset: int) -> int:
@@ -178,7 +175,7 @@ class TargetFile(Closing):
         done = 0
         while self._direct >= 0 and done < len(view):
             try:
-                count = os.pwritev(self._direct, [view[done:]], offset + done)
+                count = write_at(self._direct, view[done:], offset + done)
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
@@ -192,7 +189,7 @@ class TargetFile(Closing):
 
     def _write_buffered(self, view: memoryview, offset: int) -> None:
         while view:
-            count = os.pwritev(self._descriptor, [view], offset)
+            count = write_at(self._descriptor, view, offset)
             if count == 0:
                 raise OSError(errno.EIO, "the system took no bytes and gave no reason")
             view, offset = view[count:], offset + count

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.files.resident_memory import resident_bytes
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -34,6 +33,7 @@ from reshard.cli.output import (
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.mesh import DeviceMesh
+from reshard.system import resident_bytes
 from reshard.text.quantities import bytes_text, count_text
 from reshard.text.short_tables import file_table, rank_table
 

@@ -25,13 +25,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError
+from reshard.system import has_ended
 from reshard.torch.exchange.connections import Connections
 
 # How often somebody who waits looks for notes, and how long they are waited for.
@@ -373,11 +373,7 @@ def _has_ended(card: Card) -> bool:
     """Whether a process of this host has ended; False where that cannot be seen."""
     if card.host != socket.gethostname():
         return False
-    try:
-        state = Path(f"/proc/{card.process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
+    return has_ended(card.process)
 
 
 def _describe_loss(error: Exception) -> RunError:

@@ -16,13 +16,12 @@ import ipaddress
 import os
 import socket
 import stat
-import struct
 from collections.abc import Iterator
+
+from reshard.system import find_silence_ms, list_descriptors, set_tcp_option
 
 # How often a silent host is asked.
 _ASKED_S = 1
-# Where Linux's tcp_info has the milliseconds since the last sign of life (tcpi_last_ack_recv).
-_ACKNOWLEDGED_AT = 56
 _LEAST_LEFT_MS = 500
 # A host that answers when it is asked is not silent for longer.
 _SEEN_S = 1.5 * _ASKED_S
@@ -42,9 +41,7 @@ def end_when_silent(connected: socket.socket, silence_s: float) -> None:
         "TCP_USER_TIMEOUT": max(1, round(1000 * silence_s)),
     }
     for name, value in options.items():
-        # Not every system has all of them.
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        set_tcp_option(connected, name, value)
 
 
 def go_on_with_silence(connected: socket.socket, silence_s: float) -> None:
@@ -52,10 +49,10 @@ def go_on_with_silence(connected: socket.socket, silence_s: float) -> None:
 
     From the first thing that is sent and not acknowledged the system counts anew.
     """
-    if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_USER_TIMEOUT")):
-        return
-    left_ms = max(_LEAST_LEFT_MS, round(1000 * silence_s) - _find_silence_ms(connected))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, left_ms)
+    silent_ms = find_silence_ms(connected)
+    if silent_ms is not None:
+        left_ms = max(_LEAST_LEFT_MS, round(1000 * silence_s) - silent_ms)
+        set_tcp_option(connected, "TCP_USER_TIMEOUT", left_ms)
 
 
 def seems_silent(connected: socket.socket, silence_s: float) -> bool:
@@ -64,19 +61,12 @@ def seems_silent(connected: socket.socket, silence_s: float) -> bool:
     Of several connections to one host the system does not end all at once: where one has ended,
     this tells of the others, up to a second before they do.
     """
-    if not hasattr(socket, "TCP_INFO"):
-        return False
     least_s = max(_SEEN_S, silence_s - _SEEN_S)
     try:
-        return _find_silence_ms(connected) >= 1000 * least_s
+        silent_ms = find_silence_ms(connected)
     except OSError:
         return False
-
-
-def _find_silence_ms(connected: socket.socket) -> int:
-    """Since when a TCP connection's other end has given no sign of life. Raises OSError."""
-    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
-    return int(struct.unpack_from("I", told, _ACKNOWLEDGED_AT)[0])
+    return silent_ms is not None and silent_ms >= 1000 * least_s
 
 
 @contextlib.contextmanager
@@ -98,11 +88,7 @@ def ending_when_silent(silence_s: float) -> Iterator[None]:
 
 def _list_sockets() -> Iterator[tuple[int, int]]:
     """Sockets of this process: inode and number."""
-    try:
-        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return
-    for number in numbers:
+    for number in list_descriptors():
         with contextlib.suppress(OSError):
             found = os.fstat(number)
             if stat.S_ISSOCK(found.st_mode):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from reshard.system import peak_bytes
 from reshard.torch.refitting.methods import TensorMethod
 
 
@@ -66,8 +67,4 @@ def report_methods(chosen: Iterable[tuple[str, TensorMethod]]) -> ReportedMethod
 
 def peak_memory_bytes() -> int:
     """The most memory this process ever had; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_bytes()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
 from reshard.checkpoint.files.folders import (
-    exchange_folders,
+    describe_two_renames,
     refusals_explained,
     remove_folder,
     sync_folder,
@@ -27,6 +27,8 @@ from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import UsageError
+from reshard.log import LOGGER
+from reshard.system import exchange_names
 
 
 class FolderSave:
@@ -40,10 +42,17 @@ class FolderSave:
     def __init__(self, target: Path, arrangement: Arrangement, *, sync_files: bool) -> None:
         self._target, self._sync_files = target.absolute(), sync_files
         self.folder = saving_folder(self._target)
+        self._replaced = self._target.with_name(f".{self._target.name}.reshard-replaced")
         self.files = arrangement.files
 
     def begin(self) -> None:
-        """Make the files. Raises RunError."""
+        """Make the files. Raises RunError.
+
+        An old checkpoint goes back to its name first if a save was killed between its two renames.
+        """
+        with refusals_explained("look at the folder of a new checkpoint", self._replaced):
+            if self._replaced.is_dir() and not os.path.lexists(self._target):
+                self._replaced.rename(self._target)
         make_files(self.folder, self.files)
 
     def commit(self) -> None:
@@ -60,13 +69,18 @@ class FolderSave:
             folder.rename(target)
             sync_folder(target.parent)
             return
-        old = target.with_name(f".{target.name}.reshard-replaced")
+        old = self._replaced
         remove_folder(old)
-        if exchange_folders(folder, target):
+        if exchange_names(folder, target):
             folder.rename(old)
         else:
             target.rename(old)
-            folder.rename(target)
+            try:
+                folder.rename(target)
+            except OSError:
+                old.rename(target)
+                raise
+            LOGGER.warning("%s", describe_two_renames(target))
         sync_folder(target.parent)
         # What is no part of the old checkpoint stays.
         for path in sorted(old.iterdir()):

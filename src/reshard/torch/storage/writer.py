@@ -55,6 +55,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
+from reshard.system import sync
 from reshard.torch.storage.address_save import AddressSave, OwnFiles
 from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.folder_save import FolderSave, expect_free
@@ -301,7 +302,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             if file is not None:
                 file.flush()
                 if self.sync_files:
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
         return written
 
     def _write_tensors(
@@ -410,7 +411,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             file.write(content)
             file.flush()
             if self.sync_files:
-                os.fsync(file.fileno())
+                sync(file.fileno())
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.errors import RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
+from reshard.system import read_at
 
 PIECE_BYTES = 4 << 20
 #: What pieces in the folder take at most, for all processes together.
@@ -307,7 +308,7 @@ class HostReads(Closing):
         try:
             if is_there:
                 with memoryview(view) as target:
-                    found = os.preadv(descriptor, [target], start - low)
+                    found = read_at(descriptor, target, start - low)
                 if found == len(view):
                     return
             content = memoryview(bytearray(high - low))

@@ -20,6 +20,7 @@ from reshard.checkpoint.files.descriptors import Closing, close_descriptor
 from reshard.checkpoint.files.folders import refusals_explained, write_all
 from reshard.checkpoint.files.own_files import open_own, read_own
 from reshard.checkpoint.files.places.place_path import PlacePath
+from reshard.system import sync_data
 
 _FOLDER = ".reshard"
 _RECORD = struct.Struct("<QQQ")
@@ -79,7 +80,7 @@ class GivenBack(Closing):
         with refusals_explained("note what was sent", self._path):
             record = _RECORD.pack(file, start_bytes, stop_bytes)
             write_all(self._descriptor, record, self._end)
-            os.fdatasync(self._descriptor)
+            sync_data(self._descriptor)
             self._end += len(record)
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class SentChecksums(Closing):
         """Note the checksum of a file's part. Raises RunError."""
         with refusals_explained("note what was sent", self._path):
             os.write(self._descriptor, json.dumps([name, part, checksum]).encode() + b"\n")
-            os.fdatasync(self._descriptor)
+            sync_data(self._descriptor)
 
     def close(self) -> None:
         """Close the file."""

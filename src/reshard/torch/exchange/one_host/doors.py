@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from reshard.errors import RunError
-from reshard.torch.exchange.one_host.segments import HostSegment, can_be_sealed, map_segment
+from reshard.system import can_seal_memory
+from reshard.torch.exchange.one_host.segments import HostSegment, map_segment
 
 # "never" and "always" instead of where it can be, to compare and to test.
 _VARIABLE = "RESHARD_SHARED_MEMORY"
@@ -115,7 +116,7 @@ class _Door:
 
 def _open_door(count: int) -> _Door | None:
     """None where this process cannot share memory in this way."""
-    if not can_be_sealed():
+    if not can_seal_memory():
         return None
     listener = None
     try:

@@ -7,8 +7,6 @@ small. Segments of a device are told by a handle (`device_memory`).
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import mmap
 import os
 import weakref
@@ -18,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from reshard.system import advise_pages, is_sealed_memory, make_sealed_memory
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 
 _GRANULE_BYTES = 1 << 20
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -49,11 +47,8 @@ class HostSegment(Segment):
     def make(cls, number: int, size_bytes: int) -> HostSegment:
         """A new one, of at least so many bytes. Raises OSError where there cannot be any."""
         size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
-        descriptor = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = make_sealed_memory(size_bytes)
         try:
-            os.ftruncate(descriptor, size_bytes)
-            seals = sum(getattr(fcntl, name) for name in _SEALS)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             mapped = _map(descriptor, size_bytes)
         except BaseException:
             os.close(descriptor)
@@ -92,16 +87,10 @@ class DeviceSegment(Segment):
         return torch.from_dlpack(part)
 
 
-def can_be_sealed() -> bool:
-    """Whether this system has files of memory that cannot shrink."""
-    return all(hasattr(fcntl, name) for name in _SEALS) and hasattr(os, "memfd_create")
-
-
 def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
     """Another rank's segment. Raises RuntimeError for one that could shrink under a reader."""
     try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size_bytes:
+        if not is_sealed_memory(descriptor) or os.fstat(descriptor).st_size != size_bytes:
             raise RuntimeError("another rank's memory is not sealed")
         return torch.from_numpy(np.frombuffer(_map(descriptor, size_bytes), np.uint8))
     finally:
@@ -110,6 +99,5 @@ def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
 
 def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
     found = mmap.mmap(descriptor, size_bytes)
-    with contextlib.suppress(OSError, AttributeError):
-        found.madvise(mmap.MADV_HUGEPAGE)
+    advise_pages(found, 0, size_bytes, large=True)
     return found

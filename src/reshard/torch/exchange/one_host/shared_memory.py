@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import torch
 
 from reshard.errors import RunError
+from reshard.system import find_closing_flag
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 from reshard.torch.exchange.one_host.doors import limit_waits
 from reshard.torch.exchange.one_host.segments import (
@@ -399,7 +400,7 @@ class NearRank:
         """Wait for one note, and see to it."""
         try:
             data, files, _, _ = socket.recv_fds(
-                self._socket, _NOTE.size + _HANDLE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                self._socket, _NOTE.size + _HANDLE_BYTES, 1, find_closing_flag()
             )
         except ConnectionResetError:
             # Said once where the other end closed without reading all; what it sent comes behind.

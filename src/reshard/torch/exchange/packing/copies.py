@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -23,7 +22,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.contributions import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
+from reshard.system import find_large_page_advice
 from reshard.torch.exchange.packing.pieces import cut
 
 # How much of a tensor is computed at once: what that needs beside it stays small, at most 15
@@ -140,18 +140,7 @@ def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
 _LARGE_BYTES = 1 << 22
 
 
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        found = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return cast("Callable[[int, int, int], int]", found)
-
-
-_MADVISE = _find_madvise()
+_ADVISE_LARGE_PAGES = find_large_page_advice()
 # Rows as long as this are quicker by `memcpy`.
 _ROW_BYTES = 1 << 10
 # What is smaller is copied with others.
@@ -297,12 +286,12 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     # Fake tensors have no memory.
     if type(found) is not torch.Tensor:
         return found
-    if _MADVISE is not None:
+    if _ADVISE_LARGE_PAGES is not None:
         # Whole pages only: what else lies in the first and last one is not ours.
         begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         # Advice: where it is not taken, pages are as small as ever.
-        _MADVISE(begin, end - begin, mmap.MADV_HUGEPAGE)
+        _ADVISE_LARGE_PAGES(begin, end - begin)
     _KEPT.keep(found.untyped_storage())
     return found
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from reshard.checkpoint.files.descriptors import CONTINUES, reason
 from reshard.errors import RunError
+from reshard.system import read_at
 
 #: The name under which an object says which conversion wrote it: letters alone, since servers turn
 #: underscores of headers into hyphens, or drop them, and Azure takes no hyphens.
@@ -140,7 +141,7 @@ class FileStream(io.RawIOBase):
         """Fill a buffer, or as much of it as there is up to the end."""
         view = memoryview(buffer).cast("B")
         size = min(len(view), max(self.size_bytes - self._at, 0))
-        count = os.preadv(self._descriptor, [view[:size]], self._start + self._at) if size else 0
+        count = read_at(self._descriptor, view[:size], self._start + self._at) if size else 0
         if size and not count:
             raise OSError(errno.EIO, "the file ends early; did another program cut it?")
         self._at += count

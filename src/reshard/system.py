@@ -1,0 +1,498 @@
+"""Calls of the operating system that not every system has, each with another way.
+
+Linux has all of them. macOS has some, under names of its own. Nothing else in this package asks
+what the system can do.
+
+| what | Linux | macOS | without either |
+|---|---|---|---|
+| files past the page cache | `O_DIRECT` | `F_NOCACHE` | through it |
+| what the page cache has | `RWF_NOWAIT` | not known | not known |
+| reads announced | `posix_fadvise` | `F_RDADVISE` | not announced |
+| space taken up front | `posix_fallocate` | `F_PREALLOCATE` | taken as files are written |
+| space given back | `fallocate` | `F_PUNCHHOLE` | kept until the file is deleted |
+| bytes safe on the disk | `fdatasync`, `fsync` | `F_FULLFSYNC` | `fsync` |
+| two names swapped | `renameat2` | `renamex_np` | two renames by the caller |
+| an open file opened again | `/proc/self/fd` | its descriptor duplicated | as macOS |
+| shared memory | `memfd_create`, `/dev/shm` | none; files | as macOS |
+| large pages | `MADV_HUGEPAGE` | none | none |
+| processors | `sched_getaffinity` | all | all |
+| memory | `/proc/self/status`, `malloc_trim` | peak, `malloc_zone_pressure_relief` | peak |
+| other processes | `/proc` | `kill` | `kill` |
+
+Sources: man pages of Linux; of macOS, fcntl(2), renamex_np(2) and the header sys/fcntl.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import socket
+
+IS_MACOS = sys.platform == "darwin"
+
+# ENOTSUP and EOPNOTSUPP are one number on Linux, and two on macOS.
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""The errors by which a file system answers that it has no such call."""
+
+MAX_CALL_BYTES = 0x7FFFF000
+"""The most that a single read or write moves: Linux moves no more, and macOS refuses more."""
+
+# FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE, AT_FDCWD and RENAME_EXCHANGE of Linux.
+_PUNCH = 1 | 2
+_CURRENT_FOLDER = -100
+_RENAME_EXCHANGE = 2
+
+_WILL_NEED: int = getattr(os, "POSIX_FADV_WILLNEED", 3)
+
+# Commands of fcntl on macOS, with the structures that they take.
+_PREALLOCATE, _READ_ADVICE, _NO_CACHE, _FULL_SYNC, _PUNCH_HOLE = 42, 44, 48, 51, 99
+_FSTORE = struct.Struct("=Iiqqq")
+_READ_ADVICE_RANGE = struct.Struct("=qi4x")
+_PUNCH_HOLE_RANGE = struct.Struct("=IIqq")
+_ALLOCATE_ALL, _FROM_PHYSICAL_END = 4, 3
+# RENAME_SWAP.
+_RENAME_SWAP = 2
+
+# F_FULLFSYNC of a file system that has none is an unknown request to a device.
+_SYNC_REFUSALS = REFUSALS | {errno.ENOTTY}
+
+_HOST_MEMORY = Path("/dev/shm")
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+# Where Linux's tcp_info has the milliseconds since the last sign of life (tcpi_last_ack_recv).
+_ACKNOWLEDGED_AT = 56
+# Largest limits of open files to ask for: macOS refuses more than its OPEN_MAX or a setting.
+_OPEN_FILES = (1 << 20, 1 << 16, 10_240)
+
+
+# Reads and writes.
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """Open a file for I/O past the page cache; returns -1 where its file system has none."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct and not IS_MACOS:
+        return -1
+    try:
+        descriptor = os.open(path, flags | direct)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return -1
+    if not direct:
+        try:
+            fcntl.fcntl(descriptor, _NO_CACHE, 1)
+        except OSError:
+            os.close(descriptor)
+            return -1
+    return descriptor
+
+
+def reopen(descriptor: int, flags: int) -> int:
+    """Open the file of a descriptor again, also one without a name."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", flags)
+    except FileNotFoundError:
+        return os.dup(descriptor)
+
+
+def reopen_direct(descriptor: int, flags: int) -> int:
+    """Open the file of a descriptor again as `open_direct`; returns -1 where that is not possible.
+
+    A descriptor that is duplicated shares its settings with the first.
+    """
+    try:
+        return open_direct(Path(f"/proc/self/fd/{descriptor}"), flags)
+    except FileNotFoundError:
+        return -1
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read once into `view` from `offset` on; returns how many bytes came."""
+    view = view[:MAX_CALL_BYTES]
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    content = os.pread(descriptor, len(view), offset)
+    view[: len(content)] = content
+    return len(content)
+
+
+def write_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Write `view` once at `offset`; returns how many bytes were taken."""
+    view = view[:MAX_CALL_BYTES]
+    if hasattr(os, "pwritev"):
+        return os.pwritev(descriptor, [view], offset)
+    return os.pwrite(descriptor, view, offset)
+
+
+def find_cached_read() -> Callable[[int, memoryview, int], int] | None:
+    """Return a `read_at` that reads only what is in the page cache, or None if there is none.
+
+    It raises BlockingIOError where the first byte is not cached.
+    """
+    flag = getattr(os, "RWF_NOWAIT", None)
+    if flag is None:
+        return None
+    read = os.preadv
+    return lambda descriptor, view, offset: read(descriptor, [view], offset, flag)
+
+
+def announce_read(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Let the system read a range ahead, if it takes such hints."""
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, offset, size_bytes, _WILL_NEED)
+        elif IS_MACOS:
+            hint = _READ_ADVICE_RANGE.pack(offset, min(size_bytes, MAX_CALL_BYTES))
+            fcntl.fcntl(descriptor, _READ_ADVICE, hint)
+    except OSError:
+        # A hint that is not taken changes nothing but the time.
+        return
+
+
+# Space, and what survives a crash.
+
+
+def allocate(descriptor: int, size_bytes: int) -> None:
+    """Take the space of a file of `size_bytes`, where the file system can. Raises OSError.
+
+    The size of the file is set by the caller: only some of the calls set it.
+    """
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        elif IS_MACOS:
+            missing_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512
+            if missing_bytes > 0:
+                store = _FSTORE.pack(_ALLOCATE_ALL, _FROM_PHYSICAL_END, 0, missing_bytes, 0)
+                fcntl.fcntl(descriptor, _PREALLOCATE, store)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+
+
+def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
+    """Give the space of a range back to the disk; False where the file system has no holes.
+
+    The range reads as zeros then; macOS keeps what does not fill a block at its ends. Any other
+    refusal raises `OSError`.
+    """
+    if start_bytes >= stop_bytes:
+        return False
+    if IS_MACOS:
+        block_bytes = os.fstatvfs(descriptor).f_frsize
+        start_bytes = -(-start_bytes // block_bytes) * block_bytes
+        stop_bytes = stop_bytes // block_bytes * block_bytes
+        if start_bytes >= stop_bytes:
+            return True
+        hole = _PUNCH_HOLE_RANGE.pack(0, 0, start_bytes, stop_bytes - start_bytes)
+        try:
+            fcntl.fcntl(descriptor, _PUNCH_HOLE, hole)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            return False
+        return True
+    call = _find_function("fallocate")
+    if call is None:
+        return False
+    import ctypes
+
+    offset, length = ctypes.c_int64(start_bytes), ctypes.c_int64(stop_bytes - start_bytes)
+    return call(descriptor, _PUNCH, offset, length) == 0 or _is_refused()
+
+
+def sync(descriptor: int) -> None:
+    """Wait until a file or folder is safe on the disk. Raises `OSError`."""
+    if not _sync_fully(descriptor):
+        os.fsync(descriptor)
+
+
+def sync_data(descriptor: int) -> None:
+    """Wait until the bytes of a file, and what is needed to find them, are safe on the disk.
+
+    Raises `OSError`.
+    """
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(descriptor)
+    else:
+        sync(descriptor)
+
+
+def _sync_fully(descriptor: int) -> bool:
+    """Sync as macOS does it through the cache of the disk; False elsewhere, and if refused."""
+    if not IS_MACOS:
+        return False
+    try:
+        fcntl.fcntl(descriptor, _FULL_SYNC)
+    except OSError as error:
+        if error.errno not in _SYNC_REFUSALS:
+            raise
+        return False
+    return True
+
+
+def exchange_names(first: Path, second: Path) -> bool:
+    """Swap two existing names in one atomic step: neither is ever missing.
+
+    Returns False, with nothing changed, where the kernel, the C library or the file system
+    cannot do it. Any other refusal raises `OSError`.
+    """
+    names = os.fsencode(first), os.fsencode(second)
+    if (rename := _find_function("renameat2")) is not None:
+        here = _CURRENT_FOLDER
+        status = rename(here, names[0], here, names[1], _RENAME_EXCHANGE)
+    elif (rename := _find_function("renamex_np")) is not None:
+        status = rename(*names, _RENAME_SWAP)
+    else:
+        return False
+    return status == 0 or _is_refused(second)
+
+
+# Memory.
+
+
+def find_host_memory() -> Path | None:
+    """Return the folder whose files are in memory that processes of this host share, or None."""
+    return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else None
+
+
+def can_seal_memory() -> bool:
+    """Return whether this system has files of memory that cannot shrink."""
+    return all(hasattr(fcntl, name) for name in _SEALS) and hasattr(os, "memfd_create")
+
+
+def make_sealed_memory(size_bytes: int) -> int:
+    """Return the descriptor of a file of memory that keeps its size. Raises OSError."""
+    # Names that not every system has are looked up as text.
+    system, control = cast("Any", os), cast("Any", fcntl)
+    descriptor: int = system.memfd_create("reshard", system.MFD_CLOEXEC | system.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        seals = sum(getattr(fcntl, name) for name in _SEALS)
+        fcntl.fcntl(descriptor, control.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_sealed_memory(descriptor: int) -> bool:
+    """Return whether a file is one of memory that cannot shrink. Raises OSError."""
+    control = cast("Any", fcntl)
+    return bool(fcntl.fcntl(descriptor, control.F_GET_SEALS) & control.F_SEAL_SHRINK)
+
+
+def has_large_pages() -> bool:
+    """Return whether memory can be asked for in large pages."""
+    return hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def advise_pages(mapping: mmap.mmap, begin: int, size_bytes: int, *, large: bool) -> bool:
+    """Ask for large or small pages in a part of a mapping; False where the system has none."""
+    advice = getattr(mmap, "MADV_HUGEPAGE" if large else "MADV_NOHUGEPAGE", None)
+    if advice is None:
+        return False
+    try:
+        mapping.madvise(advice, begin, size_bytes)
+    except OSError:
+        return False
+    return True
+
+
+def find_large_page_advice() -> Callable[[int, int], int] | None:
+    """Return a function that asks for large pages by address and size, or None if there is none."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    call = _find_function("madvise") if advice is not None else None
+    if call is None:
+        return None
+    import ctypes
+
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return lambda address, size_bytes: cast("int", call(address, size_bytes, advice))
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return the resident memory of this process: how much it is, and the most that it was.
+
+    Where the system does not give the first, it is the second.
+    """
+    # Of this program alone: `ru_maxrss` includes the peak of the process that forked it.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    except (OSError, ValueError, KeyError, IndexError):
+        now = peak = peak_bytes()
+    return now, peak
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process, or the one that forked it, had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if IS_MACOS else peak * 1024
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    import ctypes
+
+    if (trim := _find_function("malloc_trim")) is not None:
+        trim(ctypes.c_size_t(0))
+    elif (relieve := _find_function("malloc_zone_pressure_relief")) is not None:
+        relieve(None, ctypes.c_size_t(0))
+
+
+# Processes and hosts.
+
+
+def count_processors() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def raise_open_file_limit() -> None:
+    """Raise the limit of open files as far as allowed: large checkpoints have thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = _OPEN_FILES if hard == resource.RLIM_INFINITY else (hard,)
+    for limit in limits:
+        if soft == resource.RLIM_INFINITY or limit <= soft:
+            return
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        except (OSError, ValueError):
+            continue
+        return
+
+
+def name_running_system() -> str:
+    """Return a name that processes share while one system runs on their host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else os.uname().nodename
+
+
+def name_process_space() -> str:
+    """Return the running system and its namespace of process numbers; empty if unknown."""
+    try:
+        return f"{name_running_system()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        # macOS has one for all processes.
+        return name_running_system() if IS_MACOS else ""
+
+
+def find_process_start(number: int) -> str:
+    """Return when a process began, in ticks, or "?" if unknown; empty if it has ended."""
+    fields = _read_process(number)
+    if fields is None:
+        return "" if has_ended(number) else "?"
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def has_ended(number: int) -> bool:
+    """Return whether a process of this host has ended; False where that cannot be seen."""
+    fields = _read_process(number)
+    if fields is not None:
+        return fields[0] in "ZX"
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _read_process(number: int) -> list[str] | None:
+    """Return the fields of /proc that follow a process's name, from its state on."""
+    try:
+        # The name of the program, in brackets, may have blanks and brackets in it.
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def list_descriptors() -> list[int]:
+    """Return the numbers of this process's open files; empty if the system does not list them."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return [int(name) for name in os.listdir(folder)]
+        except OSError:
+            continue
+    return []
+
+
+# Connections.
+
+
+def set_tcp_option(connected: socket.socket, name: str, value: int) -> None:
+    """Set an option of a TCP connection by its name on Linux, if the system has it."""
+    import socket
+
+    # macOS has the first under another name.
+    names = (name, "TCP_KEEPALIVE") if name == "TCP_KEEPIDLE" else (name,)
+    for each in names:
+        if hasattr(socket, each):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, each), value)
+            return
+
+
+def find_silence_ms(connected: socket.socket) -> int | None:
+    """Return how long a TCP connection's other end gave no sign of life, or None if unknown.
+
+    Raises OSError.
+    """
+    import socket
+
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None:
+        return None
+    info = connected.getsockopt(socket.IPPROTO_TCP, option, _ACKNOWLEDGED_AT + 4)
+    return int(struct.unpack_from("I", info, _ACKNOWLEDGED_AT)[0])
+
+
+def find_closing_flag() -> int:
+    """Return the flag by which received descriptors are closed in programs that are started."""
+    import socket
+
+    return getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+# The C library.
+
+
+@lru_cache(maxsize=1)
+def _load_library() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _find_function(name: str) -> Any:
+    """Return a function of the C library, or None if it has none of that name."""
+    try:
+        return getattr(_load_library(), name, None)
+    except (OSError, TypeError):
+        return None
+
+
+def _is_refused(path: Path | None = None) -> bool:
+    """Return False if the last call was refused as unknown; raise its error otherwise."""
+    import ctypes
+
+    number = ctypes.get_errno()
+    if number in REFUSALS:
+        return False
+    raise OSError(number, os.strerror(number), *([str(path)] if path is not None else []))
