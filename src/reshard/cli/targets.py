@@ -18,6 +18,7 @@ from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 
 if TYPE_CHECKING:
+    from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.conversion import Conversion
 
 _SELECTION = ("include", "exclude", "strip_prefix", "rename", "select")
@@ -48,24 +49,35 @@ def _plan_for_hf(
 
 
 def _plan_for_vllm(
-    source: str,
+    source: str | Checkpoint,
     target: str,
     to: str | None = None,
     layout: str | None = None,
     dtype: str | None = None,
     most_file_bytes: int | None = None,
     allow: tuple[str, ...] = (),
+    **selected: Any,
 ) -> Conversion:
+    from reshard.checkpoint.conversion.source_selection import select_from
     from reshard.checkpoint.engines.conversion import plan_for_vllm
+    from reshard.checkpoint.formats.opening import open_checkpoint
+    from reshard.checkpoint.naming.selection import TensorSelection
+    from reshard.checkpoint.training.model_sets import expect_one_model, find_model_sets
+    from reshard.checkpoint.training.state import shapes_without_state
     from reshard.elements.casting import cast_type
     from reshard.recipes.engine_layouts.engines import derive_layout
     from reshard.recipes.engine_layouts.layout_file import read_layout_file
 
+    selection = TensorSelection(**selected)
     if (to is None) == (layout is None):
         raise UsageError(
             "--for vllm takes the engine's parallelism (--to tp=8), or a file of `reshard "
             "recipe derive` (--layout): give one of them"
         )
+    model = source if isinstance(source, str) else str(source.folder)
+    source = open_checkpoint(source) if isinstance(source, str) else source
+    chosen = select_from(source, selection)
+    expect_one_model(source.folder, find_model_sets(shapes_without_state(chosen)))
     if layout is not None:
         if dtype is not None:
             raise UsageError(
@@ -75,8 +87,18 @@ def _plan_for_vllm(
         derived = read_layout_file(layout)
     else:
         name = None if dtype is None else cast_type(dtype).name
-        derived = derive_layout("vllm", source, to or "", dtype=name)
-    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes, allow=allow)
+        sources = None
+        if selection:
+            sources = {key: (one.dtype.name, one.shape) for key, one in chosen.tensors.items()}
+        derived = derive_layout("vllm", model, to or "", dtype=name, sources=sources)
+    return plan_for_vllm(
+        source,
+        target,
+        derived,
+        most_file_bytes=most_file_bytes,
+        allow=allow,
+        selection=selection,
+    )
 
 
 _TARGETS = {
@@ -89,7 +111,7 @@ _TARGETS = {
         _plan_for_hf,
     ),
     "vllm": _Target(
-        ("to", "layout", "dtype", "most_file_bytes", "allow"),
+        ("to", "layout", "dtype", "most_file_bytes", "allow", *_SELECTION),
         "the engine's own loader says what its ranks hold",
         _plan_for_vllm,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,9 @@ def test_mistakes_are_answered(model: Path, options: tuple[str, ...], message: s
     assert message in found.errors
 
 
-def derive_toy(model: str, tp: int = 1, dtype: str = "auto") -> EngineLayout:
+def derive_toy(
+    model: str, tp: int = 1, dtype: str = "auto", sources: Mapping[str, object] | None = None
+) -> EngineLayout:
     """A layout as vLLM chooses it for a float32 model: in bfloat16, but for one table."""
     low = "bfloat16" if dtype == "auto" else dtype
     steps = () if low == "float32" else (f"to {low}",)
@@ -86,8 +89,9 @@ def derive_toy(model: str, tp: int = 1, dtype: str = "auto") -> EngineLayout:
         "up": ParameterLayout.of("up", (4, 8), low, [piece]),
         "table": ParameterLayout.of("table", (3,), "float32", [table]),
     }
-    sources = {"up": ("float32", (4, 8)), "table": ("float32", (3,))}
-    return EngineLayout("vllm", "1.0", DeviceMesh.of(tp=1), sources, (RankLayout(0, parameters),))
+    own = {"up": ("float32", (4, 8)), "table": ("float32", (3,))}
+    assert sources in (None, own)
+    return EngineLayout("vllm", "1.0", DeviceMesh.of(tp=1), own, (RankLayout(0, parameters),))
 
 
 @pytest.fixture
@@ -139,6 +143,38 @@ def test_another_type_keeps_the_elements(wide: Path, tmp_path: Path) -> None:
     found = run_here("convert", str(wide), str(tmp_path / "b"), "--for", "vllm", *layout)
     assert found.code == 2
     assert "--dtype fp32 with --layout" in found.errors
+
+
+def test_what_vllm_loads_is_checked_against_the_architecture(wide: Path, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    (wide / "config.json").write_text(json.dumps(config))
+    before = sorted(tmp_path.rglob("*"))
+    command = ("convert", str(wide), str(tmp_path / "out"), "--for", "vllm", "--to", "tp=1")
+    for allowed in ((), ("--allow", "unknown"), ("--allow", "incomplete")):
+        found = run_here(*command, *allowed)
+        assert found.code == 2
+        assert "are not those that the record of LlamaForCausalLM" in found.errors
+        assert sorted(tmp_path.rglob("*")) == before
+    done = run_here(*command, "--allow", "unknown", "--allow", "incomplete", "--json")
+    assert done.code == 0, done.errors
+    assert any(note.startswith("allowed as unknown: 2 tensors") for note in done.json["notes"])
+
+
+@pytest.mark.parametrize("is_derived", [True, False])
+def test_one_model_of_two_is_selected(wide: Path, tmp_path: Path, is_derived: bool) -> None:
+    up, table = np.ones((4, 8), np.float32), np.ones(3, np.float32)
+    both = {"net.up": up, "net.table": table, "net_ema.up": 2 * up, "net_ema.table": table}
+    save_file(both, wide / "model.safetensors")
+    (tmp_path / "layout.json").write_text(to_json(derive_toy("", dtype="float32")))
+    layout = ("--layout", str(tmp_path / "layout.json"))
+    command = ("convert", str(wide), str(tmp_path / "out"), "--for", "vllm")
+    command += ("--to", "tp=1", "--dtype", "fp32") if is_derived else layout
+    found = run_here(*command)
+    assert found.code == 2 and "Choose one with --select net or --select net_ema" in found.errors
+    done = run_here(*command, "--select", "net_ema")
+    assert done.code == 0, done.errors
+    written = read_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    assert (written["up"].bits.view(np.float32) == 2).all()
 
 
 def test_a_package_is_looked_for_before_anything_is_made(

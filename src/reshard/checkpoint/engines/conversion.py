@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
@@ -20,10 +21,12 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
+from reshard.checkpoint.naming.selection import TensorSelection, list_left_out
 from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,
     config_bytes,
@@ -45,6 +48,7 @@ def plan_for_vllm(
     *,
     most_file_bytes: int | None = None,
     allow: Iterable[str] = (),
+    selection: TensorSelection | None = None,
 ) -> Conversion:
     """Plan to write what vLLM loads with `load_format="sharded_state"`.
 
@@ -58,6 +62,7 @@ def plan_for_vllm(
         most_file_bytes: begin a new part beyond so many bytes.
         allow: accept differences from the tensors of config.json's architecture: `incomplete`,
             `unknown`.
+        selection: take only some tensors of the source, or take them by other names.
 
     Raises:
         UsageError: another engine's layout, or one of several replicas: files do not tell them
@@ -74,7 +79,8 @@ def plan_for_vllm(
             "derive one with dp=1, and give each replica the same files"
         )
     source_checkpoint, target = open_apart(source, target)
-    checkpoint = source_checkpoint
+    selection = selection or TensorSelection()
+    checkpoint = select_from(source_checkpoint, selection)
     check_sources(layout, checkpoint)
     config = read_config(checkpoint)
     checked: tuple[str, ...] = ()
@@ -86,6 +92,7 @@ def plan_for_vllm(
             config,
             checkpoint.folder,
             allow=allowed,
+            left_out=list_left_out(source_checkpoint, selection),
         )
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
@@ -109,7 +116,12 @@ def plan_for_vllm(
             "--dtype float32 for these files",
         )
     checkpoint = dataclasses.replace(checkpoint, carried=(*beside, LAYOUT_NAME), notes=notes)
-    resolved = {"for": f"vllm {layout.version}", "to": layout.mesh.text, "layout": digest}
+    resolved: dict[str, Any] = {
+        "for": f"vllm {layout.version}",
+        "to": layout.mesh.text,
+        "layout": digest,
+    }
+    resolved |= selection.to_json()
     return Conversion(checkpoint, target, arrangement, request, resolved, rewritten=rewritten)
 
 

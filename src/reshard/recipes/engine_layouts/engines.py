@@ -21,6 +21,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts.engine_layout import EngineLayout
 
 DeriveFunction = Callable[..., EngineLayout]
+Sources = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Engine:
         model: str | os.PathLike[str],
         sizes: Mapping[str, int],
         dtype: str | None = None,
+        sources: Sources | None = None,
     ) -> EngineLayout:
         """Derive the layout of all ranks.
 
@@ -49,9 +51,10 @@ class Engine:
             model: a folder with config.json and the checkpoint, of which headers are read.
             sizes: of the parallelism, by name: `{"tp": 8}`.
             dtype: the type of the engine's parameters; what it chooses itself when None.
+            sources: the tensors instead of those of the folder: type and shape by name.
 
         Raises:
-            UsageError: sizes that the engine does not have; a type, where it takes none.
+            UsageError: sizes that the engine does not have; a type or sources, where it takes none.
             ReshardError: whatever keeps the engine from deriving it.
         """
         function = self._load()
@@ -65,13 +68,14 @@ class Engine:
                 raise UsageError(
                     f"the axis {axis!r} of a layout of {self.name}; it has {', '.join(known)}"
                 )
-        if dtype is None:
-            return function(model, **sizes)
-        if "dtype" not in inspect.signature(function).parameters:
-            raise UsageError(
-                f"dtype {dtype!r} for a layout of {self.name}, which takes none; leave it out"
-            )
-        return function(model, **sizes, dtype=dtype)
+        given: dict[str, Any] = {"dtype": dtype, "sources": sources}
+        options = {option: value for option, value in given.items() if value is not None}
+        for option, value in options.items():
+            if option not in inspect.signature(function).parameters:
+                text = "other tensors than those of the folder"
+                text = text if option == "sources" else f"{option} {value!r}"
+                raise UsageError(f"{text} for a layout of {self.name}, which takes none")
+        return function(model, **sizes, **options)
 
     def _load(self) -> DeriveFunction:
         if not isinstance(self.function, str):
@@ -115,6 +119,7 @@ def derive_layout(
     sizes: Mapping[str, int] | DeviceMesh | str,
     *,
     dtype: str | None = None,
+    sources: Sources | None = None,
 ) -> EngineLayout:
     """What every rank of an engine holds of a model, as the engine itself says it.
 
@@ -123,9 +128,10 @@ def derive_layout(
         model: a folder with config.json and the checkpoint.
         sizes: of its parallelism: `{"tp": 8}`, `"tp=8,ep=8"` or a mesh.
         dtype: the type of its parameters, such as `"float32"`; what it chooses itself when None.
+        sources: the tensors instead of those of the folder: type and shape by name.
 
     Raises:
-        UsageError: an engine that is not known, or sizes or a type that it does not take.
+        UsageError: an engine that is not known, or sizes, a type or sources that it does not take.
         ReshardError: whatever keeps the engine from deriving it.
     """
     if engine not in ENGINES:
@@ -135,7 +141,7 @@ def derive_layout(
     mesh: Any = DeviceMesh.parse(sizes) if isinstance(sizes, str) else sizes
     if isinstance(mesh, DeviceMesh):
         mesh = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    return ENGINES[engine].derive(model, mesh, dtype)
+    return ENGINES[engine].derive(model, mesh, dtype, sources)
 
 
 register_engine("vllm", "vLLM, by its own load_weights", "reshard.torch.vllm.layouts:layouts")
