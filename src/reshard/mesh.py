@@ -271,6 +271,15 @@ class DeviceMesh(Interned):
                 left.append(Axis(name, pre, full // pre))
         return tuple(left)
 
+    def list_long_axes(self) -> tuple[str, ...]:
+        """Return the names of the axes that have more than a device.
+
+        >>> DeviceMesh.of(dp=1, tp=4).list_long_axes()
+        ('tp',)
+        """
+        pairs = zip(self.axis_names, self.shape, strict=True)
+        return tuple(name for name, size in pairs if size > 1)
+
     @cached_property
     def text(self) -> str:
         """The axes with their sizes, as `parse` reads them: `dp=2,tp=4`."""

@@ -151,7 +151,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_name_that_utf_8_cannot_say(whole: Path) -> None:
     """What a shell gives that is no text is half of a UTF-16 pair in Python."""
-    for options in ({"to": "full"}, {"to": "tp=2"}):
+    for options in ({"to": "full"}, {"to": "dp=2"}):
         with pytest.raises(UsageError, match="UTF-8"):
             checkpoint.plan_conversion(
                 whole, whole.parent / "made", rename=["bias=\udcff"], **options

@@ -172,7 +172,7 @@ def test_a_flipped_byte(tmp_path: Path, small_blocks: int, to: str) -> None:
 def test_digests_are_those_of_the_tensors(tmp_path: Path) -> None:
     whole = {"a": tensor("float32", (8, 8), 1), "b": tensor("bfloat16", (6,), 2)}
     write_file(tmp_path / "model.safetensors", whole)
-    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "cut", to="tp=2")
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "cut", to="dp=2")
     report = checkpoint.check_digests(tmp_path / "cut")
     assert report.digests == checkpoint.check_digests(tmp_path / "model.safetensors").digests
     assert report.digests == checkpoint.compare(tmp_path / "cut", tmp_path / "cut").digests

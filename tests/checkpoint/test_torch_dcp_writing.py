@@ -290,7 +290,7 @@ def stored(folder: Path, item: Any) -> bytes:
 def test_what_cannot_be_kept_is_said_before_anything_is_written(
     tmp_path: Path, nested: Path, format_name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    to = "full" if format_name == "safetensors" else "tp=2"
+    to = "full" if format_name == "safetensors" else "dp=2"
     assert main(["plan", str(nested), "--to", to, "--json"]) == 0
     notes = json.loads(capfd.readouterr().out)["notes"]
     lost = ", ".join(open_checkpoint(nested).items)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cli.command_runs import Run, entries, run_alone, run_here
 from reshard import errors
 
-TP2 = ("--to", "tp=2")
+TP2 = ("--to", "tp=2", "--recipe", "none")
 BAD_ARGUMENTS = [
     ("no_such_command",),
     ("--no-such-option",),

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "plan_json": ("plan", "model", *TP4, "--json"),
     "plan_picture": ("plan", "sharded", "--to", "full", "--picture", "embed.weight"),
     "plan_ranks": ("plan", "sharded", "--to", "3"),
-    "plan_without_rules": ("plan", "model", "--to", "tp=2"),
+    "plan_without_rules": ("plan", "model", "--to", "tp=2", "--recipe", "none"),
     "plan_many_unmatched": (
         *("plan", "deep", "--to", "tp=2", "--rule", "layer.0=tp", "--allow", "unmatched"),
     ),
@@ -227,7 +227,7 @@ def test_names_cannot_write_to_a_terminal(folder: Path) -> None:
     write_model(folder / "evil", **{"wte\x1b[2J\n": np.zeros(3, np.int8)})
     for arguments in (
         ("inspect", "evil", "--picture", "wte\x1b[2J\n"),
-        ("plan", "evil", "--to", "tp=2"),
+        ("plan", "evil", "--to", "2"),
         ("convert", "evil", "new", "--to", "tp=2", "--rule", "w*=-"),
         ("verify", "evil", "model"),
         ("inspect", "evil", "--tensor", "\x1b[1m"),

@@ -70,7 +70,7 @@ def test_a_config_on_one_side_serves_both(model: Path) -> None:
     [
         (("--recipe", "auto", "--target-names", "megtron"), "no names of 'megtron'"),
         (("--recipe", "auto", "--source-names", "vllm"), "is the checkpoint in other names"),
-        (("--target-names", "vllm"), "are those of a recipe; name one as well"),
+        (("--recipe", "none", "--target-names", "vllm"), "are those of a recipe; name one as well"),
         (("--recipe", "bert", "--target-names", "vllm"), "'bert' has no names of 'vllm'"),
     ],
 )

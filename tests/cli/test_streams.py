@@ -57,7 +57,7 @@ def shell(folder: Path, text: str, **environment: str) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize(
     "arguments",
-    ["inspect deep", "inspect deep --json", "plan deep --to tp=4", "convert --help", "--help"],
+    ["inspect deep", "inspect deep --json", "plan deep --to 4", "convert --help", "--help"],
 )
 def test_a_reader_that_leaves_is_silent(folder: Path, arguments: str) -> None:
     tensors = {f"layer.{number}": np.zeros(2, np.int8) for number in range(3000)}
@@ -113,7 +113,7 @@ def test_no_character_is_too_much_for_an_encoding(folder: Path) -> None:
 
 def test_a_log_gets_plain_lines(folder: Path, large: Path) -> None:
     for arguments in (
-        ("convert", "large", "new", "--to", "tp=2"),
+        ("convert", "large", "new", "--to", "2"),
         ("verify", "large", "new"),
         ("inspect", "new", "--digest"),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.dtypes import dtype
-from reshard.elements.casting import cast_elements
+from reshard.elements.casting import cast_elements, cast_type
 from reshard.errors import UsageError
 
 SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -79,3 +79,14 @@ def test_ml_dtypes_agrees() -> None:
     with np.errstate(all="ignore"):
         expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
     assert np.array_equal(found[~np.isnan(values)], expected[~np.isnan(values)])
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_types_have_the_names_of_pytorch_and_config_json(name: object) -> None:
+    assert cast_type(name).name == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["fp8", "float8_e4m3fn", "torch.int8", "auto"])
+def test_other_types_name_the_option_that_quantizes(name: str) -> None:
+    with pytest.raises(UsageError, match="--quantize fp8-block128"):
+        cast_type(name)

@@ -3,7 +3,7 @@
 ::
 
     checkpoint = reshard.checkpoint.open("llama-3-8b")
-    report = reshard.checkpoint.convert("llama-3-8b", "llama-tp4", to="tp=4", recipe="llama")
+    report = reshard.checkpoint.convert("llama-3-8b", "llama-tp4", to="tp=4")
     assert reshard.checkpoint.compare("llama-3-8b", "llama-tp4").is_same
 """
 

@@ -15,7 +15,7 @@ from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
 from reshard.checkpoint.training.styles import STYLES
 from reshard.elements.block_scaling import QUANTIZATIONS
-from reshard.elements.casting import CAST_TYPES
+from reshard.elements.casting import CAST_TYPES, cast_type
 from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import ALLOWANCES, DIFFERING_COPIES, FORMER_ALLOWANCES
 
@@ -175,11 +175,29 @@ allow_option = click.option(
     help="Accept an error: cuts that ranks cannot compute with (uncomputable), tensors that no "
     "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
     "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies), "
-    "quantized weights without their scales, which stay as they are (unscaled). Repeatable.",
+    "quantized weights without their scales, which stay as they are (unscaled), a mesh axis that "
+    "shards nothing (replicas). Repeatable.",
 )
+
+
+class CastTypeChoice(click.Choice[str]):
+    """A type to cast to, by its short name, or by that of PyTorch and config.json."""
+
+    def __init__(self) -> None:
+        super().__init__([name for name in CAST_TYPES if len(name) < 5])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the short name, which journals have. Raises `click.BadParameter`."""
+        try:
+            full = cast_type(value).name
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return next(name for name in self.choices if CAST_TYPES[name] == full)
+
+
 dtype_option = click.option(
     "--dtype",
-    type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
+    type=CastTypeChoice(),
     help="Cast floating-point tensors, except those of quantised weights and the float32 tensors "
     "of a 16-bit model.",
 )
@@ -248,8 +266,9 @@ _CONVERSION_OPTIONS = (
     rule_option,
     click.option(
         "--recipe",
-        metavar="NAME|FILE|auto",
-        help="Rules for a model family: a shipped recipe, a TOML file, or `auto` (by config.json).",
+        metavar="NAME|FILE|auto|none",
+        help="Rules for a model family: a shipped recipe, a TOML file, `auto` (by config.json), or "
+        "`none`. [default for a mesh without --rule, --strategy and --layout: auto]",
     ),
     option_option,
     allow_option,

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.dtypes import DType, dtype
+from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.errors import UsageError
 
 #: Types between which elements are cast, by what users may call them.
@@ -49,18 +50,23 @@ class CastCounts:
         return CastCounts(self.overflowed + other.overflowed, self.not_finite + other.not_finite)
 
 
-def cast_type(name: str) -> DType:
-    """The type that a user names.
+def cast_type(name: object) -> DType:
+    """Return the type that a user names: `bf16`, `bfloat16`, `torch.bfloat16`, or PyTorch's object.
 
     Raises:
         UsageError: none of those to which elements are cast.
 
-    >>> cast_type("bf16")
-    DType('bfloat16')
+    >>> cast_type("bf16"), cast_type("torch.float16")
+    (DType('bfloat16'), DType('float16'))
     """
-    if name not in CAST_TYPES:
-        raise UsageError(f"the type {name!r}; elements are cast to bf16, fp16 or fp32")
-    return dtype(CAST_TYPES[name])
+    text = str(name).removeprefix("torch.")
+    if text not in CAST_TYPES:
+        raise UsageError(
+            f"the type {str(name)!r}; elements are cast to bf16, fp16 or fp32 (bfloat16, float16, "
+            f"float32). Weights are quantised by --quantize {QUANTIZATIONS[0]}, in Python "
+            f"quantize={QUANTIZATIONS[0]!r}"
+        )
+    return dtype(CAST_TYPES[text])
 
 
 def is_castable(kind: DType) -> bool:

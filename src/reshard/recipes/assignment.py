@@ -46,7 +46,7 @@ from reshard.recipes.coupling.held_blocks import HeldBlock, HeldBlockReader
 from reshard.recipes.coupling.inspection import Inspection
 from reshard.recipes.quantization.folding import FoldedWeights
 from reshard.recipes.quantization.weights import find_quantized
-from reshard.recipes.recipe import Recipe
+from reshard.recipes.recipe import REPLICA_AXES, Recipe
 from reshard.recipes.rules import Rule, RuleList
 from reshard.recipes.shardings.adapters import LowRankAdapters
 from reshard.recipes.shardings.axis_mapping import (
@@ -92,6 +92,18 @@ class Assignment:
     def unused(self) -> tuple[Rule, ...]:
         """All rules that decided no tensor, those given by hand first."""
         return self.unused_rules + self.unused_recipe_rules
+
+    def list_idle_axes(self, mesh: DeviceMesh, recipe: Recipe | None) -> list[str]:
+        """Return the unused axes of several ranks that the recipe does not declare as replicas.
+
+        An option that maps an axis of the recipe to none (`tp=`) declares it as well.
+        """
+        replicas: tuple[str, ...] = REPLICA_AXES
+        if recipe is not None:
+            unmapped = [axis for axis, mapped in recipe.mesh_axes.items() if not mapped.strip()]
+            replicas = (*recipe.replicas, *unmapped)
+        long = mesh.list_long_axes()
+        return [axis for axis in self.unused_axes if axis in long and axis not in replicas]
 
     def rank_bytes(self, itemsizes_bytes: Mapping[str, int]) -> dict[int, int]:
         """Bytes that each rank holds, pads included, from those of one element by tensor."""

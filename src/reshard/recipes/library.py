@@ -12,6 +12,7 @@ its config.json has, that most others extend, and with the fewest rules left ove
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections import Counter
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ from reshard.recipes.rules import Rule
 
 # A file here is a recipe: nothing else lists them.
 SHIPPED = resources.files("reshard.recipes") / "shipped"
+# In errors: recipes that a model resembles, and rules for kinds of its tensors.
+_MOST_NEAR = _MOST_SUGGESTED = 3
 
 
 def shipped_recipes() -> tuple[str, ...]:
@@ -181,9 +185,15 @@ def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
     >>> found.recipe.name, found.matched, found.tensors, found.missing
     ('llama', 2, 4, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
     """
+    best = next(iter(rank_resembling(names, config)), None)
+    return None if best is None or 2 * best.matched < best.tensors else best
+
+
+def rank_resembling(names: Iterable[str], config: Config) -> list[Resemblance]:
+    """Return the known recipes whose rules match any of a model's names, the nearest first."""
     # Layers and experts repeat: names that differ in numbers only are asked once.
-    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names)
-    best: tuple[tuple[int, int, int, bool, int], Resemblance] | None = None
+    kinds = Counter(map(_write_kind, names))
+    ranked: list[tuple[tuple[int, int, int, bool, int], Resemblance]] = []
     for name in known_recipes():
         recipe = _load_known(name)
         rules = [rule for rule in recipe.rules if _may_count(rule, config)]
@@ -196,11 +206,14 @@ def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
         missing = _list_missing(recipe, config)
         idle = len(rules) - len(used)
         rank = (-matched, len(missing), -_extensions()[name], _extends(name), idle)
-        if best is None or rank < best[0]:
-            best = (rank, Resemblance(recipe, matched, sum(kinds.values()), missing))
-    if best is None or 2 * best[1].matched < max(best[1].tensors, 1):
-        return None
-    return best[1]
+        if matched:
+            ranked.append((rank, Resemblance(recipe, matched, sum(kinds.values()), missing)))
+    return [one for _, one in sorted(ranked, key=itemgetter(0))]
+
+
+def _write_kind(name: str, number: str = "0") -> str:
+    """Return a tensor's name with each number in it replaced."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", number, name)
 
 
 @cache
@@ -237,25 +250,68 @@ def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def describe_unknown_model(config: Config, names: Iterable[str]) -> str:
-    """What to say of a model that no shipped recipe is for: its type, and what it resembles."""
-    found = find_resembling(names, config)
-    text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
-    if found is None:
+def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
+    """Describe a model that no recipe is for: its type, and the recipes that it resembles.
+
+    Without a config, the description is of a checkpoint that has no config.json.
+    """
+    names = list(names)
+    if config is None:
+        text = "there is no config.json to choose a recipe by; "
+    else:
+        text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
+    ranked = rank_resembling(names, config or {})[:_MOST_NEAR]
+    if not ranked or 2 * ranked[0].matched < ranked[0].tensors:
+        # Names of types that look alike are of models that look alike.
+        kind = str((config or {}).get("model_type") or "")
+        near = difflib.get_close_matches(kind.casefold(), known_recipes())
+        near += [one.recipe.name for one in ranked]
+        there = f"the nearest are {', '.join(dict.fromkeys(near))}; " if near else ""
         return (
-            f"{text}there is {', '.join(known_recipes())}; give rules, or a recipe file"
-            f"{describe_broken(_load_added()[1])}"
+            f"{text}{there}`reshard recipe show` lists all {len(known_recipes())}; give rules, or "
+            f"a recipe file{describe_broken(_load_added()[1])}"
         )
-    recipe, matched, tensors, missing = found
+    (recipe, matched, tensors, missing), *others = ranked
     counts = "config.json has all of its counts"
-    if missing:
+    if missing and config is not None:
         counts = f"of its counts config.json lacks {', '.join(f'`{one}`' for one in missing)}"
+    elif config is None:
+        counts = "it takes the model's counts from config.json, so put that beside the weights"
+    after = ", ".join(f"{one.recipe.name} ({one.matched})" for one in others)
     return (
         f"{text}by the names of its tensors it resembles {recipe.name}, whose rules match "
-        f"{matched} of {tensors}; {counts}. See `reshard recipe show {recipe.name}`: if the model "
-        f"computes as that one does, take it with --recipe {recipe.name}; or give rules, or a "
-        "recipe file"
+        f"{matched} of {tensors}{f', then {after}' if after else ''}; {counts}. See `reshard "
+        f"recipe show {recipe.name}`: if the model computes as that one does, take it with "
+        f"--recipe {recipe.name}; or give rules, or a recipe file"
     )
+
+
+def suggest_rules(shapes: Mapping[str, tuple[int, ...]], axis: str) -> list[str]:
+    """Return rules that shard the largest kinds of tensors over an axis, and one for the others.
+
+    Args:
+        shapes: of the model's tensors, by name.
+        axis: of the mesh.
+
+    >>> suggest_rules({"layers.0.up": (8, 4), "layers.1.up": (8, 4), "norm": (4,)}, "tp")
+    ['layers.*.up=tp, -', 'norm=tp', '*=...']
+    """
+    elements: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for name, shape in shapes.items():
+        # Other texts than these are patterns, and would match other names.
+        if shape and re.fullmatch(r"[\w./-]+", name):
+            elements[_write_kind(name, "*"), shape] += math.prod(shape)
+    ranked = sorted(elements, key=lambda kind: (-min(len(kind[1]), 2), -elements[kind]))
+    chosen: dict[str, tuple[int, ...]] = {}
+    for pattern, shape in ranked:
+        chosen.setdefault(pattern, shape)
+    rules = []
+    for pattern, shape in [*chosen.items()][:_MOST_SUGGESTED]:
+        # Rows, but for a tensor that has a single one.
+        sharded = next((d for d, size in enumerate(shape) if size > 1), 0)
+        spec = ", ".join(axis if d == sharded else "-" for d in range(len(shape)))
+        rules.append(f"{pattern}={spec}")
+    return [*rules, "*=..."]
 
 
 def _load_known(name: str) -> Recipe:

@@ -35,6 +35,8 @@ from reshard.unread_arguments import expect_read
 
 # The names that axes of data parallelism and of weights divided among its ranks have.
 STORAGE_AXES = ("fsdp", "dp")
+# The names of axes whose ranks have copies of the weights: of data and context parallelism.
+REPLICA_AXES = ("dp", "cp")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
@@ -53,6 +55,7 @@ class Recipe:
             `ep@{expert}` cuts a dimension as these are dealt out.
         coupled: what operators need cut together, for rules that say `tp@{heads.query}`.
         storage: the axes that divide storage only: what they cut is gathered before computing.
+        replicas: the axes whose ranks hold copies where no rule shards over them.
         sizes: expressions of config.json by name, for rules that say `{name}`.
         stand_ins: for an axis, the one whose mesh axes it takes where the mesh lacks it.
         mesh_axes: for an axis, the axes of the mesh that it is mapped to, separated by spaces.
@@ -79,6 +82,7 @@ class Recipe:
     names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
     coupled: Mapping[str, Coupling] = field(default_factory=dict)
     storage: tuple[str, ...] = STORAGE_AXES
+    replicas: tuple[str, ...] = REPLICA_AXES
     sizes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@
     extends = "llama"                   # optional: a shipped recipe, or the path of a file
     axes = ["tp", "fsdp", "etp", "pp"]  # the axes its rules may name
     storage = ["fsdp", "dp"]            # optional: those that only divide storage
+    replicas = ["dp", "cp"]             # optional: those whose ranks may hold copies of all
 
     [cuts]                              # optional: cut rules that users may replace
     vocabulary = "ceil"
@@ -44,7 +45,7 @@
 
 A recipe that extends another has its own rules first and then the other's, and so its names; its
 cuts, stand-ins, numbers, sizes and members of couplings come over those of the same name, and its
-axes and storage axes, if it has any, replace the other's.
+axes, storage axes and replica axes, if it has any, replace the other's.
 
 A table of fused members may have `shares`, `groups`, `dimension`, `stacked`, `transposed`
 and `when` (`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of
@@ -61,14 +62,14 @@ from typing import Any, Protocol
 from reshard.errors import RecipeError
 from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.recipe import STORAGE_AXES, Recipe
+from reshard.recipes.recipe import REPLICA_AXES, STORAGE_AXES, Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
 _OPTIONAL_KEYS = (
-    *("description", "model_types", "extends", "storage", "cuts", "stand_ins", "numbers"),
-    *("coupled", "sizes", "names"),
+    *("description", "model_types", "extends", "storage", "replicas", "cuts", "stand_ins"),
+    *("numbers", "coupled", "sizes", "names"),
 )
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
@@ -135,6 +136,9 @@ class _TableReader:
                 storage=self._expect_texts(table["storage"], "storage")
                 if "storage" in table
                 else (base.storage if base else STORAGE_AXES),
+                replicas=self._expect_texts(table["replicas"], "replicas")
+                if "replicas" in table
+                else (base.replicas if base else REPLICA_AXES),
             )
         except RecipeError as error:
             if self._where in str(error):

@@ -112,7 +112,7 @@ WRITTEN = (
     LargeSource("ZeRO 1", "deepspeed-zero1", trained, {"to": 2}),
     LargeSource("ZeRO 3", "deepspeed-zero3", trained, {"to": 2}),
     LargeSource("universal", "deepspeed-universal", trained, {"to": "full"}),
-    LargeSource("Megatron", "torch-dist", trained_by_megatron, {"to": "tp=2"}),
+    LargeSource("Megatron", "torch-dist", trained_by_megatron, {"to": "dp=2"}),
     LargeSource("Megatron ranks", "megatron-legacy", trained_by_megatron, {"to": "tp=2"}),
 )
 

@@ -306,7 +306,7 @@ CONVERSIONS: tuple[SmallConversion, ...] = (
     convert_source("Megatron", "deepspeed-zero1", to=2),
     convert_source("ZeRO 1", "deepspeed-zero3", to=3),
     convert_source("ZeRO 3", "deepspeed-universal", to="full"),
-    convert_source("Megatron ranks", "torch-dist", to="tp=2"),
+    convert_source("Megatron ranks", "torch-dist", to="dp=2"),
     convert_source("Megatron", "megatron-legacy", to="tp=2"),
     convert_source("torch.save before 1.6", "orbax", **HALVES),
     convert_source("PyTorch", "torch-dcp", to="full", dtype="bf16"),

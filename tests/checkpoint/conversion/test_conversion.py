@@ -119,7 +119,7 @@ def tensors_in_order(path: Path) -> list[tuple[str, int, int]]:
     )
 
 
-@pytest.mark.parametrize("to", ["full", "tp=2", "3"])
+@pytest.mark.parametrize("to", ["full", "dp=2", "3"])
 def test_whole_pages_come_first_and_begin_on_pages(source: Path, to: str) -> None:
     target = source.parent / "target"
     checkpoint.convert(source, target, to=to)
@@ -131,7 +131,7 @@ def test_whole_pages_come_first_and_begin_on_pages(source: Path, to: str) -> Non
         assert found[0][2] % 4096 == 0
 
 
-@pytest.mark.parametrize("to", ["full", "tp=2", "3"])
+@pytest.mark.parametrize("to", ["full", "dp=2", "3"])
 def test_metadata_and_small_files_are_kept(source: Path, to: str) -> None:
     target = source.parent / "target"
     report = checkpoint.convert(source, target, to=to)
@@ -232,7 +232,7 @@ def test_overwrite(source: Path) -> None:
     checkpoint.convert(source, target, to="tp=4", rules=["page=tp, -", "*=..."])
     before = {path.name: path.read_bytes() for path in target.glob("*.*")}
     with pytest.raises(UsageError, match="overwrite"):
-        checkpoint.convert(source, target, to="tp=2")
+        checkpoint.convert(source, target, to="dp=2")
     assert {path.name: path.read_bytes() for path in target.glob("*.*")} == before
     checkpoint.convert(source, target, to="full", overwrite=True)
     assert [path.name for path in target.glob("*.safetensors")] == ["model.safetensors"]

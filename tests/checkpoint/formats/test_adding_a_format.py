@@ -120,7 +120,7 @@ def test_opened_converted_from_and_to(whole: Path, tmp_path: Path, small_blocks:
     assert all(found.digest is not None for found in opened.tensors.values())
     assert not checkpoint.check_digests(opened).damaged
     checkpoint.convert(opened, tmp_path / "cut", to="tp=2", rules=["*.weight=tp, -", "*=..."])
-    checkpoint.convert(tmp_path / "cut", tmp_path / "dcp", to="tp=3", format="torch-dcp")
+    checkpoint.convert(tmp_path / "cut", tmp_path / "dcp", to="dp=3", format="torch-dcp")
     for name in ("cut", "dcp"):
         assert checkpoint.compare(whole, tmp_path / name).is_same
 

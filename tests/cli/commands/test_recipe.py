@@ -172,7 +172,7 @@ def test_mistakes_are_answered(arguments: tuple[str, ...], message: str) -> None
 
 
 def test_options_without_a_recipe_are_refused() -> None:
-    found = run_here("convert", "tiny", "new", "--to", "tp=2", "--option", "vocabulary=pad")
+    found = run_here("convert", "tiny", "new", "--to", "2", "--option", "vocabulary=pad")
     assert found.code == 2
     assert "the option 'vocabulary' without a recipe that has it" in found.errors
 
@@ -289,5 +289,5 @@ def test_an_unknown_model_is_told_which_it_resembles() -> None:
     Path("phi/config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     found = run("check", "phi", "--to", "tp=2")
     assert found.code == 2
-    assert "it resembles llama, whose rules match 4 of 4; config.json has all of" in found.errors
+    assert "it resembles llama, whose rules match 4 of 4" in found.errors
     assert run("check", "phi", "--to", "tp=2", "--recipe", "llama").code == 0

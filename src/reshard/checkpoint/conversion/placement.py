@@ -26,9 +26,11 @@ from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.training.following import StateFollowers, assign_with_state
 from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
+from reshard.errors import RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.coupling.allowances import IDLE_AXES
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.fused_sharding import fused_spec
@@ -101,6 +103,7 @@ def _place_by_rules(
 ) -> PlacedTensors:
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
+    _expect_used_axes(assignment, mesh, recipe, request.allow)
     if recipe is not None and (options := parse_options(request.options)):
         recipe.expect_options_read(options, mesh, {*assignment.matched.values()})
     storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
@@ -119,6 +122,24 @@ def _place_by_rules(
             layout = spec.layout(own_shapes[name])
         planned[name] = plan(types[name], layout, write(spec))
     return PlacedTensors(planned, assignment)
+
+
+def _expect_used_axes(
+    assignment: Assignment, mesh: DeviceMesh, recipe: Recipe | None, allow: Iterable[str]
+) -> None:
+    """Raise RecipeError for an axis of the mesh over which a recipe shards nothing."""
+    idle = assignment.list_idle_axes(mesh, recipe)
+    if recipe is None or not idle or IDLE_AXES in allow:
+        return
+    axes = [axis for axis in recipe.axes if axis not in recipe.replicas]
+    is_free = axes and axes[0] not in mesh.axis_names
+    renamed = f", name it for one of the recipe's (--option {axes[0]}={idle[0]})" * bool(is_free)
+    raise RecipeError(
+        f"no tensor is sharded over the axis {idle[0]} of {mesh.text}, so that its "
+        f"{mesh.axis_size(idle[0])} ranks would hold copies; the recipe {recipe.name!r} shards "
+        f"over {', '.join(axes)}, and copies are along {', '.join(recipe.replicas)}. Rename the "
+        f"axis{renamed}, or accept the copies: --allow {IDLE_AXES}, in Python allow=[{IDLE_AXES!r}]"
+    )
 
 
 def _place_by_strategy(

@@ -4,11 +4,12 @@ Each step is a function from what the step before gave:
 
 1. the source, what is taken of it (`source_selection`), and a target apart from it;
 2. training state, as the program of the target keeps it (`reshard.checkpoint.training`);
-3. names: the recipe's, in which rules match, and the target's (`source_names`);
-4. elements that are computed: casts, quantised weights, copies that the target's format has
+3. the recipe, where the request has none (`defaults`);
+4. names: the recipe's, in which rules match, and the target's (`source_names`);
+5. elements that are computed: casts, quantised weights, copies that the target's format has
    (`reshard.checkpoint.changes`);
-5. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
-6. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
+6. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
+7. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.defaults import choose_recipe_by_default
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
@@ -94,6 +96,7 @@ def plan_conversion(
     checkpoint = expect_equal_copies(
         checkpoint, check=request.check_copies, allow=tuple(request.allow)
     )
+    request = choose_recipe_by_default(request, checkpoint)
     translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
     checked = _check_architecture(request, named, whole)

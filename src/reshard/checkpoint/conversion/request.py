@@ -38,6 +38,9 @@ Target = str | int | DeviceMesh
 RecipeName = str | os.PathLike[str] | Recipe
 LayoutFile = str | os.PathLike[str] | EngineLayout
 
+AUTO, NO_RECIPE = "auto", "none"
+"""Names of a recipe: that which fits the source's config.json, and no recipe."""
+
 
 class CutArguments(TypedDict, total=False):
     """The keywords of a `ConversionRequest` that say what ranks hold, as `load` takes them."""
@@ -110,7 +113,8 @@ class ConversionRequest:
         to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors.
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
         recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
-            `"auto"` chooses by the source's config.json.
+            `"auto"` chooses by the source's config.json, and is the default for a mesh without
+            rules, a strategy and a layout; `"none"` takes no recipe.
         options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
         strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
         format: `safetensors`, `sharded-safetensors`, `torch-dcp`, or one that was registered;
@@ -120,14 +124,16 @@ class ConversionRequest:
         source_names, target_names: what the tensors are called there, and which are fused, where
             that is not as in the recipe: a convention of it, such as `megatron`, or a table as
             `Recipe.naming` gives it. Rules are for the recipe's names.
-        dtype: cast floating-point tensors to it: bf16, fp16 or fp32. Tensors of quantised weights
+        dtype: cast floating-point tensors to it: bf16, fp16 or fp32, or by PyTorch's names
+            (bfloat16). Tensors of quantised weights
             are not cast, nor float32 ones of a model of 16 bits.
         dequantize: make values of quantised weights, of `dtype` or of config.json's.
         quantize: `fp8-block128` makes matrices of layers float8, with scales for each 128 by 128.
         layout: of an engine, or the file that has it: every rank of the target holds what that
             engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
         allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
-            with, and `unknown` tensors, which every rank gets whole. With `differing-copies`,
+            with, `unknown` tensors, which every rank gets whole, and `replicas` along a mesh axis
+            over which nothing is sharded. With `differing-copies`,
             copies in the source may differ: those of the lowest rank are read.
         include, exclude: globs on the source's names; what is taken of it, and what of that is left
             out.
@@ -196,6 +202,8 @@ class ConversionRequest:
             parse_check(self.check_copies)
         if self.dtype is not None:
             cast_type(self.dtype)
+            # The object of PyTorch has the same text.
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")
         _ = self.training_style
         self._check_adapters()
@@ -242,7 +250,7 @@ class ConversionRequest:
             object.__setattr__(self, "layout", layout)
         by_hand = {
             "rules": bool(self.rules),
-            "a recipe": self.recipe is not None,
+            "a recipe": self.has_recipe,
             "a strategy": self.strategy is not None,
             "names of other programs": self.source_names is not None
             or self.target_names is not None,
@@ -287,7 +295,7 @@ class ConversionRequest:
 
     def _check_placement(self) -> None:
         _refuse(
-            self.is_by_recipe and self.recipe is not None,
+            self.is_by_recipe and self.has_recipe,
             "a recipe",
             f"the strategy {self.strategy!r}",
         )
@@ -300,7 +308,7 @@ class ConversionRequest:
         _refuse(bool(self.rules), placed_by, "rules")
         # A recipe may be there for its names alone; a table has names of its own.
         is_for_names = any(isinstance(one, str) for one in (self.source_names, self.target_names))
-        _refuse(self.recipe is not None and not is_for_names, placed_by, "a recipe")
+        _refuse(self.has_recipe and not is_for_names, placed_by, "a recipe")
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
@@ -333,7 +341,21 @@ class ConversionRequest:
     @property
     def recipe_is_for_model(self) -> bool:
         """Whether a recipe of a kind of models counts, by its names or by its rules."""
-        return self.recipe is not None or self.is_by_recipe or isinstance(self.target_names, str)
+        return self.has_recipe or self.is_by_recipe or isinstance(self.target_names, str)
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether a recipe is named."""
+        return self.recipe is not None and self.recipe != NO_RECIPE
+
+    @property
+    def lacks_rules(self) -> bool:
+        """Whether the target is a mesh, and nothing says how tensors are sharded over it."""
+        is_given = self.recipe is not None or self.rules or self.strategy is not None
+        # Formats of programs that shard by themselves need a recipe for its names alone.
+        names = self.source_names, self.target_names
+        needs_rules = not self.target_format.shards_itself or any(isinstance(n, str) for n in names)
+        return self.is_by_rules and needs_rules and not is_given
 
     @property
     def is_by_rules(self) -> bool:

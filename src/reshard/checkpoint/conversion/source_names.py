@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.conversion.request import AUTO, NO_RECIPE, ConversionRequest
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.naming.renaming import (
     NameTable,
@@ -68,7 +68,7 @@ def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> NamedSour
         RecipeError: no such recipe; tables that do not fit the tensors.
         UsageError: `auto` without a config.json that a recipe fits.
     """
-    asked = "auto" if request.is_by_recipe else request.recipe
+    asked = AUTO if request.is_by_recipe else request.recipe
     recipe = find_recipe(asked, checkpoint, request.options)
     config = read_config(checkpoint) if recipe is not None else None
     from_names = names_of("source_names", request.source_names, recipe, config)
@@ -91,7 +91,8 @@ def find_recipe(
     checkpoint: Checkpoint,
     options: Mapping[str, str] | Iterable[str] = (),
 ) -> Recipe | None:
-    """The recipe of a name or a path, with options; `auto` is what the config.json says.
+    """The recipe of a name or a path, with options; `auto` is what the config.json says, `none` no
+    recipe.
 
     Raises:
         RecipeError: no such recipe, or one that cannot be read; options that it has not.
@@ -110,9 +111,11 @@ def find_recipe(
 
 
 def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint) -> Recipe | None:
-    if recipe is None or isinstance(recipe, Recipe):
+    if recipe is None or recipe == NO_RECIPE:
+        return None
+    if isinstance(recipe, Recipe):
         return recipe
-    if recipe != "auto":
+    if recipe != AUTO:
         return load_recipe(os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
     config = read_config(checkpoint)
     if config is None:

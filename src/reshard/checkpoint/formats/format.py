@@ -84,6 +84,11 @@ class CheckpointFormat(ABC):
         """Whether new checkpoints can be of this format."""
         return not self.can_hold.isdisjoint({Holding.WHOLE, Holding.SHARDS})
 
+    @property
+    def shards_itself(self) -> bool:
+        """Whether the format specifies the layouts of a new checkpoint (see `place`)."""
+        return type(self).place is not CheckpointFormat.place
+
     @abstractmethod
     def detect(self, path: Path) -> bool:
         """Whether a checkpoint of this format is at `path`, an existing file or folder.

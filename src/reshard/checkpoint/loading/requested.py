@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.defaults import choose_recipe_by_default
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import (
     ConversionRequest,
@@ -133,6 +134,7 @@ def _find_layouts(
         )
     taken = take_source(request, checkpoint)
     taken.expect_readable()
+    request = choose_recipe_by_default(request, taken)
     named = name_source(request, taken)
     placed = place_tensors(request, named)
     return named.checkpoint, {name: one.layout for name, one in placed.tensors.items()}

@@ -48,7 +48,7 @@ def apply(
     \b
     Examples:
       reshard apply llama-3-8b step2.delta llama-new
-      reshard apply llama-3-8b step2.delta llama-new-tp4 --to tp=4 --recipe llama
+      reshard apply llama-3-8b step2.delta llama-new-tp4 --to tp=4
 
     \b
     Keys of --json:

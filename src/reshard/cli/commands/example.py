@@ -26,7 +26,7 @@ def example(folder: str, as_json: bool, quiet: bool) -> int:
     \b
     Examples:
       reshard example model
-      reshard example model && reshard convert model model-tp4 --to tp=4 --recipe auto
+      reshard example model && reshard convert model model-tp4 --to tp=4
 
     \b
     Keys of --json:

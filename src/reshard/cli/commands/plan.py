@@ -79,10 +79,10 @@ def plan(
 
     \b
     Examples:
-      reshard plan llama-3-8b --to tp=4 --recipe llama
+      reshard plan llama-3-8b --to tp=4
       reshard plan llama-tp4 --to tp=2 --rule '*norm*=-' --rule '*=tp, -' --json
-      reshard plan llama-3-8b --to tp=4 --recipe llama --picture lm_head.weight
-      reshard plan llama-3-8b --to tp=4 --recipe llama --html report.html --ranks-per-host 2
+      reshard plan llama-3-8b --to tp=4 --picture lm_head.weight
+      reshard plan llama-3-8b --to tp=4 --html report.html --ranks-per-host 2
 
     \b
     Keys of --json:

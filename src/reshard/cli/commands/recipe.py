@@ -12,6 +12,7 @@ import click
 from reshard.cli.command_group import Commands
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
+    CastTypeChoice,
     allow_option,
     as_path,
     json_option,
@@ -24,7 +25,7 @@ from reshard.cli.sources import open_selected_source
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import ALLOWANCES
+from reshard.recipes.coupling.allowances import ALLOWANCES, IDLE_AXES
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.rank_sets import rank_text
 
@@ -124,7 +125,7 @@ def check(
     """Show which rule cuts which tensors of CHECKPOINT, and the bytes per rank.
 
     Only headers are read, and nothing is written. The exit code is 1 if ranks could not compute
-    with a cut, or no rule matches a tensor, unless --allow accepts it.
+    with a cut, no rule matches a tensor, or a mesh axis cuts nothing, unless --allow accepts it.
 
     \b
     Examples:
@@ -179,7 +180,12 @@ def check(
         title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
         by_engine_lines = [] if compared is None else compared.as_text()
         write("\n".join([printable(title), *report.as_text(), *by_engine_lines]))
-    refused = {"uncomputable": found.uncomputable, "unknown": found.unknown}
+    idle = found.list_idle_axes(mesh, chosen) if chosen is not None else []
+    refused = {
+        "uncomputable": found.uncomputable,
+        "unknown": found.unknown,
+        IDLE_AXES: idle,
+    }
     is_refused = any(refused[word] for word in refused.keys() - {*allow})
     is_same = compared is None or compared.is_same
     return DONE if is_same and not is_refused else DIFFERS
@@ -192,7 +198,7 @@ def check(
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
+    type=CastTypeChoice(),
     help="The type of the engine's parameters. [default: the engine's own choice]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")

@@ -10,7 +10,8 @@ from reshard.text.quantities import count_text
 
 DIFFERING_COPIES = "differing-copies"
 UNSCALED = "unscaled"
-ALLOWANCES = ("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES)
+IDLE_AXES = "replicas"
+ALLOWANCES = ("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES, IDLE_AXES)
 FORMER_ALLOWANCES = {"unmatched": "unknown"}
 """Words of earlier versions, with those that replace them."""
 
