@@ -136,6 +136,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {
     },
     "diff": {},
     "verify": {
+        "shows_all": ["{m} {m} --all --quiet"],
         "right_names": ["{m} {m} --for hf --right-names megatron"],
         "config": ["{m} {m} --config {m}"],
         "source_layout": ["{m} {m} --source-layout {m}/config.json"],

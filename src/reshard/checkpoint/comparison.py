@@ -78,6 +78,26 @@ class Difference:
     first_index: tuple[int, ...] | None = None
     is_tensor: bool = True
 
+    @property
+    def kind(self) -> str:
+        """The kind of difference, for counts: `only in a`, `with other elements`.
+
+        >>> Difference("w", "has shapes [2] and [3]").kind
+        'of other shapes'
+        """
+        if self.elements is not None:
+            return "with other elements"
+        if self.problem.startswith("is only in "):
+            return self.problem.removeprefix("is ")
+        kinds = {
+            "has shapes ": "of other shapes",
+            "has dtypes ": "of other dtypes",
+            "has copies ": "with copies that differ",
+            "of ": "unreadable",
+        }
+        found = (kind for start, kind in kinds.items() if self.problem.startswith(start))
+        return next(found, "with other values")
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

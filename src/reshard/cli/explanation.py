@@ -214,7 +214,16 @@ class Explanation:
             stacked_height=None if self._is_of_few_ranks else 22,
             ascii=not can_draw_boxes(),
         )
-        return [*lines, drawn, "", *self._figures(), *self._program_lines()]
+        lines.append(drawn)
+        if figures := self._figures():
+            lines += ["", *figures]
+        return lines + self._program_lines()
+
+    @property
+    def is_on_same_devices(self) -> bool:
+        """Whether both sides are over the same devices, so that collectives may lead there."""
+        devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
+        return len(devices) == 2 and devices[0] == devices[1]
 
     @property
     def _is_of_few_ranks(self) -> bool:
@@ -223,16 +232,16 @@ class Explanation:
     def _program_text(self) -> str:
         """The program as a table, or why there is none between two sides on the same devices."""
         if self.program is None:
-            devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
-            is_shared = len(devices) == 2 and devices[0] == devices[1]
-            return self.why_no_program or "" if is_shared else ""
+            return self.why_no_program or "" if self.is_on_same_devices else ""
         if not self.program.steps:
             return ""
+        # Messages that move as much are shown above.
+        is_as_much = self.program.moved_elements == self.traffic.total
         return step_table(
             self.program.shape,
             self.program.source,
             self.program.steps,
-            self.program.lower_bound_elements,
+            None if is_as_much else self.program.lower_bound_elements,
             self._program_estimate,
             most_columns=MOST_STEP_COLUMNS,
         )
@@ -244,10 +253,12 @@ class Explanation:
         return ["", "as collectives:", said] if self.program else ["", f"as collectives: {said}"]
 
     def _figures(self) -> list[str]:
-        lines = [
-            f"moved: {self._size(self.traffic.total)}, "
-            f"the least possible is {self._size(self.plan.lower_bound_elements)}"
-        ]
+        """Lines on the ranks that move most; the picture has how much moves."""
+        lines = []
+        if self.traffic.total > self.plan.lower_bound_elements:
+            lines.append(f"the least possible is {self._size(self.plan.lower_bound_elements)}")
+        elif self.traffic.total:
+            lines.append("no plan moves fewer elements")
         if self.traffic.total:
             both = (("sender", self.traffic.sent), ("receiver", self.traffic.received))
             for word, amounts in both:

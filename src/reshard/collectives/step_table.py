@@ -29,7 +29,7 @@ def step_table(
     shape: Sequence[int],
     source: ShardingSpec,
     steps: Sequence[Step],
-    lower_bound_elements: int,
+    lower_bound_elements: int | None,
     estimate: Estimate | None = None,
     most_columns: int | None = None,
 ) -> str:
@@ -39,7 +39,7 @@ def step_table(
         shape: of the tensor.
         source: the sharding before the first step.
         steps: what is done.
-        lower_bound_elements: the fewest that any program can move.
+        lower_bound_elements: the fewest that any program can move; None to leave out what moves.
         estimate: of the steps, for a column of times.
         most_columns: of the text of a step and of a sharding; longer ones are cut in the middle.
     """
@@ -53,10 +53,13 @@ def step_table(
             [str(number), str(step), str(step.target), f"{step.moved_elements:,}", f"{shard:,}"]
         )
     moved = sum(step.moved_elements for step in steps)
-    summary = (
-        f"{moved:,} elements move, at least {lower_bound_elements:,} must; the largest shard has "
-        f"{max(shards):,}."
-    )
+    if lower_bound_elements is None:
+        summary = f"The largest shard has {max(shards):,} elements."
+    else:
+        summary = (
+            f"{moved:,} elements move, at least {lower_bound_elements:,} must; the largest shard "
+            f"has {max(shards):,}."
+        )
     if most_columns is not None:
         rows = [[cut_in_the_middle(text, most_columns) for text in row] for row in rows]
     if estimate is not None:

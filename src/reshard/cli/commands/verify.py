@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,12 +21,13 @@ from reshard.cli.options import (
     source_layout_option,
     threads_option,
 )
-from reshard.cli.output import printable, write, write_json
+from reshard.cli.output import MOST_LISTED, noted, printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
 from reshard.cli.targets import config_option
 from reshard.errors import UsageError
 from reshard.text.quantities import bytes_text, count_text, duration_text
+from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import Comparison
@@ -63,6 +65,12 @@ if TYPE_CHECKING:
 @source_cut_options
 @allow_copies_option
 @threads_option
+@click.option(
+    "--all",
+    "shows_all",
+    is_flag=True,
+    help=f"List all differences. [default: the first {MOST_LISTED}]",
+)
 @json_option
 @quiet_option
 def verify(
@@ -77,6 +85,7 @@ def verify(
     adapters: tuple[str, ...],
     source_layout: str | None,
     threads: int | None,
+    shows_all: bool,
     as_json: bool,
     quiet: bool,
     source_mesh: str | None,
@@ -90,7 +99,8 @@ def verify(
 
     Every byte of both is read and compared, whatever the layouts and the formats are; names,
     dtypes and shapes are compared too. The exit code is 0 if they are the same, and 1 if they
-    differ; the differences are listed.
+    differ. The first differences are listed, with their number by kind; --all lists all, and so
+    does --json.
 
     With --left-names, --right-names or --recipe, tensors are compared under the recipe's own names,
     and fused tensors by their members. If one side has separate experts and the other has them
@@ -124,6 +134,7 @@ def verify(
     from reshard.checkpoint.naming.selection import TensorSelection
     from reshard.checkpoint.pretrained.comparison import compare_pretrained
 
+    expect_read("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
     second = open_source(right, check_copies=check_copies, allow=allow)
@@ -157,9 +168,14 @@ def verify(
     if as_json:
         write_json(_as_json(left, right, found, seconds_s))
     elif not quiet:
-        write("\n".join(_as_text(found, seconds_s)))
+        write("\n".join(_as_text(found, seconds_s, shows_all)))
         if not (found.is_same or are_named) and _is_one_stacked(first, second):
             write("one has stacked experts, the other not: compare them with --recipe auto")
+        elif not (found.is_same or are_named or found.digests) and _have_other_names(found):
+            write(
+                "no name is in both: --left-names and --right-names compare under a recipe's "
+                "names, --for hf what LEFT is as a model folder"
+            )
     return DONE if found.is_same else DIFFERS
 
 
@@ -237,14 +253,23 @@ def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
     return len(stacked) == 1
 
 
-def _as_text(found: Comparison, seconds_s: float) -> list[str]:
+def _have_other_names(found: Comparison) -> bool:
+    """Whether every difference is a tensor of one side alone."""
+    tensors = [one for one in found.differences if one.is_tensor]
+    return bool(tensors) and all(one.kind.startswith("only in ") for one in tensors)
+
+
+def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
+    shown = found.differences if shows_all else found.differences[:MOST_LISTED]
     lines = [
         f"{printable(difference.name)} {printable(difference.problem)}"
         if difference.elements is None
         else f"{printable(difference.name)}: {difference.problem}"
-        for difference in found.differences
+        for difference in shown
     ]
-    lines += [f"note: {printable(note)}" for note in found.notes]
+    if more := len(found.differences) - len(shown):
+        lines.append(f"... and {count_text(more, 'more difference')}; --all lists them")
+    lines += noted(found.notes)
     compared = f"compared {bytes_text(found.compared_bytes)} in {duration_text(seconds_s)}"
     same = len(found.digests)
     if found.is_same:
@@ -255,7 +280,9 @@ def _as_text(found: Comparison, seconds_s: float) -> list[str]:
     if values:
         beside = f"{count_text(values, 'value')} beside the tensors"
         differ = f"{differ}, and {beside}" if tensors else f"{beside} differ{'s' * (values == 1)}"
-    return [*lines, f"{differ}; {compared}"]
+    kinds = Counter(difference.kind for difference in found.differences)
+    counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    return [*lines, f"{differ}: {counted}; {compared}"]
 
 
 def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict[str, Any]:
