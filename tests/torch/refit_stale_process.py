@@ -393,6 +393,27 @@ def tied_tensors() -> None:
         expect(torch.equal(apart["head"], source["head"].full_tensor()), "two tensors, head")
         source["head"]._local_tensor.copy_(source["embed"]._local_tensor)
         refit.run()
+        tied_over_stages(planning)
+
+
+def tied_over_stages(planning: Any) -> None:
+    """The embedding of the first rank, and the head of the last."""
+    rank, whole = dist.get_rank(), torch.arange(40.0).reshape(10, 4)
+    source = {0: {"embed": whole.clone()}, dist.get_world_size() - 1: {"head": whole.clone()}}
+    own = source.get(rank)
+    tied = {"embed": torch.zeros(10, 4)}
+    refit = Refit.prepare(own, tied, ties={"head": "embed"}, planning=planning)
+    refit.run()
+    refit.verify()
+    expect(torch.equal(tied["embed"], whole), "equal tied tensors of two stages")
+    if own is not None and "head" in own:
+        own["head"][3, 1] += 1
+    refused(refit.run, RunError, "nothing was moved: head of the source differs from embed")
+    refused(refit.verify, RunError, "head of the source differs from embed")
+    if own is not None and "head" in own:
+        own["head"][3, 1] -= 1
+    refit.run()
+    expect(torch.equal(tied["embed"], whole), "after they were made equal again")
 
 
 CASES = [

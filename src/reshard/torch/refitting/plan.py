@@ -36,6 +36,7 @@ from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.methods import BY_EXCHANGE, TensorMethod, job_of
 from reshard.torch.refitting.report import ReportedMethods, report_methods
+from reshard.torch.refitting.tied_sources import DistantPair
 
 # The most buckets, since each has messages of its own.
 _MOST_BUCKETS = 256
@@ -107,6 +108,7 @@ class RefitPlan:
             of these numbers for the source's tensors; in one when None.
         known_parts: of ranks, as far as `own_part` worked them out.
         topology: the hosts of what moves in stages.
+        tied: tensors of the source that are declared to be one, and are on different ranks.
 
     Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
     """
@@ -117,6 +119,7 @@ class RefitPlan:
     buckets: int | Mapping[str, int] | None = None
     known_parts: dict[int, RefitPart] = field(default_factory=dict, compare=False, repr=False)
     topology: Topology | None = None
+    tied: tuple[DistantPair, ...] = ()
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:

@@ -25,6 +25,7 @@ from reshard.torch.refitting.methods import RefitMethods
 from reshard.torch.refitting.plan import RefitPart, RefitPlan, count_bytes, staging_limit_bytes
 from reshard.torch.refitting.preparation import KnownPlans, make_key
 from reshard.torch.refitting.report import PlanningReport, peak_memory_bytes
+from reshard.torch.refitting.tied_sources import find_distant_pairs
 from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 Planning = Literal["local", "centralized"]
@@ -121,6 +122,12 @@ class RefitPlanner:
             methods,
             self._limit_buckets(matches),
             topology=self.methods.stage_topology,
+            tied=find_distant_pairs(
+                self.ties,
+                {name: tensor.layout for name, tensor in source.items()},
+                {match.source_name for match in matches},
+                one,
+            ),
         )
 
     def _limit_buckets(self, matches: Sequence[Match]) -> int | Mapping[str, int] | None:

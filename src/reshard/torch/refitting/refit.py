@@ -71,7 +71,13 @@ from reshard.torch.refitting.planning import (
 )
 from reshard.torch.refitting.prepared import PreparedRefit, list_slots
 from reshard.torch.refitting.replicas import check_replicas as compare_replicas
-from reshard.torch.refitting.tied_sources import Pairs, find_difference, find_tied_pairs
+from reshard.torch.refitting.tied_sources import (
+    DistantPair,
+    Pairs,
+    compare_distant,
+    find_difference,
+    find_tied_pairs,
+)
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 from reshard.torch.sides import is_sharded_array, lay_out_array
@@ -109,6 +115,7 @@ class Refit:
         self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
         self._left: tuple[object, ...] = ()
         self._tied: Pairs = ()
+        self._distant: tuple[DistantPair, ...] = ()
         self._uncounted = list_uncounted(prepared.after.tensors.values())
 
     @property
@@ -164,7 +171,8 @@ class Refit:
             source_names, target_names: map each side's names to common names, by function or table
                 (`reshard.torch.models.naming`), such as `Recipe.naming`.
             ties: names that refer to the same tensor as another name. If the source has a tensor
-                of each, a run compares what a rank has of both, and raises where they differ.
+                of each, a run compares them, and raises where they differ; on different ranks it
+                compares checksums of equal boxes.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
             num_experts: in the full model, if Megatron's ranks number their own from 0, and the
@@ -328,10 +336,14 @@ class Refit:
             raise RunError("nothing was moved: no messages could be prepared")
         made = cls(prepared, batches, group)
         if ties:
-            used = None if whole is None else {match.source_name for match in whole.matches}
+            known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
+            if whole is not None:
+                known = {match.source_name for match in whole.matches}, whole.tied
             # With centralized planning the first rank alone knows all tensors.
-            used = share(used, group.ranks[0], group) if planning == "centralized" else used
-            made._tied = find_tied_pairs(ties, before.locals, used or ())
+            if planning == "centralized":
+                known = share(known, group.ranks[0], group)
+            used, made._distant = known
+            made._tied = find_tied_pairs(ties, before.locals, used)
         return made
 
     def free_gathered(self) -> None:
@@ -383,6 +395,8 @@ class Refit:
         with span("agree"):
             parts = {"refit": self._prepared.digest}
             any_new, any_like_before = agree(Intent(parts, problem, notes=notes), self._group)
+            if self._distant:
+                compare_distant(self._distant, self._prepared.before.locals, self._group)
         # Everything too where most has changed on each rank that sends anything.
         is_whole = any_new or not any_like_before
         self.is_usable = False
@@ -437,6 +451,8 @@ class Refit:
         prepared = self._prepared
         agree(Intent({"refit": prepared.digest}, self._problem()), self._group)
         locals_of = (prepared.before.locals, prepared.after.locals)
+        if self._distant:
+            compare_distant(self._distant, locals_of[0], self._group)
         found = verify_part(prepared.part, *locals_of, self._group)
         told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
         problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
