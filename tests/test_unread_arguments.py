@@ -128,7 +128,6 @@ REFUSED: dict[str, dict[str, list[str]]] = {
         },
         "source_names": ["{m} {d} {t} --to full --source-names megatron"],
         "source_layout": ["{m} {d} {t} --to full --source-layout {m}/config.json"],
-        "most_file_bytes": ["{m} {d} {t} --max-file 1MB"],
         "replicas": ["{m} {d} {t} --replicas every"],
         "dtype": ["{m} {d} {t} --to full --dtype bf16"],
         "strip_prefix": ["{m} {d} {t} --to full --strip-prefix model."],

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from cli.command_runs import run_here
 from reshard import checkpoint
-from reshard.binding import Binding
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.copy_checks import (
     CopyReport,
@@ -21,6 +21,7 @@ from reshard.checkpoint.copy_checks import (
     expect_equal_copies,
     list_read_checksums,
 )
+from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
 from reshard.errors import CoverageError, UsageError
 from reshard.layout import Box, Layout
 
@@ -278,3 +279,76 @@ def test_samples_keep_to_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         report = compare_copies(source)
         assert (report.read_bytes, report.unchecked) == (min(windows, 7) * 2 * 4096, unchecked)
         assert bool(report.describe()) is (unchecked > 0)
+
+
+DAMAGE = "written from one tensor"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A model of two ranks, each of whose files has all of the norm, and its steps."""
+    whole = {"w": counted(4, 6), "norm": counted(8), "step": counted(2)}
+    save_file(whole, tmp_path / "whole.safetensors")
+    checkpoint.convert(
+        tmp_path / "whole.safetensors", tmp_path / "cut", to="tp=2", rules=["w=tp, -", "*=..."]
+    )
+    return tmp_path / "cut"
+
+
+def damage(folder: Path, rank: int, name: str) -> None:
+    file = folder / shard_file_name(rank)
+    content = bytearray(file.read_bytes())
+    place = next(
+        file_range
+        for file_range in list_places(checkpoint.open(folder), name)
+        if file_range.path == file.name
+    )
+    content[place.start_bytes] ^= 1
+    file.write_bytes(content)
+
+
+def list_places(opened: Checkpoint, name: str) -> list[FileRange]:
+    tensor = opened[name]
+    return [tensor.file_range(slot, 0, 0) for slot in tensor.stored_slots]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["norm", "step"])
+def test_a_copy_that_reshard_wrote_and_that_changed_is_found_by_every_door(
+    shards: Path, tmp_path: Path, rank: int, name: str
+) -> None:
+    whole, other = tmp_path / "whole.safetensors", tmp_path / "other"
+    checkpoint.convert(shards, other, to="tp=2", rules=["*=..."])
+    assert checkpoint.compare(whole, shards).is_same
+    assert not checkpoint.check_digests(shards).damaged
+    damage(shards, rank, name)
+    assert name in {one.name for one in checkpoint.compare(whole, shards).differences}
+    assert name in {one.tensor for one in checkpoint.check_digests(shards).damaged}
+    doors = [
+        lambda: checkpoint.plan_conversion(shards, tmp_path / "new", to="full"),
+        lambda: checkpoint.load(shards),
+        lambda: checkpoint.load(shards, to="tp=2", rules=["*=..."], rank=1 - rank),
+        lambda: checkpoint.diff(shards, other, tmp_path / "delta"),
+    ]
+    for enter in doors:
+        with pytest.raises(CoverageError, match=f"{name}: rank 0, rank 1 differ.*{DAMAGE}"):
+            enter()
+    opened = checkpoint.open(shards, allow=["differing-copies"])
+    assert checkpoint.compare(whole, opened).is_same == (rank == 1)
+
+
+def test_a_comparison_reads_every_byte_of_copies_that_reshard_wrote(tmp_path: Path) -> None:
+    save_file({"w": counted(64, 1024)}, tmp_path / "whole.safetensors")
+    checkpoint.convert(tmp_path / "whole.safetensors", tmp_path / "cut", to="tp=2", rules=["*=..."])
+    opened = checkpoint.open(tmp_path / "cut")
+    assert compare_copies(opened).read_bytes == 2 * 3 * 4096
+    assert compare_copies(opened, reads_recorded=True).read_bytes == 2 * 64 * 4096
+    file = tmp_path / "cut" / shard_file_name(1)
+    content = bytearray(file.read_bytes())
+    content[-3 * 4096] ^= 1
+    file.write_bytes(content)
+    assert not compare_copies(checkpoint.open(tmp_path / "cut")).differing
+    assert not checkpoint.compare(tmp_path / "whole.safetensors", tmp_path / "cut").is_same
+    [damaged] = checkpoint.check_digests(tmp_path / "cut").damaged
+    assert damaged.problem.startswith("rank 0, rank 1 differ in [0:64, 0:1024] (every byte")
+    assert damaged.places[0].startswith(f"{file.name} from byte ")

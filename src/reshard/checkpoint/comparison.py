@@ -11,7 +11,8 @@ digested.
    (`copy_checks`): the comparison reads one of them.
 
 `check_digests` reads one checkpoint in the same way, and compares its digests with those that
-its manifest recorded, and its bytes with the checksums that files have of their own.
+its manifest recorded, its bytes with the checksums that files have of their own, and copies with
+each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -119,8 +120,8 @@ class Comparison:
 class DamagedBlock:
     """A block whose bytes are not those that were written, and the bytes of the files it is in.
 
-    `expected` and `found` are digests; a compressed archive that cannot be unpacked has none, but
-    a `problem`.
+    `expected` and `found` are digests; a compressed archive that cannot be unpacked, and copies
+    that differ from each other, have none, but a `problem`.
     """
 
     tensor: str
@@ -309,7 +310,7 @@ def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference]
     """Return the copies that differ within a checkpoint, and notes about others."""
     differences, notes = [], []
     for checkpoint in checkpoints:
-        report = compare_copies(checkpoint)
+        report = compare_copies(checkpoint, reads_recorded=True)
         texts = [f"copies in {checkpoint.folder}: {one}" for one in report.differing]
         if DIFFERING_COPIES in checkpoint.allowed:
             notes += texts
@@ -453,6 +454,7 @@ def check_digests(
             _describe_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)
         ]
         damaged += _find_damaged_items(checkpoint, files)
+        damaged += _find_damaged_copies(checkpoint, itertools.compress(columns.names, known))
     finally:
         results.close()
         files.close()
@@ -501,6 +503,14 @@ def _find_damaged_sources(
     order = {name: number for number, name in enumerate(checkpoint)}
     damaged = [block for block in results if block is not None]
     return sorted(damaged, key=lambda block: (order[block.tensor], block.places))
+
+
+def _find_damaged_copies(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[DamagedBlock]:
+    """Yield the parts of tensors with recorded digests whose copies differ from each other."""
+    if DIFFERING_COPIES in checkpoint.allowed:
+        return
+    for copies in compare_copies(checkpoint, names=names, reads_recorded=True).differing:
+        yield DamagedBlock(copies.tensor, copies.part, "", "", copies.places, copies.how)
 
 
 def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:

@@ -5,13 +5,17 @@ of it, or boxes that overlap. A reader takes the elements of a box from one of t
 differ would lose the others. They differ where each rank held another tensor under the same name
 and shape, such as experts over an axis that is not in the mesh of the files.
 
-1. Checksums that the files contain (`Checkpoint.checksums`) are compared: nothing is read. So it
-   is where a manifest of reshard has the digest of the tensor that all copies were written from.
+1. Checksums that the files contain (`Checkpoint.checksums`) are compared: nothing is read.
 2. Where a copy has none, the first, middle and last 4 KiB of each copy are compared (`sample`), at
    most 1 % of the bytes of the files in all, or 4 MiB where that is more. If that is too little for
    all copies, the smaller ones are compared by their first 4 KiB alone, the smallest not at all.
    With `all`, every byte of every copy is compared.
-3. State that differs by rank by its nature, such as the running statistics of a batch norm, is
+3. Where a manifest of reshard has the digest of a tensor, all its copies were equal when they were
+   written, and the digest proves the copy that is read. The others are sampled too, as far as the
+   limits allow and not from an address; what is not sampled counts as compared by checksum.
+   Comparisons that read every byte of a checkpoint read every byte of these copies
+   (`reads_recorded`).
+4. State that differs by rank by its nature, such as the running statistics of a batch norm, is
    listed (`CopyReport.by_nature`); other copies that differ are an error of `expect_equal_copies`.
 
 Formats need not compare copies themselves: they bind every copy that their files have. A format
@@ -76,13 +80,15 @@ _NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 class DifferingCopies:
     """A part of a tensor of which ranks hold different copies.
 
-    `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared.
+    `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared. `places`
+    has where the copies begin that differ from the lowest rank's.
     """
 
     tensor: str
     part: str
     ranks: tuple[tuple[int, ...], ...]
     found_by: str
+    places: tuple[str, ...] = ()
 
     @property
     def how(self) -> str:
@@ -201,7 +207,11 @@ def expect_equal_copies(
 
 
 def compare_copies(
-    checkpoint: Checkpoint, check: str | None = None, names: Iterable[str] | None = None
+    checkpoint: Checkpoint,
+    check: str | None = None,
+    names: Iterable[str] | None = None,
+    *,
+    reads_recorded: bool = False,
 ) -> CopyReport:
     """Compare the copies in a checkpoint.
 
@@ -209,6 +219,8 @@ def compare_copies(
         checkpoint: opened.
         check: `all`, `sample` or `none`; the checkpoint's own when None.
         names: of the tensors whose copies are compared; all when None.
+        reads_recorded: with `sample`, read every byte of copies of tensors whose digest a manifest
+            records.
 
     Raises:
         UsageError: another word.
@@ -227,35 +239,41 @@ def compare_copies(
         return CopyReport(lost=lost)
     unlike: list[tuple[_Group, tuple[tuple[int, ...], ...], str]] = []
     unresolved = groups if check == "all" else []
+    recorded: list[_Group] = []
     if check == "sample":
         for group in groups:
-            # What reshard wrote has copies of one tensor, and a digest that proves them when read.
-            if group.has_digest:
-                continue
             classes = group.classify(index.storages)
             if classes is None:
-                unresolved.append(group)
+                (recorded if group.has_digest else unresolved).append(group)
             elif len(classes) > 1:
                 unlike.append((group, classes, "by the CRC-32 in the files"))
-    by_checksum = len(groups) - len(unresolved)
     chosen = _choose_reads(checkpoint, unresolved, check)
+    if reads_recorded:
+        proven = _choose_reads(checkpoint, recorded, "all")
+    elif isinstance(checkpoint.folder, PlacePath):
+        proven = []
+    else:
+        proven = _choose_reads(checkpoint, recorded, "sample")
+    by_checksum = len(groups) - len(unresolved) - len(proven)
     read_bytes = 0
-    how = "every byte compared" if check == "all" else "by a sample"
-    for group, digests, size_bytes in _read_groups(checkpoint, chosen):
-        read_bytes += size_bytes
+    chosen += proven
+    for read, digests in _read_groups(checkpoint, chosen):
+        group = read.group
+        read_bytes += read.size_bytes
         classes = _group_equal(zip(group.ranks, digests, strict=True))
         if len(classes) > 1:
-            unlike.append((group, classes, how))
+            unlike.append((group, classes, read.how))
     unlike.sort(key=lambda one: (index.columns.row(one[0].tensor), one[1]))
-    found = [
-        group.describe(
-            classes, how + (_measure(checkpoint, group, classes) if number < _MAX_SHOWN else "")
-        )
-        for number, (group, classes, how) in enumerate(unlike)
-    ]
+    differing: list[DifferingCopies] = []
+    by_nature: list[DifferingCopies] = []
+    for number, (group, classes, how) in enumerate(unlike):
+        measured = _measure(checkpoint, group, classes) if number < _MAX_SHOWN else ""
+        # What has one digest was written from one tensor, whatever its name.
+        is_natural = not group.has_digest and _BY_NATURE.search(group.tensor)
+        (by_nature if is_natural else differing).append(group.describe(classes, how + measured))
     return CopyReport(
-        tuple(one for one in found if not _BY_NATURE.search(one.tensor)),
-        tuple(one for one in found if _BY_NATURE.search(one.tensor)),
+        tuple(differing),
+        tuple(by_nature),
         lost,
         len(groups),
         by_checksum,
@@ -315,6 +333,12 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
         text += (
             "If each rank holds another part, such as its own experts, the files lack the axis: "
             f"specify it with {_suggest_cut(differing)} (mesh= and rules= of open_checkpoint). "
+        )
+    digest = checkpoint.tensors[names[0]].digest
+    if digest is not None:
+        text += (
+            "They were written from one tensor, so a file changed since then: `reshard inspect "
+            "--digest` lists where. "
         )
     return text + (
         "If the copies may differ, --allow differing-copies takes the lowest rank's "
@@ -383,7 +407,10 @@ class _Group(NamedTuple):
 
     def describe(self, classes: tuple[tuple[int, ...], ...], found_by: str) -> DifferingCopies:
         boxes = ", ".join(map(str, self.region.boxes[:2]))
-        return DifferingCopies(self.tensor, boxes, classes, found_by)
+        others = [rank for ranks in classes[1:] for rank in ranks]
+        places = (self.places[self.ranks.index(rank)] for rank in sorted(others))
+        texts = tuple(f"{file} from byte {start}" for file, start in places)
+        return DifferingCopies(self.tensor, boxes, classes, found_by, texts)
 
 
 class _Storages:
@@ -611,6 +638,7 @@ class _Read(NamedTuple):
 
     group: _Group
     windows: tuple[tuple[int, Box], ...]
+    how: str = "by a sample"
 
     @property
     def size_bytes(self) -> int:
@@ -629,6 +657,7 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
                     for number, box in enumerate(group.region.boxes)
                     for window in _split(box.shape, group.kind.dtype.itemsize_bytes, BUFFER_BYTES)
                 ),
+                "every byte compared",
             )
             for group in groups
         ]
@@ -705,10 +734,8 @@ def _split(shape: tuple[int, ...], itemsize_bytes: int, max_bytes: int) -> Itera
             yield Box((*lead, begin, *(0 for _ in rest)), stop)
 
 
-def _read_groups(
-    checkpoint: Checkpoint, reads: list[_Read]
-) -> Iterator[tuple[_Group, list[bytes], int]]:
-    """Yield each group with a digest of what was read of each copy, and the number of bytes."""
+def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_Read, list[bytes]]]:
+    """Yield what was read of each group, with a digest of it for each copy."""
     if not reads:
         return
     files = open_sources(checkpoint)
@@ -735,7 +762,7 @@ def _read_groups(
         results.close()
         files.close()
     for read, digests in zip(reads, found, strict=True):
-        yield read.group, [digests[n] for n in range(len(digests))], read.size_bytes
+        yield read, [digests[n] for n in range(len(digests))]
 
 
 def _measure(checkpoint: Checkpoint, group: _Group, classes: tuple[tuple[int, ...], ...]) -> str:

@@ -319,9 +319,8 @@ _CONVERSION_OPTIONS = (
     click.option(
         "--replicas",
         type=click.Choice(REPLICAS),
-        default=REPLICAS[0],
-        show_default=True,
-        help="Store equal shards once, or a copy for every rank.",
+        help="Store equal shards once, or a copy for every rank, so that a rank's file is enough "
+        "for that rank. [default: every for sharded-safetensors, else once]",
     ),
     click.option(
         "--max-file",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.binding import REPLICAS
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import DIFFERING_COPIES
@@ -159,7 +158,7 @@ def plan_from_options(
     given = {
         name: value
         for name, value in {**arguments, "config": config}.items()
-        if value not in (None, (), False) and (name, value) != ("replicas", REPLICAS[0])
+        if value not in (None, (), False)
     }
     for name in given:
         if name not in chosen.options:

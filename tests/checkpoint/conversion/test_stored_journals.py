@@ -23,15 +23,17 @@ WHOLE = {
     "layers.0.bias": tensor("bfloat16", (33,), 2),
     "step": tensor("int64", (), 3),
 }
-# Tensors that no rule matches were copied when these journals were written.
-COPIED = {"allow": ["unknown"]}
+# When these journals were written, tensors that no rule matches were copied, and copies of ranks
+# were stored once unless `every` was asked for.
+COPIED = {"allow": ["unknown"], "replicas": "once"}
 HALVES = {"to": "tp=2", "rules": ["*.weight=tp, -"], **COPIED}
 ARCHIVES = {"to": "tp=2", "rules": ["*.weight=-, tp"], "format": "torch-dcp", **COPIED}
 SHARDS = {
     "to": "dp=2,tp=2",
     "rules": ["*.weight=tp, dp", "*.bias=tp"],
+    **COPIED,
     "replicas": "every",
-} | COPIED
+}
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def without_places(description: dict[str, Any]) -> dict[str, Any]:
         ("shards", {}, SHARDS),
         ("whole", HALVES, {"to": "full", "most_file_bytes": 100}),
         ("archives", HALVES, {**ARCHIVES, "to": "tp=3"}),
-        ("from-archives", ARCHIVES, {"to": 3}),
+        ("from-archives", ARCHIVES, {"to": 3, "replicas": "once"}),
     ],
 )
 def test_a_conversion_is_described_as_it_was(

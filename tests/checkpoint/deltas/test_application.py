@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.checkpoint_files import Tensor, small_folder, tensor, tensors, write_file
+from checkpoint.checkpoint_files import Tensor, read_file, small_folder, tensor, tensors, write_file
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.killed_conversion import Case, run_again, write_old
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
@@ -288,3 +288,20 @@ def test_another_delta_does_not_go_on(
     assert checkpoint.compare(steps[2], tmp_path / "out").is_same
     assert json.loads((tmp_path / "out" / "reshard.manifest.json").read_text())["carried"]
     assert "out" in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["once", "every"])
+def test_copies_stay_as_they_are_in_the_base(steps: list[Path], stored: str) -> None:
+    folder = steps[0].parent
+    cut = {"to": "tp=3", "rules": ["w=tp, -", "*=..."]}
+    checkpoint.convert(steps[1], folder / "cut", **cut, replicas=stored)
+    checkpoint.apply(folder / "cut", folder / "d1", folder / "out")
+    files = sorted((folder / "out").glob("*.safetensors"))
+    assert sum("k" in read_file(path) for path in files) == (3 if stored == "every" else 1)
+    other = {"once": "every", "every": "once"}[stored]
+    plan = checkpoint.plan_application(
+        folder / "cut", folder / "d1", folder / "new", replicas=other
+    )
+    assert plan.arrangement.copy_bytes == (2 * 4 * 90 * 90 if other == "every" else 0)
+    with pytest.raises(UsageError, match="a limit for files"):
+        checkpoint.apply(folder / "cut", folder / "d1", folder / "new", most_file_bytes=100)

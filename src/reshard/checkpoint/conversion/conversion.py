@@ -340,6 +340,7 @@ class Conversion:
 class ConversionReport:
     """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
 
+    `size_bytes` counts each tensor once; `copy_bytes` counts the copies in files of other ranks.
     `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
     `buffers_by_process` the bytes that each allocated for its work.
     """
@@ -356,6 +357,7 @@ class ConversionReport:
     notes: tuple[str, ...]
     by_process: tuple[tuple[int, int], ...] = ((0, 0),)
     buffers_by_process: tuple[int, ...] = (0,)
+    copy_bytes: int = 0
 
 
 def describe_counts(counts: CastCounts) -> Iterator[str]:

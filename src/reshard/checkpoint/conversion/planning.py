@@ -120,7 +120,7 @@ def plan_conversion(
             checkpoint.items,
             checkpoint.paths,
             checkpoint.attributes,
-            request.replicas,
+            request.stored_replicas,
             request.most_file_bytes,
             checkpoint.values,
         )
@@ -369,7 +369,7 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
         "recipe": named.recipe.name if named.recipe else None,
         "options": tuple(f"{name}={value}" for name, value in sorted(options.items())),
         "strategy": request.strategy,
-        "replicas": request.replicas,
+        "replicas": request.stored_replicas,
         "most_file_bytes": request.most_file_bytes,
         "source_names": None if named.from_names is None else named.from_names.text,
         "target_names": None if named.to_names is None else named.to_names.text,

@@ -65,7 +65,7 @@ class RequestArguments(CutArguments, total=False):
     """All keywords of a `ConversionRequest`, as `convert` takes them."""
 
     format: str | None
-    replicas: str
+    replicas: str | None
     most_file_bytes: int | None
     dtype: str | None
     dequantize: bool
@@ -119,7 +119,9 @@ class ConversionRequest:
         strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
         format: `safetensors`, `sharded-safetensors`, `torch-dcp`, or one that was registered;
             one of the first two, by `to`, when None.
-        replicas: `once` stores one copy of equal shards, `every` one for each rank.
+        replicas: `once` stores one copy of equal shards, `every` one for each rank, so that a
+            rank's file is enough for that rank; `every` for `sharded-safetensors`, and `once` for
+            other formats, when None (see `stored_replicas`).
         most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
         source_names, target_names: what the tensors are called there, and which are fused, where
             that is not as in the recipe: a convention of it, such as `megatron`, or a table as
@@ -165,7 +167,7 @@ class ConversionRequest:
     options: Mapping[str, str] | Iterable[str] = ()
     strategy: str | None = None
     format: str | None = None
-    replicas: str = REPLICAS[0]
+    replicas: str | None = None
     most_file_bytes: int | None = None
     source_names: Names | None = None
     target_names: Names | None = None
@@ -196,7 +198,7 @@ class ConversionRequest:
         most = self.most_file_bytes
         if most is not None and (type(most) is not int or most < 1):
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
-        if self.replicas not in REPLICAS:
+        if self.replicas not in (None, *REPLICAS):
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
         if self.check_copies is not None:
             parse_check(self.check_copies)
@@ -288,7 +290,7 @@ class ConversionRequest:
         form = Holding.WHOLE if self.is_whole else Holding.SHARDS
         _refuse(form not in holds, to, f"the format {self.format}")
         by = to if self.format is None else f"the format {self.format}"
-        every = self.replicas != REPLICAS[0]
+        every = self.replicas == "every"
         _refuse(every and Holding.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
         is_limited = self.most_file_bytes is not None
         _refuse(is_limited and Holding.FILE_LIMIT not in holds, "a limit for files", by)
@@ -383,6 +385,19 @@ class ConversionRequest:
     def target_format(self) -> CheckpointFormat:
         """The format of the new checkpoint."""
         return written_format(self.format, to_whole=self.is_whole)
+
+    @property
+    def stored_replicas(self) -> str:
+        """How the new checkpoint stores equal shards: as requested, or as fits its format.
+
+        >>> ConversionRequest(to="tp=2").stored_replicas
+        'every'
+        >>> ConversionRequest(to="tp=2", format="torch-dcp").stored_replicas
+        'once'
+        """
+        if self.replicas is not None:
+            return self.replicas
+        return "every" if Holding.REPLICAS in self.target_format.can_hold else "once"
 
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:

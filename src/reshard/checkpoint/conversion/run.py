@@ -570,4 +570,5 @@ def _report(
         (*conversion.notes, *((*run.notes, *describe_counts(run.counts)) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),
+        conversion.arrangement.copy_bytes,
     )

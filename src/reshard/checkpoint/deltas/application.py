@@ -27,13 +27,17 @@ from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    PlannedTensor,
+    find_stored_replicas,
+)
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.unread_arguments import expect_read
 
 PathLike = str | os.PathLike[str]
 # Of a request: other elements, or other names than the delta has.
@@ -84,13 +88,13 @@ def plan_application(
     check_files(checkpoint, patched)
     given = {name: value for name, value in arguments.items() if value not in (None, (), False)}
     if request is None and not (given.keys() - {"replicas", "most_file_bytes"}):
-        for name, value in given.items():
-            expect_read(
-                f"{name}={value!r}",
-                value == getattr(ConversionRequest, name),
-                "without `to` the files are cut as those of the base; give `to` and a format",
-            )
-        conversion = _keep_cut(checkpoint, patched, target)
+        conversion = _keep_cut(
+            checkpoint,
+            patched,
+            target,
+            arguments.get("replicas"),
+            arguments.get("most_file_bytes"),
+        )
     else:
         if request is None:
             request = ConversionRequest(**arguments)
@@ -163,8 +167,14 @@ def _check_names(arrangement: Arrangement, patched: PatchedCheckpoint) -> None:
             )
 
 
-def _keep_cut(base: Checkpoint, patched: PatchedCheckpoint, target: Path) -> Conversion:
-    """The conversion that leaves cut and format as they are."""
+def _keep_cut(
+    base: Checkpoint,
+    patched: PatchedCheckpoint,
+    target: Path,
+    replicas: str | None,
+    most_file_bytes: int | None,
+) -> Conversion:
+    """The conversion that leaves cut, format and, when None, the copies as they are."""
     format = _expect_written(base)
     is_whole = Holding.SHARDS not in format.can_hold
     checkpoint = patched.checkpoint
@@ -175,6 +185,12 @@ def _keep_cut(base: Checkpoint, patched: PatchedCheckpoint, target: Path) -> Con
         if name in placed or is_whole:
             layout, spec = placed.get(name, Layout.whole(tensor.shape, [0], 1)), None
         tensors[name] = PlannedTensor(tensor.dtype, layout, spec)
+    to = "full" if is_whole else base.mesh or base.ranks
+    if replicas is None and Holding.REPLICAS in format.can_hold:
+        replicas = find_stored_replicas(base.tensors)
+    request = ConversionRequest(
+        to=to, format=format.name, replicas=replicas, most_file_bytes=most_file_bytes
+    )
     arrangement = format.arrange(
         NewCheckpoint(
             tensors,
@@ -183,11 +199,11 @@ def _keep_cut(base: Checkpoint, patched: PatchedCheckpoint, target: Path) -> Con
             checkpoint.items,
             checkpoint.paths,
             checkpoint.attributes,
-            values=checkpoint.values,
+            request.stored_replicas,
+            most_file_bytes,
+            checkpoint.values,
         )
     )
-    to = "full" if is_whole else base.mesh or base.ranks
-    request = ConversionRequest(to=to, format=format.name)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
     return Conversion(checkpoint, target, arrangement, request, resolved)
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from reshard.binding import REPLICAS
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
@@ -104,7 +105,8 @@ class Arrangement:
     """The new checkpoint: tensors bound to files. `notes` are for the user.
 
     `items` are bytes that are no tensors, where they will be; `paths`, `attributes` and `values` as
-    in a `Checkpoint`, those that the target has.
+    in a `Checkpoint`, those that the target has. `copy_bytes` counts the bytes of shards that the
+    files of other ranks hold too, all but one copy of each.
     """
 
     format: str
@@ -116,6 +118,7 @@ class Arrangement:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    copy_bytes: int = 0
 
 
 def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
@@ -176,6 +179,28 @@ def find_storing_ranks(
                 stored_bytes[slot] = stored_bytes.get(slot, 0) + size_bytes
         storing[name] = make_set(tuple(chosen))
     return storing
+
+
+def count_copy_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
+    """Return the bytes of copies where every rank stores its shards, all but one of each."""
+    return sum(
+        (len(slots) - 1) * elements * tensor.dtype.itemsize_bytes
+        for tensor in tensors.values()
+        for slots, elements in _group_equal_shards(tensor.layout)
+    )
+
+
+def find_stored_replicas(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return how a checkpoint stores equal shards, `once` or `every`; None where it has none."""
+    has_copies = False
+    columns = TensorColumns.of(tensors)
+    for kind in columns.kinds:
+        stored = {slot for slot, _ in kind.places}
+        for slots, _ in _group_equal_shards(kind.layout):
+            if not stored.issuperset(slots):
+                return "once"
+            has_copies |= len(slots) > 1
+    return "every" if has_copies else None
 
 
 # Many tensors of a model are cut alike.

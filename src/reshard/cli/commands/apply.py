@@ -53,7 +53,7 @@ def apply(
     \b
     Keys of --json:
       source, deltas, target, to, format, mesh {text, axes, devices}
-      tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
+      tensors, size_bytes, copy_bytes, read_bytes, written_bytes, resumed_bytes
       seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from reshard.cli.commands.plan import matching_json, matching_lines
+from reshard.cli.commands.plan import matching_json, matching_lines, size_text
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -91,7 +91,7 @@ def convert(
     \b
     Keys of --json:
       source, target, to, format, mesh {text, axes, devices}
-      tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
+      tensors, size_bytes, copy_bytes, read_bytes, written_bytes, resumed_bytes
       seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
@@ -189,8 +189,8 @@ def _report_lines(
 ) -> list[str]:
     lines = [
         f"{printable(source)} to {printable(target)}, for {conversion.resolved['to']}: "
-        f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
-        f"{count_text(report.files, 'file')}"
+        f"{count_text(report.tensors, 'tensor')}, "
+        f"{size_text(report.size_bytes, report.copy_bytes)}, {count_text(report.files, 'file')}"
     ]
     if report.was_complete:
         lines.append("an earlier run had done all of it")
@@ -235,12 +235,12 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         (one.stored.name, one.stored.rank, bytes_text(one.stored.size_bytes))
         for one in arrangement.files
     ]
+    size_bytes = sum(one.size_bytes for one in arrangement.tensors.values())
     lines = [
         f"{printable(source)} would be written to {printable(str(conversion.target))}, for "
         f"{conversion.resolved['to']}, as {arrangement.format}: "
         f"{count_text(len(tensors), 'tensor')}, "
-        f"{bytes_text(sum(one.size_bytes for one in arrangement.tensors.values()))}, "
-        f"{count_text(len(files), 'file')}",
+        f"{size_text(size_bytes, arrangement.copy_bytes)}, {count_text(len(files), 'file')}",
         "",
         table(tensors, ("tensor", *headers), "llll"),
         "",
@@ -265,6 +265,7 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "size_bytes": sum(one.size_bytes for one in arrangement.tensors.values()),
+        "copy_bytes": arrangement.copy_bytes,
         "begun": None if begun is None else str(begun),
         "tensors": [
             {
@@ -305,6 +306,7 @@ def _report_json(
         "mesh": mesh_json(arrangement.mesh),
         "tensors": report.tensors,
         "size_bytes": report.size_bytes,
+        "copy_bytes": report.copy_bytes,
         "read_bytes": report.read_bytes,
         "written_bytes": report.written_bytes,
         "resumed_bytes": report.resumed_bytes,

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # What a run knows of a block: whether it is done, its digest, in arrays and in the manifest.
 _BLOCK_RECORD_BYTES = 64
+# Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
+_MAX_COPY_SHARE = 0.1
 
 
 @click.command()
@@ -86,7 +88,7 @@ def plan(
 
     \b
     Keys of --json:
-      source, to, format, mesh {text, axes, devices}, size_bytes
+      source, to, format, mesh {text, axes, devices}, size_bytes, copy_bytes
       ranks [{rank, read_bytes, written_bytes, sent_bytes, received_bytes}]
       read_bytes, written_bytes, moved_bytes, lower_bound_bytes
       extra_bytes (of buffers), peak_bytes (of all that is resident), threads
@@ -142,10 +144,19 @@ class PeakMemory:
         return cls(buffers_bytes, max(most, resident + used_bytes + records_bytes))
 
 
+def size_text(size_bytes: int, copy_bytes: int) -> str:
+    """Return the size of the tensors of a conversion, and that of the copies in files of ranks."""
+    copies = f" and {bytes_text(copy_bytes)} of copies" if copy_bytes else ""
+    return bytes_text(size_bytes) + copies
+
+
 def matching_lines(conversion: Conversion) -> list[str]:
     """What the user should know of how rules matched: tensors, rules and axes left over."""
     unknown, total = conversion.unknown, len(conversion.arrangement.tensors)
     lines = []
+    size_bytes = int(conversion.moves.target.tensor_bytes.sum())
+    if conversion.arrangement.copy_bytes > _MAX_COPY_SHARE * size_bytes:
+        lines.append("several ranks hold the same shards; --replicas once leaves their copies out")
     if unknown and len(unknown) == total:
         lines.append(
             f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
@@ -242,7 +253,8 @@ def _as_text(
     lines = [
         f"{printable(source)} to {conversion.request.to_text}: "
         f"{count_text(len(arrangement.tensors), 'tensor')}, "
-        f"{bytes_text(conversion.source.size_bytes)}, as {arrangement.format}",
+        f"{size_text(conversion.source.size_bytes, arrangement.copy_bytes)}, "
+        f"as {arrangement.format}",
         "",
         rank_table(_per_rank(conversion)),
         "",
@@ -269,6 +281,7 @@ def _as_json(
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "size_bytes": conversion.source.size_bytes,
+        "copy_bytes": arrangement.copy_bytes,
         "ranks": _per_rank(conversion),
         "read_bytes": sum(conversion.read_bytes_by_rank.values()),
         "written_bytes": sum(conversion.write_bytes_by_rank.values()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,8 +21,9 @@ from checkpoint.checkpoint_files import (
     write_file,
 )
 from reshard import checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_file_name
-from reshard.errors import CheckpointError, CoverageError
+from reshard.errors import CheckpointError, CoverageError, UsageError
 from reshard.layout import Box
 from reshard.testing.strategies import partitions_into_boxes, shapes
 
@@ -202,3 +204,76 @@ def test_files_of_ranks_are_no_whole_tensors(tmp_path: Path, gone: tuple[int, ..
         (target / shard_file_name(rank)).unlink()
     with pytest.raises(CheckpointError, match=r"reshard\.manifest\.json does, and it is missing"):
         checkpoint.open(target)
+
+
+NORMS = ["norm1", "norm2", "norm3"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = {name: tensor("float32", (6,), number) for number, name in enumerate(NORMS)}
+    write_file(tmp_path / "model.safetensors", {"w": tensor("bfloat16", (8, 6), 9), **tensors})
+    return tmp_path / "model.safetensors"
+
+
+def test_the_file_of_a_rank_has_all_that_the_rank_holds(model: Path, tmp_path: Path) -> None:
+    report = checkpoint.convert(model, tmp_path / "cut", to="tp=4", rules=["w=tp, -", "*=..."])
+    whole = read_file(model)
+    for rank in range(4):
+        held = read_file(tmp_path / "cut" / shard_file_name(rank))
+        assert held == {
+            "w": piece(whole["w"], Box((2 * rank, 0), (2 * rank + 2, 6))),
+            **{name: whole[name] for name in NORMS},
+        }
+    assert report.read_bytes == report.size_bytes == 96 + 3 * 24, "each byte is read once"
+    assert report.copy_bytes == 3 * (3 * 24)
+    opened = checkpoint.open(tmp_path / "cut")
+    assert opened.size_bytes == report.size_bytes
+    assert [one.layout.holders for one in opened.tensors.values()] == 4 * [(0, 1, 2, 3)]
+    # Copies are read once, whatever comes of them.
+    for to in ("full", "tp=2", "2"):
+        again = checkpoint.convert(tmp_path / "cut", tmp_path / f"to {to}", to=to, **RULES[to])
+        assert again.read_bytes == report.size_bytes
+        assert checkpoint.compare(model, tmp_path / f"to {to}").is_same
+
+
+RULES: dict[str, dict[str, list[str]]] = {"full": {}, "2": {}, "tp=2": {"rules": ["*=..."]}}
+
+
+def test_files_for_storage_and_those_of_other_programs_hold_each_part_once(model: Path) -> None:
+    def plan(**arguments: Any) -> Arrangement:
+        return checkpoint.plan_conversion(model, "new", **arguments).arrangement
+
+    rules = ["w=tp, -", "*=..."]
+    assert plan(to="tp=4", rules=rules).copy_bytes == 3 * (3 * 24)
+    for arguments in (
+        {"to": "full"},
+        {"to": "tp=1", "rules": rules},
+        {"to": "4"},
+        {"to": "tp=4", "rules": rules, "replicas": "once"},
+        {"to": "tp=4", "rules": rules, "format": "torch-dcp"},
+        {"to": "tp=4", "rules": rules, "format": "orbax"},
+    ):
+        assert plan(**arguments).copy_bytes == 0
+    with pytest.raises(UsageError, match="'full' cannot go together with replicas 'every'"):
+        plan(to="full", replicas="every")
+
+
+def test_copies_are_known_without_the_manifest(model: Path, tmp_path: Path) -> None:
+    checkpoint.convert(model, tmp_path / "cut", to="tp=2,dp=2", rules=["w=tp, -", "*=..."])
+    (tmp_path / "cut" / MANIFEST).unlink()
+    report = checkpoint.convert(tmp_path / "cut", tmp_path / "whole", to="full")
+    assert report.read_bytes == report.size_bytes
+    assert checkpoint.compare(model, tmp_path / "whole").is_same
+    # One that differs is found without digests too.
+    file = tmp_path / "cut" / shard_file_name(3)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CoverageError, match="ranks hold copies"):
+        checkpoint.load(tmp_path / "cut")
+    # In files of other programs, the same box twice is no copy.
+    for path in (tmp_path / "cut").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes().replace(b"RESHARD_FILES", b"ANOTHER_FILES"))
+    with pytest.raises(CoverageError, match="overlap"):
+        checkpoint.open(tmp_path / "cut")

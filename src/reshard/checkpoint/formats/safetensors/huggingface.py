@@ -66,7 +66,7 @@ class HuggingFaceFormat(CheckpointFormat):
     name = "safetensors"
     evidence = f"`{SINGLE_FILE}`, or `{INDEX_NAME}`"
     suffixes = (SUFFIX, INDEX_NAME)
-    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.REPLICAS, Holding.FILE_LIMIT})
+    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:

@@ -11,6 +11,7 @@ It stores neither the shape of the whole tensor nor the list of files. Our manif
 checkpoint without one has the shapes of the largest extents, and its shards are proven to
 cover them, each element once. A last shard that is missing cannot be noticed by that, so our
 files also say how many they are (`RESHARD_FILES`); of others, a note says what is not known.
+In our files, equal boxes of several ranks are copies.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from reshard.checkpoint.formats.arrangement import (
     NewCheckpoint,
     are_boxes,
     check_values,
+    count_copy_bytes,
     find_kinds,
     find_storing_ranks,
     first_indices,
@@ -188,7 +190,10 @@ class ShardedFormat(CheckpointFormat):
                 f"{names[int(interleaved[0])]}), so PyTorch's reader cannot read this checkpoint; "
                 "reshard can",
             )
-        return Arrangement(self.name, new.mesh, stored_tensors, tuple(files), notes)
+        copy_bytes = count_copy_bytes(tensors) if new.replicas == "every" else 0
+        return Arrangement(
+            self.name, new.mesh, stored_tensors, tuple(files), notes, copy_bytes=copy_bytes
+        )
 
 
 FORMAT = ShardedFormat()
@@ -351,7 +356,11 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         offsets = _read_offsets(folder / name, header)
         for entry in header.tensors:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
-    tensors = {name: _join_shards(folder, name, pieces) for name, pieces in shards.items()}
+    # Other programs write each box once: what is there twice is left over from another save.
+    has_copies = all(count is not None for count in counts.values())
+    tensors = {
+        name: _join_shards(folder, name, pieces, has_copies) for name, pieces in shards.items()
+    }
     notes = _check_file_counts(folder, counts)
     return Checkpoint(
         folder, FORMAT.name, tensors, tuple(files), None, drop_convention(metadata), notes=notes
@@ -437,9 +446,12 @@ def _are_indices(found: tuple[object, ...]) -> bool:
 
 
 def _join_shards(
-    folder: Path, name: str, pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]]
+    folder: Path,
+    name: str,
+    pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]],
+    has_copies: bool,
 ) -> StoredTensor:
-    """The tensor made of shards, proven to cover it exactly once."""
+    """Return the tensor made of shards, proven to cover it once, or in equal copies if allowed."""
     _, first_file, first, _ = pieces[0]
     for _, file, entry, _ in pieces:
         if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
@@ -460,7 +472,10 @@ def _join_shards(
     # Nothing says the shape of the tensor: it reaches as far as its shards do.
     ends = [box.stop for _, _, box in boxes.values()]
     shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
-    check_disjoint(folder, name, [(file, box) for file, _, box in boxes.values()])
+    placed = [(file, box) for file, _, box in boxes.values()]
+    if has_copies:
+        placed = [(file, box) for box, file in {box: file for file, box in placed}.items()]
+    check_disjoint(folder, name, placed)
     slots = max(boxes) + 1
     layout = Layout.from_boxes(shape, [(rank, box) for rank, (_, _, box) in boxes.items()], slots)
     addresses = {rank: FileRange(file, start) for rank, (file, start, _) in boxes.items()}
@@ -494,6 +509,6 @@ def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> Non
                 raise CoverageError(
                     f"two shards of {name!r} overlap: {other} in {folder / other_file} and {box} "
                     f"in {folder / file}; a file is left over from another save, or the shards "
-                    "are copies, which only a manifest can declare"
+                    "are copies, which only files that reshard wrote may have"
                 )
         open_boxes.append((file, box))
