@@ -145,6 +145,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {
     },
     "inspect": {
         "threads": ["{m} --threads 2"],
+        "shows_all": ["{m} --all --quiet"],
         "drawn": ["{m} --picture norm --quiet", "{m} --picture norm --json"],
         "source_mesh": ["{m} --source-mesh tp=2"],
         "source_rules": ["{m} --source-rule *=tp,..."],

@@ -17,6 +17,7 @@ are many parts, ranks or boxes, the first and the last are shown and the others 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -62,6 +63,34 @@ def cuts_text(
         ]
         lines += _align(listed, len(which), "contribution")
     return "\n".join(lines)
+
+
+def grid_text(tables: Sequence[RunTable], slot: IntArray, part: IntArray) -> str | None:
+    """Return how a grid of ranks shards a tensor, such as `dim 0 over 4`; None for other layouts.
+
+    Args:
+        tables: one a dimension.
+        slot: the rank of each cell, rising, shape `(cells,)`.
+        part: of each dimension that a cell takes, shape `(cells, dims)`.
+    """
+    counts = []
+    for dimension, table in enumerate(tables):
+        taken = distinct(part[:, dimension])
+        rows = table.rows[np.isin(table.rows[:, 0], taken)]
+        runs = [Run(*row) for row in rows.tolist()]
+        is_plain = all(run.role == OWNED and run.repeat == 1 for run in runs)
+        length = sum(run.length for run in runs)
+        if not is_plain or len(runs) != len(taken) or length != table.dimension_length:
+            return None
+        counts.append(len(taken))
+    boxes = len(np.unique(part, axis=0)) if part.shape[1] else 1
+    if len(distinct(slot)) < len(slot) or boxes != math.prod(counts):
+        return None
+    words = [f"dim {dimension} over {count}" for dimension, count in enumerate(counts) if count > 1]
+    if len(slot) > boxes:
+        copies, rest = divmod(len(slot), boxes)
+        words.append(f"{copies}{'' if not rest else ' or more'} copies")
+    return ", ".join(words) or None
 
 
 def _list_dimensions(tables: Sequence[RunTable], slot: IntArray, part: IntArray) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from reshard.cuts_text import grid_text
 from reshard.text.markup import printable as printable
 from reshard.text.width import cut_in_the_middle, display_width
 
@@ -174,12 +175,19 @@ def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
 
 
 def cut_text(tensor: StoredTensor) -> str:
-    """How a tensor is cut: the text of its sharding, `whole`, or `boxes` where it has no text."""
+    """Return how a tensor is sharded.
+
+    That is the text of its sharding, `whole`, `dim 0 over 4` for one box on each of four ranks, or
+    `boxes` for other layouts without a text.
+    """
     if tensor.spec:
         return tensor.spec
     layout = tensor.layout
-    is_whole = all(layout.local_shape(slot) == layout.shape for slot in layout.holders)
-    return "whole" if is_whole else "boxes"
+    if all(layout.local_shape(slot) == layout.shape for slot in layout.holders):
+        return "whole"
+    # Ranks without elements are no shards.
+    held = layout.cell_elements > 0
+    return grid_text(layout.tables, layout.cell_slot[held], layout.cell_part[held]) or "boxes"
 
 
 def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:

@@ -36,11 +36,13 @@ from reshard.cli.output import (
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_selected_source
 from reshard.errors import UsageError
+from reshard.text.folded_names import FoldedName, fold_names
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
 from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
+    from reshard.checkpoint.blocks.tensor_columns import TensorColumns
     from reshard.checkpoint.comparison import DigestReport
     from reshard.checkpoint.contents import Checkpoint, StoredTensor
     from reshard.checkpoint.copy_checks import CopyReport
@@ -64,6 +66,12 @@ if TYPE_CHECKING:
     "--picture", "drawn", metavar="NAME", help="Draw which rank holds which part of a tensor."
 )
 @threads_option
+@click.option(
+    "--all",
+    "shows_all",
+    is_flag=True,
+    help="List every tensor, without folding those of layers and experts.",
+)
 @json_option
 @quiet_option
 def inspect(
@@ -73,11 +81,17 @@ def inspect(
     select: str | None,
     drawn: str | None,
     threads: int | None,
+    shows_all: bool,
     as_json: bool,
     quiet: bool,
     **source_cut: Any,
 ) -> int:
     """List tensors, dtypes, shapes, layouts, ranks and sizes of CHECKPOINT.
+
+    Tensors of layers and experts that differ in their numbers alone are one line:
+    `model.layers.{0-31}.mlp.up_proj.weight`, with the size of all; --all and --json list each.
+    Where the files of ranks do not have a text for a sharding, as those of FSDP2, it is shown by
+    dimensions: `dim 0 over 4`.
 
     CHECKPOINT is a folder, a file, an index file, or a URL. Only headers are read, and samples of
     copies that several ranks hold, if the files have no checksums of them. With --digest
@@ -109,6 +123,7 @@ def inspect(
     from reshard.checkpoint.copy_checks import compare_copies
 
     check_picture(drawn, as_json, quiet)
+    expect_read("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     expect_read(
         f"--threads {threads}",
         threads is None or digest,
@@ -128,7 +143,8 @@ def inspect(
     if as_json:
         write_json(_as_json(checkpoint, shown, found, copies))
     elif not quiet:
-        write_pieces(f"{line}\n" for line in _as_text(checkpoint, shown, found, copies, drawing))
+        lines = _as_text(checkpoint, shown, found, copies, drawing, shows_all)
+        write_pieces(f"{line}\n" for line in lines)
     return DIFFERS if found is not None and found.damaged else DONE
 
 
@@ -177,6 +193,7 @@ def _as_text(
     found: DigestReport | None,
     copies: CopyReport,
     drawing: str | None,
+    shows_all: bool,
 ) -> Iterator[str]:
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 
@@ -185,26 +202,7 @@ def _as_text(
     totals = _totals(checkpoint)
     yield f"{printable(path)}: {checkpoint.format}{mesh}, {ranks}"
     yield ""
-    columns = TensorColumns.of(checkpoint.tensors)
-    # Of equal tensors, all but the name is made once.
-    kinds = [
-        (
-            tensor.dtype.name,
-            _shape_text(tensor),
-            cut_text(tensor),
-            rank_text(tensor.layout.holders),
-            bytes_text(tensor.size_bytes),
-        )
-        for tensor in map(columns.sample, range(len(columns.kinds)))
-    ]
-    headers = ("dtype", "shape", "sharding", "ranks", "size")
-    most = name_columns(zip(headers, *kinds, strict=True))
-    named = zip(columns.names, columns.kind.tolist(), strict=True)
-    yield from table_lines(
-        ((name_text(name, most), *kinds[kind]) for name, kind in named),
-        ("tensor", *headers),
-        "lllllr",
-    )
+    yield from _tensor_lines(TensorColumns.of(checkpoint.tensors), shows_all)
     yield from [
         "",
         table(
@@ -232,6 +230,42 @@ def _as_text(
         yield from ["", drawing]
     if found is not None:
         yield from ["", *_digest_lines(found)]
+
+
+def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
+    """Yield a table of the tensors, those of layers and experts folded unless all are asked for."""
+    # Of equal tensors, all but the name is made once.
+    samples = [columns.sample(number) for number in range(len(columns.kinds))]
+    kinds = [
+        (
+            tensor.dtype.name,
+            _shape_text(tensor),
+            cut_text(tensor),
+            rank_text(tensor.layout.holders),
+        )
+        for tensor in samples
+    ]
+    kind_of = columns.kind.tolist()
+    if shows_all:
+        folded = [FoldedName(*one, 1) for one in zip(columns.names, kind_of, strict=True)]
+    else:
+        # Kinds that differ in their places in files alone look the same.
+        alike: dict[tuple[str, ...], int] = {}
+        first = [alike.setdefault(kind, number) for number, kind in enumerate(kinds)]
+        folded = fold_names(columns.names, [first[kind] for kind in kind_of])
+    headers = ["dtype", "shape", "sharding", "ranks", "size"]
+    rows: list[tuple[str, ...]] = [
+        (*kinds[one.kind], bytes_text(one.number * samples[one.kind].size_bytes)) for one in folded
+    ]
+    if len(folded) < len(columns.names):
+        headers.insert(0, "number")
+        rows = [(count_text(one.number), *row) for one, row in zip(folded, rows, strict=True)]
+    most = name_columns(zip(headers, *rows, strict=True))
+    yield from table_lines(
+        ((name_text(one.text, most), *row) for one, row in zip(folded, rows, strict=True)),
+        ("tensor", *headers),
+        "l" + "".join("r" if header in ("number", "size") else "l" for header in headers),
+    )
 
 
 def _copy_lines(copies: CopyReport) -> Iterator[str]:
