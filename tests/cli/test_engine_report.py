@@ -197,6 +197,6 @@ def test_layouts_of_other_models_are_named() -> None:
 
 
 def test_neither_a_mesh_nor_a_layout() -> None:
-    found = run_here("convert", "tiny", "cut")
+    found = run_here("convert", "tiny", "cut", "--recipe", "llama")
     assert found.code == 2
-    assert "nothing says what to cut for; give `to`, such as tp=2" in found.errors
+    assert "a recipe without `to`, which says what to shard over" in found.errors

@@ -17,7 +17,7 @@ from reshard.errors import InterruptedRunError
 
 COMMANDS = [
     "convert nowhere out --to full",
-    "convert llama out",
+    "convert llama out --recipe llama",
     "convert llama out --to tp=x",
     "convert llama out --to tp=2 --recipe nothing",
     "convert llama out --to tp=2 --rule *=tp",

@@ -254,7 +254,8 @@ _CONVERSION_OPTIONS = (
     click.option(
         "--to",
         metavar="MESH",
-        help="The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors.",
+        help="The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors. "
+        "[default: layouts, format and number of files stay]",
     ),
     click.option(
         "--layout",

@@ -1,4 +1,4 @@
-"""Defaults of requests: the recipe of config.json for a mesh alone."""
+"""Defaults of requests: the recipe of config.json for a mesh alone, and the source's layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint.campaigns.small_checkpoints import SOURCES
 from cli.command_runs import run_here
 from reshard import checkpoint
 from reshard.checkpoint.conversion.planning import plan_conversion
@@ -150,3 +151,86 @@ def test_types_have_the_names_of_pytorch(model: Path, name: str) -> None:
     assert {one["dtype"] for one in shown["tensors"]} == {"bfloat16"}
     done = run_here("plan", str(model), "--to", "full", "--dtype", "fp8")
     assert (done.code, "--quantize fp8-block128" in done.errors) == (2, True)
+
+
+KEPT = [
+    ({"to": "full", "most_file_bytes": 200_000}, "safetensors", 4),
+    ({"to": "full", "most_file_bytes": 200_000, "format": "torch-pickle"}, "torch-pickle", 4),
+    ({"to": "tp=2,dp=2"}, "sharded-safetensors", 4),
+    ({"to": "tp=2,dp=2", "replicas": "once"}, "sharded-safetensors", 4),
+    ({"to": "tp=2,fsdp=2", "format": "torch-dcp"}, "torch-dcp", 4),
+    ({"to": 3}, "sharded-safetensors", 3),
+    ({"to": "tp=2", "format": "orbax"}, "orbax", 2),
+]
+
+
+@pytest.mark.parametrize(("first", "format", "files"), KEPT, ids=lambda one: str(one)[:30])
+def test_layouts_format_and_number_of_files_stay(
+    model: Path, tmp_path: Path, first: dict[str, Any], format: str, files: int
+) -> None:
+    checkpoint.convert(model, tmp_path / "source", **first)
+    source = checkpoint.open(tmp_path / "source")
+    assert (
+        run_here("convert", tmp_path / "source", tmp_path / "new", "--dtype", "bfloat16").code == 0
+    )
+    new = checkpoint.open(tmp_path / "new")
+    assert (new.format, len(new.files), new.mesh) == (format, files, source.mesh)
+    assert {tensor.dtype.name for tensor in new.tensors.values()} == {"bfloat16"}
+    assert all(new[name].layout == tensor.layout for name, tensor in source.tensors.items())
+    if format == "sharded-safetensors":
+        assert all(new[name].stored_slots == source[name].stored_slots for name in source)
+    if format == "safetensors":
+        ranges = {
+            name: one.tensors[name].file_range(0).path for one in (source, new) for name in one
+        }
+        assert ranges == {name: source[name].file_range(0).path for name in source}
+    report = checkpoint.convert(source, tmp_path / "copy", exclude=["model.norm.*"])
+    assert report.tensors == len(source) - 1
+    assert checkpoint.compare(
+        checkpoint.select(source, exclude=["model.norm.*"]), tmp_path / "copy"
+    ).is_same
+
+
+def test_a_layout_that_cannot_stay_is_an_error(model: Path, tmp_path: Path) -> None:
+    checkpoint.convert(model, tmp_path / "tp2", to="tp=2")
+    for arguments, message in (
+        ({"rules": ["*=..."]}, "rules without `to`, which says what to shard over"),
+        ({"recipe": "llama"}, "a recipe without `to`"),
+        ({"strategy": "simple"}, "a strategy without `to`"),
+        (
+            {"quantize": "fp8-block128"},
+            "quantize without `to`: .*tp2 is sharded over tp=2, and its",
+        ),
+        ({"source_names": {"a": "b"}}, "names of other programs without `to`"),
+        ({"format": "safetensors"}, "the format safetensors holds whole tensors; give to='full'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            checkpoint.convert(tmp_path / "tp2", tmp_path / "new", **arguments)
+    held = checkpoint.describe_ranks(
+        {0: {"w": (3, 4)}, 1: {"w": (2, 4)}}, "tp=2", rules=["w=tp, -"]
+    )
+    with pytest.raises(UsageError, match="of the format arrays of ranks, which is not written"):
+        checkpoint.plan_conversion(held, tmp_path / "new")
+    # Names are those of a recipe that the user names, where tensors are whole.
+    names = {"recipe": "auto", "target_names": "megatron", "allow": ["incomplete"]}
+    made = plan_conversion(model, tmp_path / "new", **names)
+    assert "output_layer.weight" in made.arrangement.tensors
+    assert made.resolved["to"] == "full" and "cut" not in made.resolved
+    assert plan_conversion(tmp_path / "tp2", tmp_path / "new").resolved["cut"] == "as the source"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Megatron ranks", "2 ranks for Megatron's folders; give a mesh"),
+        ("ZeRO experts", r"does not determine the layout of .* give `to`, such as dp=2"),
+    ],
+)
+def test_a_source_whose_layout_is_unknown_is_an_error(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (source,) = (one for one in SOURCES if one.name == name)
+    (tmp_path / "source").mkdir()
+    opened = source.open(source.make(tmp_path / "source"))
+    with pytest.raises(UsageError, match=message):
+        checkpoint.plan_conversion(opened, tmp_path / "new")

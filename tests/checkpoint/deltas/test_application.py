@@ -188,7 +188,7 @@ def test_other_names_types_and_shapes(tmp_path: Path, steps: list[Path]) -> None
     [
         ({"to": "full", "dtype": "fp32"}, "dtype='fp32' while a delta is applied"),
         ({"to": "full", "rename": ["w=v"]}, "while a delta is applied"),
-        ({"include": ["w"]}, "nothing says what to cut for"),
+        ({"rules": ["*=..."]}, "rules without `to`"),
     ],
 )
 def test_other_elements_and_names_are_refused(

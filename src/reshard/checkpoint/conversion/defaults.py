@@ -1,5 +1,7 @@
 """Defaults of a request that depend on its source.
 
+Without a target, the source's layouts, format and number of files stay.
+
 A mesh alone is sharded over by the recipe that fits the source's config.json: `to="tp=4"` is
 `to="tp=4", recipe="auto"`. It is an error if nothing shards over an axis of the mesh, since a user
 who names an axis means it to shard; axes of data and context parallelism hold copies.
@@ -9,12 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from typing import NoReturn
 
-from reshard.checkpoint.blocks.tensor_columns import shapes_of
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.request import AUTO, ConversionRequest
+from reshard.checkpoint.formats.arrangement import find_stored_replicas
+from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import read_config
+from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import UsageError
@@ -22,6 +28,66 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import IDLE_AXES
 from reshard.recipes.library import choose_recipe, describe_unknown_model, suggest_rules
 from reshard.recipes.recipe import REPLICA_AXES
+
+
+def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
+    """Return the request with the source's mesh and format where it has no target.
+
+    Args:
+        request: of a conversion.
+        checkpoint: its source.
+
+    Raises:
+        UsageError: a source of a format that is not written; names, or elements of other shapes,
+            where the source is sharded.
+    """
+    if request.to is not None:
+        return request
+    name = request.format or checkpoint.format
+    format = find_format(name)
+    if format is None or name not in written_names():
+        raise UsageError(
+            f"{checkpoint.folder} is of the format {name}, which is not written; give the target's "
+            f"layout and format: to='full' or a mesh, and a format of {', '.join(written_names())}"
+        )
+    holds_shards = Holding.SHARDS in format.can_hold
+    is_whole = checkpoint.ranks == 1 and (checkpoint.mesh is None or not holds_shards)
+    if is_whole and Holding.WHOLE in format.can_hold:
+        return dataclasses.replace(request, kept="full", format=name)
+    ranks = checkpoint.mesh.text if checkpoint.mesh else f"{checkpoint.ranks} ranks"
+    if not holds_shards:
+        raise UsageError(
+            f"{checkpoint.folder} is sharded over {ranks}, and the format {name} holds whole "
+            "tensors; give to='full', or another format"
+        )
+    others = {
+        "names of other programs": request.source_names or request.target_names,
+        "dequantize": request.dequantize,
+        "quantize": request.quantize,
+        "training": request.training,
+    }
+    for what, other in others.items():
+        if other:
+            raise UsageError(
+                f"{what} without `to`: {checkpoint.folder} is sharded over {ranks}, and its "
+                "layouts do not fit the new tensors. Give `to`, such as tp=2 or full"
+            )
+    replicas = request.replicas
+    if replicas is None and Holding.REPLICAS in format.can_hold:
+        replicas = find_stored_replicas(checkpoint.tensors)
+    kept = checkpoint.mesh or checkpoint.ranks
+    return dataclasses.replace(request, kept=kept, format=name, replicas=replicas)
+
+
+def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the source's file of each tensor, where whole tensors stay in as many files."""
+    if request.kept != "full" or request.most_file_bytes is not None:
+        return {}
+    columns = TensorColumns.of(checkpoint.tensors)
+    files = [kind.files[0] if kind.files else "" for kind in columns.kinds]
+    return {
+        name: files[kind] for name, kind in zip(columns.names, columns.kind.tolist(), strict=True)
+    }
 
 
 def choose_recipe_by_default(

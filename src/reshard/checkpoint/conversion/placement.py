@@ -4,9 +4,10 @@ The first of these that a request has says so:
 
 1. the target's format, where it cuts by itself (`CheckpointFormat.place`);
 2. an engine's layout: every rank holds what that engine's rank reads;
-3. rules and a recipe, over the axes of a mesh;
-4. a strategy, over a number of ranks;
-5. nothing: every tensor is whole.
+3. the source, where no target is given;
+4. rules and a recipe, over the axes of a mesh;
+5. a strategy, over a number of ranks;
+6. nothing: every tensor is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.training.following import StateFollowers, assign_with_state
 from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
-from reshard.errors import RecipeError
+from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
@@ -60,10 +61,18 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTens
     own = request.target_format.place(source.checkpoint, request.mesh, request.ranks)
     if own is not None:
         _expect_placed_by_format(request)
+        if request.keeps_layouts and not request.selection:
+            _expect_kept(source.checkpoint, own)
         return PlacedTensors(_plan_tensors(source.checkpoint, own))
     if request.engine_layout is not None:
         layouts, notes = cut_by_engine(source.checkpoint, request.engine_layout)
         return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
+    if request.keeps_layouts:
+        planned = {
+            name: PlannedTensor(tensor.dtype, tensor.layout, tensor.spec)
+            for name, tensor in source.checkpoint.tensors.items()
+        }
+        return PlacedTensors(planned)
     if request.mesh is not None and request.is_by_rules:
         return _place_by_rules(request, source, request.mesh)
     _expect_no_options(
@@ -82,6 +91,19 @@ def _expect_placed_by_format(request: ConversionRequest) -> None:
     expect_read("rules", not request.rules, reader)
     expect_read(f"strategy={request.strategy!r}", request.strategy is None, reader)
     _expect_no_options(request, reader)
+
+
+def _expect_kept(source: Checkpoint, layouts: Mapping[str, Layout]) -> None:
+    """Raise UsageError if a format would store optimizer state of a source on other ranks."""
+    state = find_training_state(source)
+    for name in state.optimizer_names if state is not None else ():
+        tensor = source.tensors[name]
+        # Counts of steps are stored where the format has a place for them.
+        if tensor.shape and name in layouts and layouts[name] != tensor.layout:
+            raise UsageError(
+                f"the mesh of {source.folder} does not determine the layout of {name!r} in new "
+                f"files of the format {source.format}; give `to`, such as dp=2"
+            )
 
 
 def _expect_no_options(request: ConversionRequest, reader: str) -> None:

@@ -33,7 +33,11 @@ from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.defaults import choose_recipe_by_default
+from reshard.checkpoint.conversion.defaults import (
+    choose_recipe_by_default,
+    find_kept_files,
+    keep_target_by_default,
+)
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
@@ -90,6 +94,7 @@ def plan_conversion(
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = open_apart(source, target)
+    request = keep_target_by_default(request, checkpoint)
     checkpoint = _decode_items(request, checkpoint)
     whole, checkpoint = checkpoint, take_source(request, checkpoint)
     checkpoint.expect_readable()
@@ -123,6 +128,7 @@ def plan_conversion(
             request.stored_replicas,
             request.most_file_bytes,
             checkpoint.values,
+            find_kept_files(request, checkpoint),
         )
     )
     return Conversion(
@@ -362,6 +368,8 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
     if isinstance(request.source_layout, EngineLayout):
         text = to_json(request.source_layout).encode()
         changes["source_layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    if request.keeps_layouts:
+        changes["cut"] = "as the source"
     # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
     return {
         "to": request.to_text,

@@ -110,7 +110,8 @@ class ConversionRequest:
     """What a user asks of a conversion.
 
     Attributes:
-        to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors.
+        to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors. The
+            layouts, the format and the number of files stay as in the source when None.
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
         recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
             `"auto"` chooses by the source's config.json, and is the default for a mesh without
@@ -150,6 +151,8 @@ class ConversionRequest:
             file that has it: the target has the model's own tensors. By default the one that is
             beside the source, where there is one and the target is of another format.
         adapters: of PEFT, whose changes are merged into the source's weights, one after another.
+        kept: the mesh, number of ranks or `"full"` of the source where `to` is None; it is set
+            when the source is known.
         check_copies: how parts that several ranks of the source hold are compared: `sample`, `all`
             or `none` (see `reshard.checkpoint.copy_checks`); as it was opened when None.
 
@@ -185,6 +188,7 @@ class ConversionRequest:
     adapters: Iterable[str | os.PathLike[str]] = ()
     source_layout: LayoutFile | None = None
     check_copies: str | None = None
+    kept: Target | None = None
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -214,8 +218,26 @@ class ConversionRequest:
         renames = self.source_names is not None or self.target_names is not None
         _refuse(self.dequantize and renames, "other names", "dequantize")
         _refuse(self.quantize is not None and renames, "other names", "quantize")
-        self._check_format()
-        self._check_placement()
+        if self.to is None:
+            self._check_kept()
+        if self.to is not None or self.kept is not None:
+            self._check_format()
+            self._check_placement()
+
+    def _check_kept(self) -> None:
+        """Refuse what shards over a mesh, if none is given."""
+        is_for_names = any(isinstance(one, str) for one in (self.source_names, self.target_names))
+        given = {
+            "rules": bool(self.rules),
+            "a recipe": self.has_recipe and not is_for_names,
+            "a strategy": self.strategy is not None,
+        }
+        for what, is_given in given.items():
+            if is_given:
+                raise UsageError(
+                    f"{what} without `to`, which says what to shard over; give `to`, such as tp=2. "
+                    "Without it, layouts stay as in the source"
+                )
 
     def _check_adapters(self) -> None:
         given = self.adapters
@@ -241,10 +263,6 @@ class ConversionRequest:
 
     def _read_layout(self) -> None:
         if self.layout is None:
-            if self.to is None:
-                raise UsageError(
-                    "nothing says what to cut for; give `to`, such as tp=2, or an engine's layout"
-                )
             return
         layout = self.layout
         if not isinstance(layout, EngineLayout):
@@ -314,7 +332,12 @@ class ConversionRequest:
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
-        return _parse_target(self.to if self.to is not None else "full")
+        return _parse_target(self._target)
+
+    @property
+    def _target(self) -> Target:
+        target = self.to if self.to is not None else self.kept
+        return "full" if target is None else target
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -360,12 +383,18 @@ class ConversionRequest:
         return self.is_by_rules and needs_rules and not is_given
 
     @property
+    def keeps_layouts(self) -> bool:
+        """Whether shards are those of the source."""
+        return self.to is None and not self.is_whole
+
+    @property
     def is_by_rules(self) -> bool:
         """Whether rules and a recipe say how tensors are cut, and no other strategy."""
         is_by_engine = self.layout is not None
         return (
             self.mesh is not None
             and not is_by_engine
+            and not self.keeps_layouts
             and (self.strategy is None or self.is_by_recipe)
         )
 
@@ -379,7 +408,7 @@ class ConversionRequest:
     def to_text(self) -> str:
         """The target mesh, number of ranks or `full`, as text."""
         mesh, _ = self._parsed_target
-        return mesh.text if mesh is not None else str(self.to)
+        return mesh.text if mesh is not None else str(self._target)
 
     @cached_property
     def target_format(self) -> CheckpointFormat:

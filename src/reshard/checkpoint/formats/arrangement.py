@@ -53,6 +53,7 @@ class NewCheckpoint:
         replicas: `once` stores one copy of equal shards, `every` one for each rank.
         most_file_bytes: begin a new file beyond so many bytes.
         values: plain values beside the tensors, as in a `Checkpoint`.
+        source_files: the source's file of each tensor, where whole tensors of one file stay in one.
 
     Raises:
         UsageError: another word for `replicas`.
@@ -67,6 +68,7 @@ class NewCheckpoint:
     replicas: str = REPLICAS[0]
     most_file_bytes: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    source_files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICAS:
@@ -129,6 +131,18 @@ def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
                 f"tensor {name!r} would be partial (`{tensor.spec}`); a checkpoint holds values, "
                 "take the partial axes out of its rule"
             )
+
+
+def group_by_file(names: Iterable[str], files: Mapping[str, str]) -> list[list[str]]:
+    """Return the tensors of each file of a source, in the order of the files' names.
+
+    >>> group_by_file(["a", "b", "c"], {"a": "y", "b": "x", "c": "y"})
+    [['b'], ['a', 'c']]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(files.get(name, ""), []).append(name)
+    return [groups[file] for file in sorted(groups)] or [[]]
 
 
 def group_by_bytes(

@@ -24,6 +24,7 @@ from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
     group_by_bytes,
+    group_by_file,
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
@@ -107,6 +108,8 @@ class TorchPickleFormat(CheckpointFormat):
             lambda name: tensor_size_bytes(new.tensors[name].dtype, new.tensors[name].layout.shape),
             new.most_file_bytes,
         )
+        if new.source_files:
+            groups = group_by_file(new.tensors, new.source_files)
         files, stored, moved = [], {}, list[str]()
         for number, names in enumerate(groups, start=1):
             one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"

@@ -28,6 +28,7 @@ from reshard.checkpoint.formats.arrangement import (
     NewCheckpoint,
     NewFile,
     group_by_bytes,
+    group_by_file,
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.safetensors.header import (
@@ -115,6 +116,10 @@ class VllmShardedStateFormat(CheckpointFormat):
             groups = group_by_bytes(
                 tensors, lambda one: tensor_size_bytes(one[1], one[2]), new.most_file_bytes
             )
+            if new.source_files:
+                own = {f"{rank}/{one[0]}": one for one in tensors}
+                by_file = group_by_file(own, new.source_files)
+                groups = [[own[name] for name in names] for names in by_file]
             for part, group in enumerate(groups):
                 file = f"model-{rank}-part-{part}{SUFFIX}"
                 content, header = build_header(aligned_order(group), metadata, label=file)

@@ -26,6 +26,7 @@ from reshard.checkpoint.formats.arrangement import (
     NewCheckpoint,
     find_kinds,
     group_by_bytes,
+    group_by_file,
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
@@ -109,7 +110,8 @@ class HuggingFaceFormat(CheckpointFormat):
         kinds, kind = find_kinds(new.tensors)
         names = tuple(new.tensors)
         of_header = tuple((element, layout.shape) for element, layout, _ in kinds)
-        headers = arrange_files(names, of_header, kind, metadata, new.most_file_bytes)
+        most, sources = new.most_file_bytes, new.source_files
+        headers = arrange_files(names, of_header, kind, metadata, most, sources)
         files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
         shards = [(0, name, header.rows, header.starts) for name, header in headers.items()]
         return Arrangement(self.name, None, bind_shards(names, kinds, kind, shards), files)
@@ -180,6 +182,7 @@ def arrange_files(
     kind: IntArray,
     metadata: Mapping[str, str],
     most_bytes: int | None,
+    source_files: Mapping[str, str] | None = None,
 ) -> dict[str, NewHeader]:
     """The files of a new checkpoint: the header of each, by its name.
 
@@ -190,9 +193,15 @@ def arrange_files(
         names: of the tensors; `kind` has the number in `kinds` of each, shape `(tensors,)`.
         metadata: text for each file.
         most_bytes: of the tensors of a file.
+        source_files: the source's file of each tensor, instead of a limit.
     """
     sizes, numbers = [tensor_size_bytes(*one) for one in kinds], kind.tolist()
-    groups = group_by_bytes(range(len(names)), lambda row: sizes[numbers[row]], most_bytes)
+    if source_files:
+        row_of = {name: row for row, name in enumerate(names)}
+        by_file = group_by_file(names, source_files)
+        groups = [[row_of[name] for name in group] for group in by_file]
+    else:
+        groups = group_by_bytes(range(len(names)), lambda row: sizes[numbers[row]], most_bytes)
     placed: list[NewHeader] = []
     for group in groups:
         rows = np.array(group, dtype=np.int64)
