@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from checkpoint.process_runs import content, run
 from live_processes import free_port
 from reshard import checkpoint, log
 from reshard.checkpoint.conversion.processes import (
+    GlooProcesses,
     OneProcess,
+    OtherProcessError,
     ProcessMark,
     _meet_first,
     running_processes,
@@ -104,6 +107,33 @@ def test_what_stops_process_0_is_told_to_all(model: Path) -> None:
     assert [code for code, _ in outcome] == [3, 3]
     assert "UsageError: the target exists" in outcome[0][1]
     assert "RunError: process 0 could not begin: the target exists" in outcome[1][1]
+
+
+@pytest.mark.parametrize(("is_final", "is_left"), [(True, False), (False, True)])
+def test_input_that_is_wrong_for_another_process_leaves_nothing(
+    model: Path, is_final: bool, is_left: bool
+) -> None:
+    class First(OneProcess):
+        """Process 0, which another process tells that it stops."""
+
+        def check(self) -> None:
+            raise OtherProcessError("another process stopped: process 1: wrong", is_final)
+
+    before = sorted(model.parent.rglob("*"))
+    with pytest.raises(RunError, match="process 1: wrong"):
+        checkpoint.convert(model, model.with_name("target"), to="full", processes=First())
+    assert (sorted(model.parent.rglob("*")) != before) is is_left
+
+
+def test_a_process_that_stops_tells_whether_it_is_for_good(store: Any) -> None:
+    def processes(rank: int) -> GlooProcesses:
+        group = SimpleNamespace(get_rank=lambda _: rank, get_world_size=lambda _: 2)
+        return GlooProcesses(group, None, store, 9, {})
+
+    processes(1).fail("no such tensor", is_final=True)
+    with pytest.raises(OtherProcessError, match="process 1: no such tensor") as caught:
+        processes(0).check()
+    assert caught.value.is_final
 
 
 def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,14 @@ _WAIT_S = 0.02
 _JOINED = itertools.count()
 
 
+class OtherProcessError(RunError):
+    """Another process stopped; `is_final` if the same command would fail again."""
+
+    def __init__(self, message: str, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
 class Processes(Protocol):
     """The processes of one run, seen from one of them."""
 
@@ -58,8 +66,8 @@ class Processes(Protocol):
     def check(self) -> None:
         """Say that this process is alive. Raises RunError when another failed or is gone."""
 
-    def fail(self, message: str) -> None:
-        """Tell the others that this process stops, and why."""
+    def fail(self, message: str, *, is_final: bool = False) -> None:
+        """Tell the others that this process stops, and why; `is_final` if it would fail again."""
 
 
 class OneProcess:
@@ -77,7 +85,7 @@ class OneProcess:
     def check(self) -> None:
         return
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_final: bool = False) -> None:
         return
 
 
@@ -117,9 +125,9 @@ class HostProcesses:
         """Say that this process is alive. Raises RunError when another failed or is gone."""
         self._everybody.check()
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_final: bool = False) -> None:
         """Tell the others, of all hosts, that this process stops, and why."""
-        self._everybody.fail(message)
+        self._everybody.fail(message, is_final=is_final)
 
 
 class GlooProcesses:
@@ -205,7 +213,8 @@ class GlooProcesses:
         if gone:
             raise RunError(f"process {gone[0]} has ended; run the same command again, it continues")
         if self._store.check(["failed"]):
-            raise RunError(f"another process stopped: {self._store.get('failed').decode()}")
+            message, is_final = json.loads(self._store.get("failed"))
+            raise OtherProcessError(f"another process stopped: {message}", is_final)
         for other in range(self.size):
             key = f"alive/{other}"
             # To get a key that is not there waits for it.
@@ -218,9 +227,9 @@ class GlooProcesses:
                     "killed or hangs. Run the same command again, it continues"
                 )
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_final: bool = False) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.set("failed", f"process {self.rank}: {message}")
+            self._store.set("failed", json.dumps([f"process {self.rank}: {message}", is_final]))
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:

@@ -36,7 +36,12 @@ from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
-from reshard.checkpoint.conversion.processes import HostProcesses, OneProcess, Processes
+from reshard.checkpoint.conversion.processes import (
+    HostProcesses,
+    OneProcess,
+    OtherProcessError,
+    Processes,
+)
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.conversion.uploading import (
     ConversionUpload,
@@ -514,10 +519,13 @@ def run_conversion(
                 run.meet()
                 run.finish()
             except ReshardError as error:
-                # Wrong use or bad input: the same command would fail again. Parts of uploads are
-                # listed in the folder, for `reshard clean`.
-                is_final = not isinstance(error, RunError)
-                if is_final and upload is None and staged.owner and not staged.owner.resumed:
+                # Parts of uploads are listed in the folder, for `reshard clean`.
+                if (
+                    _is_final(error)
+                    and upload is None
+                    and staged.owner
+                    and not staged.owner.resumed
+                ):
                     with contextlib.suppress(RunError):
                         staged.owner.discard()
                 raise
@@ -531,7 +539,7 @@ def run_conversion(
             return _report(conversion, began_s, run)
     except BaseException as error:
         # The other processes would wait for this one until their timeout.
-        processes.fail(str(error) or type(error).__name__)
+        processes.fail(str(error) or type(error).__name__, is_final=_is_final(error))
         LOGGER.warning("%s: not converted: %s", conversion.target, error or type(error).__name__)
         if isinstance(error, DigestError) and conversion.digest_hint:
             raise DigestError(f"{error}. {conversion.digest_hint}") from error
@@ -547,6 +555,13 @@ def run_conversion(
         sources.close()
         if upload is not None:
             upload.close()
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether an error is of wrong use or bad input, so that the same command fails again."""
+    if isinstance(error, OtherProcessError):
+        return error.is_final
+    return isinstance(error, ReshardError) and not isinstance(error, RunError)
 
 
 def _report(
