@@ -131,7 +131,15 @@ def test_groups_have_all_that_pytorch_asks_for(tmp_path: Path) -> None:
     assert {f"optim.param_groups.0.{key}" for key in asked} <= {*values}
     assert values["optim.param_groups.0.lr"] == 0.25
     assert values["optim.param_groups.0.betas"] == (0.9, 0.99)
-    assert values["optim.param_groups.0.decoupled_weight_decay"] is True
+    # AdamW sets it when it loads; an Adam would become AdamW by it.
+    assert values["optim.param_groups.0.decoupled_weight_decay"] is False
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        optimizer = kind(model.parameters())
+        (expected,) = optimizer.param_groups
+        is_decoupled = expected["decoupled_weight_decay"]
+        group = {**asked, "decoupled_weight_decay": False, "params": [0, 1]}
+        optimizer.load_state_dict({"state": {}, "param_groups": [group]})
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is is_decoupled
     assert found.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
     assert values["iteration"] == 4
 

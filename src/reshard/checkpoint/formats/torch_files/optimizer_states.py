@@ -16,6 +16,8 @@ OPTIMIZER_PREFIX = "optimizer."
 GROUPS = OPTIMIZER_PREFIX + "param_groups"
 MASTER, STEP = "master", "step"
 _STATE = OPTIMIZER_PREFIX + "state."
+# AdamW is an Adam that sets this itself when it loads, and Adam would become AdamW by it.
+DECOUPLED = "decoupled_weight_decay"
 # What groups of PyTorch's optimizers have, where nothing else is said.
 _EVERY_GROUP: dict[str, Any] = {"maximize": False, "foreach": None}
 _MOST_GROUPS: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
@@ -27,7 +29,7 @@ ADAM_GROUP: dict[str, Any] = {
     "amsgrad": False,
     "capturable": False,
     "fused": None,
-    "decoupled_weight_decay": True,
+    DECOUPLED: False,
     **_MOST_GROUPS,
 }
 
@@ -59,7 +61,7 @@ _OPTIMIZERS = (
             "eps": 1e-8,
             "weight_decay": 0,
             "momentum_decay": 0.004,
-            "decoupled_weight_decay": False,
+            DECOUPLED: False,
             "capturable": False,
             **_MOST_GROUPS,
         },

@@ -13,6 +13,7 @@ from typing import Any
 from reshard.checkpoint.formats.deepspeed.parallel.experts import is_expert
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     ADAM_GROUP,
+    DECOUPLED,
     GROUPS,
     MASTER,
     find_keys,
@@ -25,6 +26,8 @@ from reshard.text.quantities import count_text
 Shape = tuple[int, ...]
 CONFIG = "ds_config"
 _PARAMS = "params"
+# Whether weight decay is decoupled is the optimizer's, which DeepSpeed does not let set it again.
+_NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
 # Words that the names of parameters end in, where nothing says which tensors are such.
 _PARAMETER_WORDS = ("weight", "bias")
 
@@ -176,7 +179,7 @@ def _find_groups(
                 )
             hyper = {key: value for key, value in group.items() if key != _PARAMS}
             if not hyper:
-                hyper = dict(ADAM_GROUP)
+                hyper = dict(_NEW_GROUP)
                 notes.append(
                     f"group {len(groups)} of the source has no hyper-parameters: it has those of "
                     "AdamW of PyTorch, lr 0.001"
@@ -187,7 +190,7 @@ def _find_groups(
         raise UsageError(f"{GROUPS} of the source has a parameter in two groups")
     rest = tuple(name for name in parameters if name not in named)
     if rest:
-        hyper = {**ADAM_GROUP, **(groups[0].hyper if groups else {})}
+        hyper = {**_NEW_GROUP, **(groups[0].hyper if groups else {})}
         groups.append(ParameterGroup(rest, hyper))
         notes.append(
             f"{count_text(len(rest), 'parameter')} (first: {rest[0]}) are in no group of the "
