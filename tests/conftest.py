@@ -35,6 +35,7 @@ EXAMPLES = int(os.environ.get("RESHARD_HYPOTHESIS_EXAMPLES", "0"))
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile of Hypothesis, which has fewer examples without exhaustive cases."""
     selection.is_exhaustive = "not exhaustive" not in config.option.markexpr
+    os.environ["RESHARD_EXHAUSTIVE_TESTS"] = str(int(selection.is_exhaustive))
     settings.register_profile(
         "reshard",
         derandomize=EXAMPLES == 0,

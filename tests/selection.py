@@ -7,17 +7,23 @@ kept carry the mark `exhaustive` with the reason.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-is_exhaustive = True
-"""Whether exhaustive cases run, which `conftest.py` sets before test files are imported."""
+T = TypeVar("T")
+
+is_exhaustive = os.environ.get("RESHARD_EXHAUSTIVE_TESTS") != "0"
+"""Whether exhaustive cases run, which `conftest.py` sets before test files are imported.
+
+Programs that a test starts have it from the environment.
+"""
 
 
-def choose(default: int, exhaustive: int) -> int:
-    """Return the number of examples that a test of Hypothesis tries."""
+def choose(default: T, exhaustive: T) -> T:
+    """Return what a test tries inside one item: a number of examples, or a list of cases."""
     return exhaustive if is_exhaustive else default
 
 

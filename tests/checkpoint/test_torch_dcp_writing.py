@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 
 from checkpoint import torch_checkpoints  # noqa: E402
+from selection import choose  # noqa: E402
 
 WHOLE = {
     "w": tensor("float32", (7, 6), 1),
@@ -312,7 +313,7 @@ def test_whole_tensors_without_a_nested_state(tmp_path: Path, model: Path) -> No
     assert {name: as_bytes(value) for name, value in found.items()} == bytes_of(WHOLE)
 
 
-@settings(max_examples=40)
+@settings(max_examples=choose(15, 40))
 @given(st.data(), st.sampled_from([16, 64, 1000, 4 << 20]))
 def test_any_cut_to_any_other(data: st.DataObject, block_bytes: int) -> None:
     whole = data.draw(tensors())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cli.command_runs import Run, entries, run_alone, run_here
 from reshard import errors
+from selection import choose
 
 TP2 = ("--to", "tp=2", "--recipe", "none")
 BAD_ARGUMENTS = [
@@ -350,7 +351,7 @@ TEXTS = NOTATION | st.lists(WORDS, max_size=8).map("".join)
 TARGETS = TEXTS.filter(lambda text: re.search(r"\d{5}", text) is None)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=choose(60, 200))
 @given(to=TARGETS, rule=TEXTS, memory=TEXTS)
 def test_no_text_is_an_internal_error(to: str, rule: str, memory: str) -> None:
     for arguments in (("--to", to), (*TP2, f"--rule=*={rule}"), (*TP2, "--memory", memory)):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
+import selection
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import Exchange
 from reshard.collectives.choice import Choice, choose
@@ -103,7 +104,7 @@ def test_it_prints_both() -> None:
     assert str(chosen("x, -", "x, -", 8)).splitlines()[2].startswith("* program   nothing to do")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=selection.choose(24, 80), deadline=None)
 @given(pairs(max_devices=12), st.integers(0, 7), st.sampled_from([None, 0, 50, 500]))
 def test_the_quicker_one_is_chosen(pair: Pair, seed: int, extra_bytes: int | None) -> None:
     source, target, shape = pair

@@ -15,6 +15,7 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import LayoutError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.topology import Link, Overhead, Topology
+from selection import choose
 
 MESH = reshard.DeviceMesh.of(x=2, y=4)
 SHAPE = (64, 32)
@@ -78,7 +79,7 @@ def test_what_cannot_be_is_refused() -> None:
         divide([SUMS], Topology([0] * 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(st.lists(pairs(max_devices=8), min_size=1, max_size=4), st.sampled_from([0.0, 1e-6, 1e-3]))
 def test_it_is_never_slower_than_the_exchange_of_all(chosen: list[Pair], latency_s: float) -> None:
     tensors: list[Tensor] = []

@@ -12,6 +12,7 @@ from reshard.collectives import Exchange, find_program
 from reshard.cost import LIBRARIES, Estimate
 from reshard.errors import LayoutError, UsageError
 from reshard.topology import Link, Topology
+from selection import choose
 
 # A byte takes a second within a host, ten between hosts.
 NEAR, FAR = Link(1.0, 100.0), Link(0.1, 1000.0)
@@ -80,7 +81,7 @@ def test_what_is_missing_is_said() -> None:
         program.estimate("int8", Topology([0] * 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(), st.sampled_from(sorted(LIBRARIES)))
 def test_every_program_has_seconds_that_its_bytes_and_messages_need(
     pair: Pair, library: str

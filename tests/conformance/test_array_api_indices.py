@@ -14,10 +14,11 @@ from hypothesis.extra import numpy as hnp
 import reshard.spmd as sp
 from conformance.test_array_api import any_spec
 from reshard.errors import ArrayIndexError
+from selection import choose
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_indices(data: st.DataObject) -> None:
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6))
     array = np.arange(math.prod(shape)).reshape(shape)
@@ -30,7 +31,7 @@ def test_indices(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=choose(45, 150), deadline=None)
 def test_masks(data: st.DataObject) -> None:
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
     array = np.arange(math.prod(shape)).reshape(shape)
@@ -54,7 +55,7 @@ def test_masks(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=choose(45, 150), deadline=None)
 def test_indices_in_arrays(data: st.DataObject) -> None:
     """Whole numbers in arrays and alone for leading dimensions; one array anywhere."""
     shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=5))

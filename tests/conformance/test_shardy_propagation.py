@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+from selection import choose
 from shardy_oracle import campaign
 
-SAMPLE = 300
+SAMPLE = choose(150, 300)
 SHARE_OF_DELIBERATE = 0.06
 
 COMPARED_WITH = "0.10.2"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reshard.cost.fitting import Fitted, Measurement, fit
 from reshard.errors import UsageError
 from reshard.topology import Link
+from selection import choose
 
 SIZES = [4**power for power in range(6, 14)]
 bandwidths = st.floats(1e8, 1e12)
@@ -93,7 +94,7 @@ def shared(messages: Link, copies: Link, combining: float, call_s: float) -> lis
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=choose(15, 40), deadline=None)
 @given(
     st.floats(1e9, 1e10), st.floats(1e-5, 1e-3), st.floats(1e9, 1e10), st.floats(1e-9, 1e-7),
     st.floats(1, 10), st.floats(1e-4, 1e-2),

@@ -17,6 +17,7 @@ import reshard
 from reshard.execution import copies, copy_columns
 from reshard.execution.copies import Copy, carry_out
 from reshard.execution.windows import Window, find_windows
+from selection import choose
 
 
 @pytest.fixture
@@ -149,13 +150,13 @@ def test_large_arrays_are_the_same_by_any_number_of_threads() -> None:
 # Windows.
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(90, 300))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1))
 def test_windows_are_the_pieces(rows: list[tuple[int, int, int]]) -> None:
     check_windows(rows)
 
 
-@settings(max_examples=200)
+@settings(max_examples=choose(60, 200))
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9

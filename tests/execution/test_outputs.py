@@ -26,6 +26,7 @@ from reshard.plans.hosts.staged_job import StagedJob
 from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
 from reshard.testing.strategies import movements
 from reshard.topology import Topology
+from selection import choose
 
 RUBBISH = 77.0
 
@@ -62,7 +63,7 @@ MEMORY = st.sampled_from(["by rows", "by columns", "every other", "backwards"])
 
 
 @pytest.mark.usefixtures("tiny_pieces")
-@settings(max_examples=200)
+@settings(max_examples=choose(60, 200))
 @given(movements(), MEMORY, MEMORY, st.sampled_from([1, 2, 5]))
 def test_given_arrays_and_threads_change_nothing(
     case: Any, source_memory: str, target_memory: str, threads: int
@@ -191,7 +192,7 @@ def views_of(draw: st.DrawFn, memory: NDArray[np.int64]) -> NDArray[np.int64]:
     return row[:: draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(90, 300))
 @given(st.data())
 def test_arrays_that_share_an_element_are_found(data: st.DataObject) -> None:
     memory = np.arange(16)
@@ -366,7 +367,7 @@ def test_a_program_writes_to_given_arrays(
         program.run(held, {}, stepwise=stepwise)
 
 
-@settings(max_examples=60)
+@settings(max_examples=choose(18, 60))
 @given(st.data())
 def test_one_direct_copy_is_what_the_steps_are(data: st.DataObject) -> None:
     texts = ["x, y", "y, x", "x y, -", "y x, -", "-, x y", "x, -", "-, y", "-, -", "-, y x"]

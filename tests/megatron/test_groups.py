@@ -13,6 +13,7 @@ from reshard.megatron.groups import MegatronGrids
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import MegatronRanks, places_along
 from reshard.megatron.rosters import LocalParameter, gather_parameters
+from selection import choose
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 
@@ -36,7 +37,7 @@ def all_ranks(draw: st.DrawFn) -> MegatronRanks:
     return MegatronRanks(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, offset=offset)
 
 
-@settings(max_examples=60)
+@settings(max_examples=choose(18, 60))
 @given(all_ranks())
 def test_the_places_are_those_of_the_sizes(ranks: MegatronRanks) -> None:
     grids = MegatronGrids.from_groups(groups_of(ranks))
@@ -48,7 +49,7 @@ def test_the_places_are_those_of_the_sizes(ranks: MegatronRanks) -> None:
     assert sizes == (grids.tp, grids.pp, grids.dp, grids.ep, grids.expert_tp)
 
 
-@settings(max_examples=60)
+@settings(max_examples=choose(18, 60))
 @given(all_ranks())
 def test_what_holds_copies_needs_no_groups(ranks: MegatronRanks) -> None:
     grids = MegatronGrids.from_groups(groups_of(ranks, ("tp", "cp", "pp", "ep", "etp")))

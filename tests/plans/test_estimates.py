@@ -12,6 +12,7 @@ from reshard.binding import Binding, FileRange
 from reshard.dtypes import dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.topology import Link, Topology
+from selection import choose
 
 # A byte takes a second within a host, ten between hosts.
 TOPOLOGY = Topology.of(
@@ -59,7 +60,7 @@ def test_what_is_missing_is_said() -> None:
         plan.estimate(Topology([0, 0, 1, 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(), st.integers(0, 1 << 20))
 def test_seconds_lie_between_those_of_one_link_and_of_all_turns(pair: Pair, seed: int) -> None:
     source, target, shape = pair

@@ -11,6 +11,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.plans.local_copies import copies_of
 from reshard.plans.schedule.messages import LARGE_PIECE_BYTES
+from selection import choose
 
 
 def offsets(
@@ -63,7 +64,7 @@ def counted(rows: Transfers, source: Layout, target: Layout, width: int) -> dict
     return totals
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=choose(24, 80), deadline=None)
 @given(pairs())
 def test_copies_are_those_of_local_arrays(pair: Pair) -> None:
     before, after, shape = pair

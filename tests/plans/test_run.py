@@ -30,6 +30,7 @@ from reshard.layout import Box, Layout
 from reshard.plans.run import run_change, run_rank
 from reshard.testing.oracle import shards_of
 from reshard.testing.strategies import layouts_with_contents, shapes
+from selection import choose
 
 TORCH_DTYPES = [kind for kind in ALL_DTYPES if hasattr(torch, kind.name)]
 
@@ -246,7 +247,7 @@ CASES = shapes(max_rank=3).flatmap(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=choose(45, 150))
 @given(CASES)
 def test_rank_by_rank_is_as_at_once(case: Any) -> None:
     (source, contents), (target, _) = case

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import reshard.spmd as sp
 from reshard import Axis, DeviceMesh, DimSpec, Level, ShardingSpec
+from selection import choose
 
 MESHES = [
     DeviceMesh.of(x=2, y=2),
@@ -73,7 +74,7 @@ def shardings(draw: st.DrawFn, mesh: DeviceMesh) -> ShardingSpec:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=choose(45, 150))
 def test_random_programs(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))

@@ -30,6 +30,7 @@ from reshard.topology import Link, Topology
 from reshard.torch import Redistribution, redistribute, redistribution
 from reshard.torch.programs import run
 from reshard.torch.programs.run import ProgramRun, least_extra_bytes, process_group
+from selection import choose
 
 ALWAYS = {
     "derandomize": True,
@@ -143,7 +144,7 @@ def check(program: Program, dtype: str, limit: int | None = None, is_strided: bo
         assert bits(own) == bits(before)
 
 
-@settings(max_examples=50, **ALWAYS)
+@settings(max_examples=choose(15, 50), **ALWAYS)
 @given(st.data())
 def check_programs(data: st.DataObject) -> None:
     """Between shardings of all kinds, in as little memory as can be, and with room."""

@@ -20,6 +20,7 @@ from checkpoint.killed_conversion import Case, run_again
 from checkpoint.model_files import contents, write_model
 from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
 from reshard.errors import CheckpointError, FormatError, ReshardError
+from selection import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")
@@ -243,7 +244,9 @@ def small_file(is_zip: bool) -> bytes:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=choose(45, 150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data(), st.booleans())
 def test_changed_bytes_are_an_error_or_a_checkpoint(

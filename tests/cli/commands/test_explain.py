@@ -19,6 +19,7 @@ from reshard.collectives.lowering.shard_module import CollectiveOp
 from reshard.cost import load_preset
 from reshard.testing import parse_shard_module
 from reshard.testing.strategies import meshes, shapes, specs
+from selection import choose
 from show.page_parts import parsed
 
 DOCUMENTS = Path(__file__).parents[3] / "docs"
@@ -293,7 +294,7 @@ def changes(draw: st.DrawFn) -> tuple[str, str, str, str]:
     return before, after, mesh.text, "x".join(map(str, shape)) or "scalar"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=choose(15, 40))
 @given(changes())
 def test_any_two_shardings_are_explained(change: tuple[str, str, str, str]) -> None:
     before, after, mesh, shape = change

@@ -19,6 +19,7 @@ from reshard.errors import NotationError, PlanError
 from reshard.mesh import DeviceMesh
 from reshard.testing import parse_shard_module, run_shard_module
 from reshard.testing.oracle import contents_of_spec, shards_of
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=4, w=1)
 
@@ -208,7 +209,7 @@ def test_the_measured_cases(case: Case) -> None:
     assert said or case["source"]["device_ids"] or case["target"]["device_ids"]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=choose(36, 120), deadline=None)
 @given(pairs(max_devices=16), st.sampled_from(["joint", "classical", "mlir"]))
 def test_any_program_runs_or_is_refused(pair: Pair, steps: str) -> None:
     source, target, shape = pair

@@ -16,6 +16,7 @@ from reshard.collectives.lowering import shardy_module
 from reshard.errors import NotationError, PlanError
 from reshard.mesh import DeviceMesh
 from reshard.notation.shardy import parse_shardy
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=4, w=1)
 
@@ -148,7 +149,7 @@ def test_the_measured_cases_are_verified(shardy_prints: Callable[[str], str], ca
     assert refusal is None or re.search(r"order on the way|different axes|only a perm", refusal)
 
 
-@settings(max_examples=30)
+@settings(max_examples=choose(15, 30))
 @given(pairs())
 def test_any_program_is_verified_or_refused(
     shardy_prints: Callable[[str], str], pair: Pair

@@ -23,6 +23,7 @@ from reshard.collectives.search.problems import Problem, problem_of
 from reshard.collectives.search.state_table import StateTable, count_states
 from reshard.collectives.search.states import State
 from reshard.collectives.search.step_naming import name_step
+from selection import choose
 
 Mask = NDArray[np.bool_]
 
@@ -128,7 +129,7 @@ def problems(draw: st.DrawFn, basis: str) -> Problem:
 
 @pytest.mark.parametrize("basis", ["joint", "classical"])
 def test_nothing_is_cheaper(basis: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=choose(18, 60), deadline=None)
     @given(problems(basis))
     def compare(problem: Problem) -> None:
         outcome = exact_outcome(problem, None)
@@ -145,7 +146,7 @@ def test_nothing_is_cheaper(basis: str) -> None:
     compare()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(problems("joint"))
 def test_the_constructive_search_is_bounded_by_the_exact_one(problem: Problem) -> None:
     quick = constructive_search(problem)
@@ -219,7 +220,7 @@ def test_a_large_mesh_has_a_classical_program(
         program.verify()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(max_devices=12))
 def test_a_problem_of_axes_is_one_of_their_parts(pair: Pair) -> None:
     problem = problem_of(*pair, None, "classical")

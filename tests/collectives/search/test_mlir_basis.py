@@ -11,6 +11,7 @@ from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import AllGather, AllReduce, AllToAll, Permute, Slice, find_program
 from reshard.collectives.search.prime_axes import find_prime_meshes
 from reshard.errors import PlanError
+from selection import choose
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_the_first_decomposition_holds_more_than_both_shards() -> None:
     assert (best.live_shard, best.moved_elements) == (6, 26)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=choose(24, 80), deadline=None)
 @given(pairs(max_devices=12))
 def test_the_basis_leads_anywhere(pair: Pair) -> None:
     source, target, shape = pair

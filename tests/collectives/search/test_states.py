@@ -33,6 +33,7 @@ from reshard.collectives.search.states import Space, State, flatten_cut, overlap
 from reshard.collectives.search.step_naming import name_step
 from reshard.errors import PlanError
 from reshard.mesh import Axis
+from selection import choose
 
 
 @given(st.integers(1, 400))
@@ -172,7 +173,7 @@ def in_one_frame(pair: Pair) -> Problem | None:
     return problem if problem is not None and len(problem.space.prime_meshes) == 1 else None
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=choose(24, 80))
 @given(st.data(), pairs(max_devices=12, partials=False))
 def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: Pair) -> None:
     problem = in_one_frame(pair)
@@ -201,7 +202,7 @@ def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: P
         assert is_legal(JointAllToAll(space.shape, *sides, prime_mesh.axes(sorted(group))))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=choose(24, 80))
 @given(pairs(max_devices=12))
 def test_a_named_step_is_legal(pair: Pair) -> None:
     problem = in_one_frame(pair)

@@ -18,6 +18,7 @@ from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import JointAllToAll
 from reshard.mesh import Axis
+from selection import choose
 
 MESH = reshard.DeviceMesh.of(x=2, y=4)
 
@@ -40,7 +41,7 @@ def test_parts_of_axes_go_together(source: str, target: str, steps: list[str]) -
     assert [str(step) for step in program.steps] == steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(max_devices=12))
 def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
     for basis in ("joint", "classical"):

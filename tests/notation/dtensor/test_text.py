@@ -40,6 +40,7 @@ from torch.distributed.tensor._dtensor_spec import (  # noqa: E402
 from torch.distributed.tensor._redistribute import redistribute_local_tensor  # noqa: E402
 
 from checkpoint.torch_checkpoints import cut, mesh_of, standing_for  # noqa: E402
+from selection import choose  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -345,7 +346,7 @@ def test_what_dtensor_cannot_say_is_named(text: str, message: str) -> None:
 
 
 @given(specs_with_shapes())
-@settings(max_examples=200)
+@settings(max_examples=choose(60, 200))
 def test_a_sharding_is_written_so_that_it_reads_back_or_refused(
     pair: tuple[ShardingSpec, Shape],
 ) -> None:

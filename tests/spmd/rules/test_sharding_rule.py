@@ -18,6 +18,7 @@ from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.sharding_rule import OpShardingRule, factor_names
+from selection import choose
 
 MATMUL = "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
 
@@ -60,7 +61,7 @@ def rules(draw: Any) -> OpShardingRule:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=choose(45, 150), deadline=None)
 @given(rules())
 def test_text_is_the_rule(rule: OpShardingRule) -> None:
     assert OpShardingRule.parse(str(rule)) is rule
@@ -69,7 +70,7 @@ def test_text_is_the_rule(rule: OpShardingRule) -> None:
     assert copy.deepcopy(rule) is rule
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=choose(15, 50), deadline=None)
 @given(rules())
 def test_shapes_are_products_of_factors(rule: OpShardingRule) -> None:
     for mapping, shape in zip(rule.tensors, rule.operand_shapes + rule.result_shapes, strict=True):

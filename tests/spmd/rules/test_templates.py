@@ -22,6 +22,7 @@ from reshard.spmd.rules.templates import (
     reshape_template,
     transpose_template,
 )
+from selection import choose
 from spmd.movement_cases import factored
 
 
@@ -91,7 +92,7 @@ def reshapes(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return factored(draw, size), factored(draw, size)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(reshapes())
 def test_shared_factors_are_the_same_digits(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """An element's digit along a shared factor is the same in both shapes, by enumeration."""
@@ -115,7 +116,7 @@ def test_shared_factors_are_the_same_digits(pair: tuple[tuple[int, ...], tuple[i
         assert (first[factor] == second[factor]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 @given(reshapes())
 def test_the_major_digit_is_shared_as_far_as_it_can_be(
     pair: tuple[tuple[int, ...], tuple[int, ...]],

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from reshard.geometry.transfers import Transfers
 from reshard.torch.partitioned.partitions import PartitionOwners, Splits
+from selection import choose
 
 # Of four partitions of 6, 10, 12 and 4, rank 0 has 4, 6, 4 and 2, rank 1 the rest.
 EXAMPLE = [(4, 6, 4, 2), (2, 4, 8, 2)]
@@ -75,7 +76,7 @@ def test_every_partition_has_one_owner(partitions: int, ranks: int) -> None:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=choose(45, 150))
 @given(matrices(), st.booleans(), st.integers(0, 1), st.permutations(range(5)))
 def test_every_element_comes_to_its_place(
     matrix: list[list[int]], is_aligning: bool, dim: int, slots: list[int]

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from checkpoint import torch_checkpoints  # noqa: E402
+from selection import choose  # noqa: E402
 
 FIXTURES = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures"
 DTYPES = [
@@ -400,7 +401,9 @@ def test_attributes_that_are_no_plain_values_are_losses(halves: Path, tmp_path: 
     assert len(losses) == 2
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=choose(120, 400), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_changed_metadata_is_an_error_or_says_the_same(halves: Path, data: st.DataObject) -> None:
     path = halves / ".metadata"

@@ -20,6 +20,7 @@ from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive, i
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import FormatError, UnreadableTensorError, UsageError
+from selection import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")
@@ -151,7 +152,7 @@ def test_what_is_cut_off_is_an_error() -> None:
             read(archive[:size])
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(90, 300))
 @given(st.data())
 def test_a_changed_byte_is_an_error_or_does_not_matter(data: st.DataObject) -> None:
     archive = saved(BASE)

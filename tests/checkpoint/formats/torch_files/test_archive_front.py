@@ -18,6 +18,7 @@ from reshard.checkpoint.formats.torch_files.archive import (
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import FormatError
+from selection import choose
 
 torch = pytest.importorskip("torch")
 
@@ -95,7 +96,7 @@ def test_every_shorter_beginning_is_refused_or_enough() -> None:
             assert read_archive_front(archive[:size], "x") == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(90, 300))
 @given(st.data())
 def test_a_changed_byte_is_an_error_or_a_tensor(data: st.DataObject) -> None:
     archive = bytearray(saved(VALUES[0]))

@@ -26,6 +26,7 @@ from reshard.checkpoint.formats.torch_files.saved_files import (
 )
 from reshard.checkpoint.formats.torch_files.saved_values import explain, numpy_array
 from reshard.errors import CheckpointError, FormatError
+from selection import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")
@@ -102,7 +103,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 @given(STATES, st.booleans(), st.integers(2, 5))
 def test_a_state_is_read_as_it_was_saved(value: Any, is_zip: bool, protocol: int) -> None:
     content = saved(value, is_zip=is_zip, pickle_protocol=protocol)
@@ -278,7 +279,7 @@ def test_what_is_cut_off_is_an_error(is_zip: bool) -> None:
             read(content[:size])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=choose(90, 300), deadline=None)
 @given(st.data(), st.booleans())
 def test_a_changed_byte_is_an_error_or_a_value(data: st.DataObject, is_zip: bool) -> None:
     content = bytearray(saved({"w": BASE, "v": [torch.ones(3), "text"]}, is_zip=is_zip))

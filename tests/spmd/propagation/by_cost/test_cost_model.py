@@ -17,6 +17,7 @@ from reshard.spmd.operators.table import operators, rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine, PartBits
 from reshard.spmd.propagation.operator_work import operations_of
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=4)
 TEXTS = [
@@ -47,7 +48,7 @@ def model_of(machine: Machine) -> CostModel:
     st.sampled_from([(64, 32), (5, 7), (1, 9), (0, 4)]),
     st.sampled_from([1, 4]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=choose(18, 60), deadline=None)
 def test_a_table_has_what_each_pair_has(
     sources: list[ShardingSpec], targets: list[ShardingSpec], shape: tuple[int, int], size: int
 ) -> None:

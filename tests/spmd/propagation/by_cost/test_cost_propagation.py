@@ -29,6 +29,7 @@ from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology
+from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=2)
 ONE_AXIS = DeviceMesh.of(x=2)
@@ -112,7 +113,7 @@ def small_graphs(draw: st.DrawFn) -> tuple[Graph, dict[int, ShardingSpec]]:
 
 
 @given(small_graphs(), st.sampled_from([0, 1, 2, 3, 256]), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_what_is_called_exact_is_the_least_of_all_choices(
     given: tuple[Graph, dict[int, ShardingSpec]], rounds: int, place: float
 ) -> None:
@@ -220,7 +221,7 @@ MACHINES = [
 
 
 @given(st.sampled_from(SPECS), st.sampled_from(SPECS), st.sampled_from(SHAPES), st.integers(0, 5))
-@settings(max_examples=150)
+@settings(max_examples=choose(45, 150))
 def test_no_program_takes_less_than_the_bound(
     source: ShardingSpec, target: ShardingSpec, shape: tuple[int, int], number: int
 ) -> None:

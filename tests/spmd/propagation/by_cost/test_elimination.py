@@ -19,6 +19,7 @@ from reshard.spmd.propagation.by_cost.elimination import (
     take_out,
 )
 from reshard.spmd.propagation.by_cost.least_sum import CostSum
+from selection import choose
 
 CHOICES = (2, 3, 2, 3, 2)
 
@@ -41,7 +42,7 @@ def every_value(tables: list[CostTable]) -> dict[tuple[int, ...], float]:
 
 
 @given(pairs(), st.integers(2, 108))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_an_order_has_each_variable_once_and_no_table_that_is_too_large(
     tables: list[CostTable], largest: int
 ) -> None:
@@ -60,7 +61,7 @@ def test_an_order_has_each_variable_once_and_no_table_that_is_too_large(
 
 
 @given(pairs(), pairs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_what_is_known_of_other_sums_changes_nothing(
     tables: list[CostTable], others: list[CostTable]
 ) -> None:
@@ -89,7 +90,7 @@ def test_tables_alike_are_joined_once() -> None:
 
 
 @given(pairs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_the_least_of_each_choice_where_most_hangs_together(tables: list[CostTable]) -> None:
     found = CostSum(CHOICES, tables).least_of_choices()
     assert found is not None
@@ -102,7 +103,7 @@ def test_the_least_of_each_choice_where_most_hangs_together(tables: list[CostTab
 
 
 @given(pairs(), st.permutations(range(5)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_a_joined_table_has_any_variable_first(tables: list[CostTable], order: list[int]) -> None:
     used = {variable for one in tables for variable in one.variables}
     first, *rest = [variable for variable in order if variable in used]
@@ -116,7 +117,7 @@ def test_a_joined_table_has_any_variable_first(tables: list[CostTable], order: l
 
 
 @given(pairs(), st.integers(1, 108), st.sets(st.integers(0, 4)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_what_a_cut_set_leaves_can_be_taken_out(
     tables: list[CostTable], largest: int, free: set[int]
 ) -> None:

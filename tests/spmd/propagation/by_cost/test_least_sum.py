@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from reshard.spmd.propagation.by_cost.cost_table import CostTable, taken_apart
 from reshard.spmd.propagation.by_cost.least_sum import CostSum
+from selection import choose
 
 
 @st.composite
@@ -32,7 +33,7 @@ def every_choice(one: CostSum) -> list[tuple[int, ...]]:
 
 
 @given(sums())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_elimination_finds_the_least(one: CostSum) -> None:
     chosen = one.eliminated()
     assert chosen is not None
@@ -40,7 +41,7 @@ def test_elimination_finds_the_least(one: CostSum) -> None:
 
 
 @given(sums(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_descent_ends_where_no_single_change_helps(one: CostSum, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(every_choice(one)))
     chosen = one.descended(start, sweeps=100)
@@ -52,7 +53,7 @@ def test_descent_ends_where_no_single_change_helps(one: CostSum, data: st.DataOb
 
 
 @given(sums(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_descent_from_where_another_sum_ended(one: CostSum, data: st.DataObject) -> None:
     """Some tables are others then: what is known of the rest leaves the answer as it is."""
     inner = data.draw(st.lists(st.integers(0, len(one.choices) - 1), max_size=1))
@@ -66,7 +67,7 @@ def test_descent_from_where_another_sum_ended(one: CostSum, data: st.DataObject)
 
 
 @given(sums(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_a_window_of_all_that_hangs_together_has_the_least(
     one: CostSum, data: st.DataObject
 ) -> None:
@@ -103,7 +104,7 @@ def test_inner_variables_change_together_with_those_beside_them() -> None:
 
 
 @given(sums(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_descent_with_an_inner_variable_is_as_good(one: CostSum, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(every_choice(one)))
     inner = data.draw(st.integers(0, len(start) - 1))
@@ -117,7 +118,7 @@ def test_descent_with_an_inner_variable_is_as_good(one: CostSum, data: st.DataOb
 
 
 @given(sums())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_the_least_of_each_choice(one: CostSum) -> None:
     found = one.least_of_choices()
     assert found is not None
@@ -129,7 +130,7 @@ def test_the_least_of_each_choice(one: CostSum) -> None:
 
 
 @given(sums(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=choose(30, 100), deadline=None)
 def test_a_restricted_sum_has_the_values_of_what_is_kept(one: CostSum, data: st.DataObject) -> None:
     kept = [
         np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
@@ -142,7 +143,7 @@ def test_a_restricted_sum_has_the_values_of_what_is_kept(one: CostSum, data: st.
 
 
 @given(sums(), st.sampled_from([3, 9, 27]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_tables_taken_apart(one: CostSum, largest: int) -> None:
     """What is said to be the least is it, and so it is where tables are small enough."""
     chosen, is_least = one.nearly_eliminated(largest)
@@ -154,7 +155,7 @@ def test_tables_taken_apart(one: CostSum, largest: int) -> None:
 
 
 @given(sums(), st.sampled_from([1, 3, 9, 3**5]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=choose(60, 200), deadline=None)
 def test_a_table_taken_apart_is_a_lower_bound(one: CostSum, largest: int) -> None:
     own = [table for table in one.tables if 0 in table.variables]
     if not own or one.choices[0] == 1:

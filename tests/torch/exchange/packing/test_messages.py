@@ -23,6 +23,7 @@ from reshard.torch.exchange.packing.messages import (
     pack_messages,
 )
 from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
+from selection import choose
 
 RANKS = 16
 
@@ -44,7 +45,7 @@ def plans(draw: st.DrawFn) -> reshard.Plan:
     return plan
 
 
-@settings(max_examples=60)
+@settings(max_examples=choose(18, 60))
 @given(plans(), st.sets(st.integers(0, RANKS - 1)), st.integers(0, RANKS - 1))
 def test_transfers_of_some_ranks_and_of_others(
     plan: reshard.Plan, peers: set[int], rank: int
@@ -64,7 +65,7 @@ def test_transfers_of_some_ranks_and_of_others(
     assert 0 not in rows and sum(rows) == len(whole.received) + len(whole.sent)
 
 
-@settings(max_examples=40)
+@settings(max_examples=choose(15, 40))
 @given(
     st.lists(plans(), min_size=2, max_size=2),
     st.lists(st.integers(0, 1), min_size=1, max_size=6),
@@ -92,7 +93,7 @@ def test_tensors_of_one_kind_are_listed_as_they_are_one_by_one(
         assert own.source.data_ptr() == its.source.data_ptr()
 
 
-@settings(max_examples=60)
+@settings(max_examples=choose(18, 60))
 @given(
     st.lists(plans(), min_size=1, max_size=3),
     st.sampled_from([16, 48, 1 << 21]),
