@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def pytest_sessionstart() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+HAS_LINUX_CALLS = sys.platform == "linux" and hasattr(os, "O_DIRECT")
+"""Whether this is Linux with its own calls: `tests/without_linux` takes them away."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `linux_only` on other systems."""
+    mark = item.get_closest_marker("linux_only")
+    if mark is not None and not HAS_LINUX_CALLS:
+        pytest.skip(f"Linux only: {mark.kwargs['reason']}")
 
 
 BEGUN_S = pytest.StashKey[float]()

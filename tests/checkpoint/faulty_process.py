@@ -125,21 +125,23 @@ def lose_what_was_not_synced(folder: Path, synced: Path, durable_before: set[int
 class _Countdown:
     """Counts the calls that change something, and ends the process at the one it is told."""
 
-    def __init__(self, kill_at: int | None, synced: Path | None) -> None:
+    def __init__(self, kill_at: int | None, synced: Path | None, folder: Path) -> None:
         from reshard.checkpoint.conversion import staging
         from reshard.checkpoint.files.places.stores.azure_target import AzureTarget
         from reshard.checkpoint.files.places.stores.s3_target import S3Target
 
         self.kill_at = kill_at
         self.synced = synced
+        self.folder = folder
         self.calls: list[str] = []
         self._lock = threading.Lock()
         self._rename = os.rename
-        for name in WRITING_CALLS:
+        # Not every system has all of them.
+        for name in filter(os.__dict__.get, WRITING_CALLS):
             setattr(os, name, self._writing(name, getattr(os, name)))
-        for name in SYNCING_CALLS:
+        for name in filter(os.__dict__.get, SYNCING_CALLS):
             setattr(os, name, self._syncing(name))
-        for name in OTHER_CALLS:
+        for name in filter(os.__dict__.get, OTHER_CALLS):
             setattr(os, name, self._counted(name, getattr(os, name)))
         staging.exchange_names = self._counted("exchange", staging.exchange_names)
         for store in (S3Target, AzureTarget):
@@ -177,8 +179,7 @@ class _Countdown:
             if self._is_the_last(name):
                 # Through the page cache, which takes a half of whatever it is given.
                 whole = memoryview(data[0] if name == "pwritev" else data)
-                path = f"/proc/self/fd/{descriptor}"
-                buffered = os.open(path, os.O_WRONLY)
+                buffered = os.open(self._find_path(descriptor), os.O_WRONLY)
                 real_pwrite(buffered, whole[: len(whole) // 2], offset)
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(descriptor, data, offset)
@@ -197,13 +198,22 @@ class _Countdown:
 
         return call
 
+    def _find_path(self, descriptor: int) -> Path:
+        """Return a path of an open file; by its inode where there is no /proc."""
+        link = Path(f"/proc/self/fd/{descriptor}")
+        if link.exists():
+            return link
+        state = os.fstat(descriptor)
+        paths = self.folder.rglob("*")
+        return next(path for path in paths if os.path.samestat(path.lstat(), state))
+
     def _keep(self, descriptor: int, synced: Path) -> None:
         state = os.fstat(descriptor)
         copy = synced / f"{state.st_ino}.{threading.get_ident()}"
         if stat.S_ISDIR(state.st_mode):
             copy.write_text(json.dumps(os.listdir(descriptor)))
         else:
-            shutil.copyfile(f"/proc/self/fd/{descriptor}", copy)
+            shutil.copyfile(self._find_path(descriptor), copy)
         self._rename(copy, synced / str(state.st_ino))
 
 
@@ -219,7 +229,8 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         for name in ("overwrite", "restart", "sync_bytes", "extra_bytes", "threads", "staging")
         if name in options
     }
-    countdown = _Countdown(order["kill_at"], Path(order["synced"]) if order["synced"] else None)
+    synced = Path(order["synced"]) if order["synced"] else None
+    countdown = _Countdown(order["kill_at"], synced, Path(order["target"]).parent)
     answer: dict[str, Any] = {"was_killed": False, "calls": countdown.calls}
     try:
         blocks.BLOCK_BYTES = options.pop("block_bytes", blocks.BLOCK_BYTES)

@@ -23,7 +23,7 @@ from checkpoint.checkpoint_files import (
     write_file,
     write_ranks,
 )
-from reshard import checkpoint
+from reshard import checkpoint, system
 from reshard.checkpoint.comparison import DamagedBlock
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.dtypes import dtype
@@ -218,14 +218,14 @@ def test_an_error_in_the_loop_stops_the_threads_before_the_files_close(
     def stop(progress: checkpoint.Progress) -> None:
         raise KeyboardInterrupt
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(system.list_descriptors())
     monkeypatch.setattr(SourceFile, "close", watched_close)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.compare(path, path, progress=stop)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.check_digests(path, progress=stop)
     assert working == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(system.list_descriptors()) == before
 
 
 def test_a_file_that_shrank_since_it_was_opened(tmp_path: Path) -> None:

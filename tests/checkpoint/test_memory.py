@@ -23,6 +23,7 @@ from reshard.checkpoint import plan_conversion
 
 MIB = 1 << 20
 SLACK_BYTES = 64 * MIB
+pytestmark = pytest.mark.linux_only(reason="memory is read from /proc")
 
 PROGRAM = """
 import json, sys

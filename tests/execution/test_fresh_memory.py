@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from reshard.plans.hosts.staged_job import StagedJob
 from reshard.topology import Topology
 
 MIB = 1 << 20
-ONLY_ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="large pages on demand")
+ONLY_ON_LINUX = pytest.mark.linux_only(reason="large pages on demand")
 
 
 @pytest.fixture

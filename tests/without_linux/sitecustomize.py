@@ -24,15 +24,13 @@ MISSING = {
         *("sched_getaffinity", "sched_setaffinity", "memfd_create", "MFD_CLOEXEC"),
         *("MFD_ALLOW_SEALING", "pidfd_open", "eventfd", "setns", "unshare", "getrandom"),
         *("getxattr", "setxattr", "listxattr", "getresuid"),
-        # macOS has them from 11 on.
-        *("preadv", "pwritev"),
     ),
     mmap: ("MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MAP_POPULATE"),
     fcntl: ("F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"),
     socket: ("MSG_CMSG_CLOEXEC", "TCP_INFO", "TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "SO_PEERCRED"),
 }
 FUNCTIONS = ("renameat2", "fallocate", "malloc_trim", "madvise", "process_vm_readv", "prctl")
-FOLDERS = ("/proc", "/dev/shm", "/dev/fd")
+FOLDERS = ("/proc", "/dev/shm")
 
 
 class Library(ctypes.CDLL):

@@ -230,6 +230,7 @@ def test_alternating_members_are_one_box_again(tmp_path: Path) -> None:
     assert found == Tensor(dtype("int16"), np.ascontiguousarray(whole["a"].bits.swapaxes(1, 2)))
 
 
+@pytest.mark.linux_only(reason="memory is read from /proc")
 @pytest.mark.parametrize("form", ["per_expert", "stacked"])
 def test_memory_is_bounded(tmp_path: Path, form: str) -> None:
     """Of 256 MB of experts."""

@@ -32,9 +32,19 @@ pytestmark = [
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.name)
 def test_a_source_is_what_it_says(source: Source, tmp_path: Path) -> None:
-    opened = source.open(source.make(tmp_path))
+    path = source.make(tmp_path)
+    opened = source.open(path)
     assert opened.format == source.format
     assert opened.tensors
+    # As macOS leaves them on disks that keep no attributes, and in every folder that was looked at.
+    for folder in [path, *path.rglob("*")] if path.is_dir() else []:
+        if folder.is_dir():
+            (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+        else:
+            folder.with_name(f"._{folder.name}").write_bytes(b"\0\5\x16\7" + bytes(78))
+    again = source.open(path)
+    assert (again.format, again.notes) == (opened.format, opened.notes)
+    assert again.tensors == opened.tensors
 
 
 @pytest.mark.parametrize("row", CONVERSIONS, ids=lambda one: one.name)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.checkpoint.conversion import journal as journal_module
 from reshard.checkpoint.conversion.journal import Commit, FinishedBlocks, Journal, read_journal
 from reshard.errors import RunError, UsageError
 
@@ -224,7 +225,7 @@ def test_the_largest_indices_are_kept(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("call", ["pwrite", "sync_data"])
 def test_a_failed_write_is_an_error_and_the_last_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -234,7 +235,7 @@ def test_a_failed_write_is_an_error_and_the_last_word(
     journal = Journal.open(tmp_path / "journal", IDENTITY, DESCRIPTION)
     journal.append_blocks(BATCHES[0])
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, refuse)
+        patch.setattr(journal_module if call == "sync_data" else os, call, refuse)
         with pytest.raises(RunError, match=r"write the journal: .*journal: No space left"):
             journal.append_blocks(BATCHES[1])
     with pytest.raises(RunError, match="is closed"):
@@ -258,7 +259,7 @@ def test_a_record_is_synced_before_the_append_returns(
 ) -> None:
     synced: list[int] = []
     journal = Journal.open(tmp_path / "journal", IDENTITY, DESCRIPTION)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(journal_module, "sync_data", lambda fd: synced.append(os.fstat(fd).st_size))
     journal.append_blocks(BATCHES[0])
     journal.append_blocks([])
     journal.close()

@@ -206,6 +206,7 @@ print(status("VmHWM") - baseline_bytes)
 """
 
 
+@pytest.mark.linux_only(reason="memory is read from /proc")
 @pytest.mark.parametrize("share", [0.03, 0.4])
 def test_memory_is_bounded(tmp_path: Path, share: float) -> None:
     """Whatever the size of tensors and of what changed."""

@@ -15,12 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard import system
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
 from reshard.checkpoint.files.descriptors import DIRECT_MINIMUM_BYTES, describe_full
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.checkpoint.files.target_file import TargetFile, free_bytes
 from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
+
+pytestmark = pytest.mark.linux_only(reason="direct I/O, and reads of the page cache alone")
 
 FILE_BYTES = 9 * PAGE_BYTES + 1234
 CONTENT = random.Random(0).randbytes(FILE_BYTES)
@@ -326,12 +329,12 @@ def test_an_error_of_the_cache_question_is_an_error(source_path, machine):
 
 
 def test_what_is_no_readable_file_is_named(tmp_path):
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = len(system.list_descriptors())
     with pytest.raises(RunError, match=r"none: cannot open for reading: No such file"):
         SourceFile(tmp_path / "none")
     with pytest.raises(RunError, match="not a regular file"):
         SourceFile(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(system.list_descriptors()) == open_before
 
 
 def test_reading_nothing_and_reading_nowhere(source_path):
@@ -665,7 +668,7 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkey
     monkeypatch.setattr("reshard.checkpoint.files.target_file.describe_full", lambda _: told)
     path = tmp_path / "target"
     path.write_bytes(b"earlier")
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = len(system.list_descriptors())
     with pytest.raises(RunError) as caught:
         TargetFile(path, 5_000_000)
     assert str(caught.value) == (
@@ -673,7 +676,7 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkey
         "free; free space and run the same command again, it continues"
     )
     assert path.read_bytes() == b"earlier"
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(system.list_descriptors()) == open_before
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)

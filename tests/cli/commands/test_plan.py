@@ -43,7 +43,7 @@ def write_source(folder: Path, tensors: int, shape: tuple[int, int]) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is not told")
+@pytest.mark.linux_only(reason="the peak is read from /proc")
 @pytest.mark.parametrize(
     ("tensors", "shape", "asked"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
@@ -17,7 +16,7 @@ from reshard.torch.exchange import maxima
 from reshard.torch.exchange.maxima import MOST_BY_FIRST, find_near_maxima
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 
 
 def connect(ranks: list[int]) -> list[SharedMemory]:

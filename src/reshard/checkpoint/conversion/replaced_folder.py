@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.foreign_links import describe_foreign_link, is_link
 from reshard.checkpoint.files.places.place_path import PlacePath, walk_folder
 from reshard.checkpoint.files.places.upload_marker import MARKER_FOLDER
@@ -97,7 +98,8 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
 def _is_cache(target: Path, relative: str) -> bool:
     """Whether a name is that of a cache; markers of uploads are kept apart from checkpoints."""
     is_marker = isinstance(target, PlacePath) and relative == MARKER_FOLDER
-    return is_marker or relative.rpartition("/")[2] in _CACHES
+    name = relative.rpartition("/")[2]
+    return is_marker or name in _CACHES or is_attribute_file(name)
 
 
 def _list_checkpoint_files(target: Path) -> Iterator[str]:

@@ -124,6 +124,17 @@ def sync_folders_under(folder: Path) -> None:
         sync_folder(Path(path))
 
 
+def is_attribute_file(name: str) -> bool:
+    """Return whether a name is that of a file in which macOS keeps attributes of another file.
+
+    It writes one for each file on disks that have no such attributes, and into archives.
+
+    >>> is_attribute_file("._model.safetensors"), is_attribute_file("model.safetensors")
+    (True, False)
+    """
+    return name.startswith("._")
+
+
 def describe_two_renames(target: Path) -> str:
     """Return the note for a folder that was replaced where names cannot be swapped."""
     return (

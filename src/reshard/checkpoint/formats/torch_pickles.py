@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
@@ -170,6 +171,7 @@ def _find_file(folder: Path) -> str | None:
         name
         for name in names
         if name.endswith(SUFFIXES)
+        and not is_attribute_file(name)
         and name not in _NO_MODELS
         and not name.startswith(_NO_MODEL_BEGINNINGS)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import socket
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from reshard.torch.exchange.one_host import device_memory
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
-needs_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+needs_files = pytest.mark.linux_only(reason="shared memory between ranks")
 CUDA = torch.device("cuda", 0)
 
 

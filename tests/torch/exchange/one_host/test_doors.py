@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import torch
 from reshard.torch.exchange.one_host import doors
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 LIMIT_S = 120.0
 
 

@@ -19,7 +19,7 @@ from live_processes import expect_all_end_well, run_ranks
 from reshard.torch.exchange.one_host.segments import map_segment
 from reshard.torch.exchange.one_host.shared_memory import _TOLD, MOST_TOLD_BYTES, SharedMemory
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files of memory")
+pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 LIMIT_S = 120.0
 
 

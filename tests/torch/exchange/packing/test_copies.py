@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("torch")
 
 import math
-import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,7 +116,7 @@ def test_memory_has_its_size_and_can_be_written(size_bytes: int) -> None:
 MAPS = Path("/proc/self/smaps")
 
 
-@pytest.mark.skipif(not MAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
+@pytest.mark.linux_only(reason="large pages on demand")
 @given(
     st.data(),
     st.sampled_from([torch.bool, torch.uint16, torch.int8, torch.bfloat16, torch.float32]),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.places.place_path import read_each, walk_folder
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.files import (
@@ -174,7 +175,7 @@ class _UniversalReader:
         top = self.saved.folder / UNIVERSAL_FOLDER
         kinds: dict[frozenset[str], str] = {}
         for name in trained:
-            own = frozenset(one.name for one in (top / name).glob(f"*{_SUFFIX}"))
+            own = frozenset(_list_states(top / name))
             kinds.setdefault(own, name)
         for own, name in kinds.items():
             for more, other in kinds.items():
@@ -188,8 +189,7 @@ class _UniversalReader:
         top = self.saved.folder / UNIVERSAL_FOLDER
         found: list[tuple[str, str]] = []
         for name in names:
-            entries = sorted(path.name for path in (top / name).iterdir() if path.is_file())
-            entries = [one for one in entries if one.endswith(_SUFFIX)]
+            entries = [one for one in _list_states(top / name) if (top / name / one).is_file()]
             self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
             # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
             # weights that says what it is.
@@ -285,3 +285,9 @@ def _name_groups(
         count = len(buffers) if isinstance(buffers, list) else 0
         yield {**group, "params": [name for one in names[at : at + count] for name in one]}
         at += count
+
+
+def _list_states(folder: Path) -> list[str]:
+    """Return the names of the files of a parameter: its weight and its states."""
+    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_SUFFIX))
+    return [name for name in names if not is_attribute_file(name)]

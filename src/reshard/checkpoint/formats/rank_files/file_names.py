@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file
 from reshard.errors import CheckpointError
 
@@ -103,7 +104,10 @@ def read_file_name(name: str) -> RankFile | None:
 def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """The files of ranks in a folder, by kind and rank."""
     found = []
-    for name in sorted(path.name for path in folder.iterdir()):
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        if is_attribute_file(name):
+            continue
         file = read_file_name(name)
         bare = read_file_name(f"{name}.pt") if file is None else None
         if bare is not None and (folder / name).is_file() and is_torch_file(folder / name):

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.json_text import first_repeated
 from reshard.checkpoint.formats.safetensors.header_text import (
     JSON_SPACES,
@@ -152,7 +153,8 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
 
 def list_files(folder: Path) -> list[str]:
     """The names of the safetensors files in a folder, sorted."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SUFFIX))
+    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
+    return sorted(name for name in names if not is_attribute_file(name))
 
 
 def drop_convention(metadata: Mapping[str, str]) -> dict[str, str]:
