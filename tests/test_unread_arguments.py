@@ -133,7 +133,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {
         "strip_prefix": ["{m} {d} {t} --to full --strip-prefix model."],
         "rename": ["{m} {d} {t} --to full --rename lm_head.weight=out"],
     },
-    "diff": {},
+    "diff": {"trust_digests": ["{m} {m} -o {t} --trust-digests"]},
     "verify": {
         "shows_all": ["{m} {m} --all --quiet"],
         "right_names": ["{m} {m} --for hf --right-names megatron"],

@@ -15,7 +15,7 @@ from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.batches import BatchReader
-from reshard.errors import DigestError, ReshardError, UsageError
+from reshard.errors import DigestError, UsageError
 
 WHOLE = {
     "a": tensor("float32", (40, 20), 1),
@@ -86,15 +86,15 @@ def test_nothing_changed(tmp_path: Path) -> None:
     assert checkpoint.compare(a, tmp_path / "out").is_same
 
 
-def read_bytes(tmp_path: Path, a: Path, b: Path) -> int:
-    report = checkpoint.diff(a, b, tmp_path / "delta", overwrite=True)
+def read_bytes(tmp_path: Path, a: Path, b: Path, trust: bool = True) -> int:
+    report = checkpoint.diff(a, b, tmp_path / "delta", overwrite=True, trust_digests=trust)
     assert report.changed == ("a",)
     checkpoint.apply(a, tmp_path / "delta", tmp_path / "out", overwrite=True)
     assert checkpoint.compare(b, tmp_path / "out").is_same
     return report.read_bytes
 
 
-def test_digests_of_manifests_spare_reads(tmp_path: Path) -> None:
+def test_trusted_digests_of_manifests_spare_reads(tmp_path: Path) -> None:
     plain = [write(tmp_path / "pa", WHOLE)]
     plain.append(write(tmp_path / "pb", {**WHOLE, "a": changed(WHOLE["a"], 3)}))
     known = []
@@ -102,11 +102,13 @@ def test_digests_of_manifests_spare_reads(tmp_path: Path) -> None:
         known.append(tmp_path / f"k{path.name}")
         checkpoint.convert(path, known[-1], to="full")
     total = sum(one.size_bytes for one in WHOLE.values())
-    assert read_bytes(tmp_path, *plain) == 2 * total
+    assert read_bytes(tmp_path, *plain, trust=False) == 2 * total
     # One block of 240 bytes changed.
     assert read_bytes(tmp_path, *known) == 2 * 240
     assert read_bytes(tmp_path, known[0], plain[1]) == total + 240
     assert read_bytes(tmp_path, plain[0], known[1]) == total + 240
+    for pair in ((known[0], known[1]), (known[0], plain[1]), (plain[0], known[1])):
+        assert read_bytes(tmp_path, *pair, trust=False) == 2 * total
 
 
 def test_a_block_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
@@ -120,6 +122,22 @@ def test_a_block_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
     with pytest.raises(DigestError, match="tensor 'a', is not what was written"):
         checkpoint.diff(a, b, tmp_path / "delta")
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "pb"]
+
+
+@pytest.mark.parametrize("damaged", ["a", "b"])
+def test_bytes_that_contradict_equal_digests_are_an_error(tmp_path: Path, damaged: str) -> None:
+    write(tmp_path / "plain", WHOLE)
+    for name in "ab":
+        checkpoint.convert(tmp_path / "plain", tmp_path / name, to="full")
+    path = tmp_path / damaged / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[checkpoint.open(tmp_path / damaged)["b"].file_range(0).start_bytes] ^= 255
+    path.write_bytes(bytes(content))
+    pair = tmp_path / "a", tmp_path / "b"
+    with pytest.raises(DigestError, match=f"{damaged}/model.*tensor 'b', is not what was written"):
+        checkpoint.diff(*pair, tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+    assert not checkpoint.diff(*pair, tmp_path / "delta", trust_digests=True).changed
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -159,7 +177,7 @@ def test_a_file_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "delta").read_text() == "mine"
     with pytest.raises(UsageError, match="is a folder"):
         checkpoint.diff(a, a, a, overwrite=True)
-    with pytest.raises(ReshardError, match="cannot write the delta"):
+    with pytest.raises(UsageError, match="is not a folder; make it first"):
         checkpoint.diff(a, a, tmp_path / "no" / "delta")
 
 
@@ -277,7 +295,8 @@ def test_small_tensors_whose_digests_are_known_are_read_of_one_side(tmp_path: Pa
         ("known_a", "a", size),
         ("a", "known_b", 2 * size),
     ):
-        report = checkpoint.diff(tmp_path / left, tmp_path / right, tmp_path / f"{left}-{right}")
+        pair = tmp_path / left, tmp_path / right
+        report = checkpoint.diff(*pair, tmp_path / f"{left}-{right}", trust_digests=True)
         assert report.changed == (("007",) if right == "known_b" else ())
         # Whole sectors are read.
         assert report.read_bytes <= most + 8192

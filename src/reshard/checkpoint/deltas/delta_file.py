@@ -366,7 +366,7 @@ class DeltaWriter:
     no bits but `open_bits`, and of those the ones of a file that it replaces.
 
     Raises:
-        UsageError: a file that is there, and not to be replaced.
+        UsageError: a file that is there, and not to be replaced; a folder that is not there.
         RunError: a file that cannot be written.
     """
 
@@ -377,6 +377,9 @@ class DeltaWriter:
         self._open_bits = open_bits & common_bits([self.path])
         if self.path.is_dir():
             raise UsageError(f"{self.path} is a folder; a delta is a file")
+        if not self.path.parent.is_dir():
+            parent = self.path.parent
+            raise UsageError(f"{parent} is not a folder; make it first, or write elsewhere")
         if not overwrite and os.path.lexists(self.path):
             raise UsageError(f"{self.path} is there; give --overwrite to replace it")
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")

@@ -3,8 +3,9 @@
 1. Names, types and shapes are compared by headers. A tensor that is only in the second is added;
    one of another type or shape is replaced: both are stored whole. What is only in the first is
    removed.
-2. Where manifests recorded digests, blocks with equal ones are not read. Where one did, a block of
-   the other is read and digested, and its counterpart only if the digests differ.
+2. Blocks of both are read, digested, and compared with the digests that manifests recorded. If
+   these are trusted, blocks with equal ones are not read; if one manifest has digests, a block of
+   the other is read, and its counterpart only if the digests differ.
 3. Threads read the other blocks of both, and encode what changed (`encoding`). Payloads are written
    as they are finished; the index has them in the order of the blocks.
 4. Items, values and files beside the tensors: those that changed are stored whole.
@@ -49,6 +50,7 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import UsageError
 from reshard.runs import IntArray
+from reshard.unread_arguments import expect_read
 
 _PIECE_BYTES = 1 << 20
 
@@ -105,19 +107,20 @@ def diff(
     *,
     compression: str | None = None,
     overwrite: bool = False,
+    trust_digests: bool = False,
     extra_bytes: int = DEFAULT_EXTRA_BYTES,
     threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> DeltaReport:
     """Write what changed from one checkpoint to another as a file, which appears whole or not.
 
-    Digests of manifests are believed: blocks whose digests are equal are not read.
-
     Args:
         before, after: checkpoints, or where they are; of any cuts and formats.
         out: the file of the delta.
         compression: `zstd`, or None.
         overwrite: replace a file that is there.
+        trust_digests: do not read blocks whose digests in both manifests are equal. Bytes that
+            changed since a manifest was written are then not noticed.
         extra_bytes: what the work may allocate.
         threads: at most so many at a time; as many as fit, up to 4, when None.
         progress: called after every block that is looked at.
@@ -140,7 +143,7 @@ def diff(
     a.expect_readable()
     b.expect_readable()
     a, b = expect_equal_copies(a), expect_equal_copies(b)
-    making = _Making(a, b, compression is not None)
+    making = _Making(a, b, compression is not None, trust_digests)
     workers = making.threads(extra_bytes, threads)
     try:
         read = [side.path(file.name) for side in (a, b) for file in side.files]
@@ -158,10 +161,15 @@ def diff(
 class _Making:
     """A delta under way: `kinds` says of each tensor afterwards what became of it."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool) -> None:
-        self.a, self.b, self._compressed = a, b, compressed
-        self._files_a, self._files_b = open_sources(a), open_sources(b)
+    def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool, trusts: bool) -> None:
+        self.a, self.b, self._compressed, self._trusts = a, b, compressed, trusts
         before, after = TensorColumns.of(a.tensors), TensorColumns.of(b.tensors)
+        expect_read(
+            "trust_digests",
+            not trusts or before.digests is not None or after.digests is not None,
+            "neither checkpoint has a manifest with digests",
+        )
+        self._files_a, self._files_b = open_sources(a), open_sources(b)
         self.kinds = list(_find_kinds(before, after))
         rest = {name for name, kind in zip(after.names, self.kinds, strict=True) if kind != "kept"}
         self._moves = Moves(before, after, rest)
@@ -216,10 +224,10 @@ class _Making:
         return self._blocks.found
 
     def _find_unknown(self) -> IntArray:
-        """The numbers of the blocks to look at; the others are as they were, by their digests."""
+        """Return the blocks to look at; the others are as they were, by trusted digests."""
         moves, old, new = self._moves, self._old.columns.digests, self._new.columns.digests
         is_left = np.ones(moves.count, dtype=bool)
-        if old is not None and new is not None:
+        if self._trusts and old is not None and new is not None:
             rows = np.flatnonzero(moves.source_rows >= 0)
             rows = rows[new.is_known(rows) & old.is_known(moves.source_rows[rows])]
             is_both = np.zeros(len(moves.target), dtype=bool)
@@ -237,6 +245,10 @@ class _Making:
             none = [bytes(DIGEST_BYTES)] * len(after)
             pairs: list[tuple[memoryview | None, memoryview]] = [(None, one) for one in content]
             return _Found(batch, none, after, list(self._encode(batch, range(len(after)), pairs)))
+        if not self._trusts:
+            content, after = _read(self._new, batch.written, memory.after)
+            was, before = _read(self._old, batch.read, memory.before)
+            return self._compare(batch, (was, before), (content, after))
         known_before = _list_known(self._old, batch.read)
         known_after = _list_known(self._new, batch.written)
         # Of the two, the one without recorded digests is read first: the other may not need to be.
@@ -250,6 +262,16 @@ class _Making:
             if after == known_before:
                 return _Found(batch, after, after, [])
             was, before = _read(self._old, batch.read, memory.before)
+        return self._compare(batch, (was, before), (content, after))
+
+    def _compare(
+        self,
+        batch: Batch,
+        old: tuple[list[memoryview], list[bytes]],
+        new: tuple[list[memoryview], list[bytes]],
+    ) -> _Found:
+        """Encode what changed between the blocks of a batch, given with their digests."""
+        (was, before), (content, after) = old, new
         changed = [at for at, digest in enumerate(after) if digest != before[at]]
         changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
         return _Found(batch, before, after, list(changes))

@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Replace DELTA if it exists, once the new one is complete.",
 )
+@click.option(
+    "--trust-digests",
+    is_flag=True,
+    help="Do not read blocks whose digests in both manifests are equal: faster, and blind to bytes "
+    "that changed since.",
+)
 @select_option
 @check_copies_option
 @allow_copies_option
@@ -63,6 +69,7 @@ def diff(
     out: str,
     compression: str | None,
     overwrite: bool,
+    trust_digests: bool,
     select: str | None,
     check_copies: str,
     allow: tuple[str, ...],
@@ -75,8 +82,9 @@ def diff(
 
     For tensors that have the same type and shape in both, DELTA has the elements or blocks that
     changed; other tensors of AFTER are stored whole. `reshard apply` recreates AFTER from BEFORE,
-    in any layout. --select applies to both; `apply` takes the same for BASE. If both have a
-    manifest of reshard, blocks with equal digests are not read.
+    in any layout. --select applies to both; `apply` takes the same for BASE. Bytes that
+    contradict the digests in a manifest of reshard are an error; with --trust-digests, blocks whose
+    digests are equal in both manifests are not read.
 
     \b
     Examples:
@@ -102,6 +110,7 @@ def diff(
             out,
             compression=compression,
             overwrite=overwrite,
+            trust_digests=trust_digests,
             extra_bytes=extra_bytes,
             threads=threads,
             progress=progress,
