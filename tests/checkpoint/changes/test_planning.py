@@ -215,6 +215,12 @@ def test_the_note_does_not_need_a_config_that_can_be_read(tmp_path: Path) -> Non
     (model / "config.json").write_text("{")
     plan = reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full")
     assert any("lacks its scale" in note for note in plan.source.notes)
+    codes = {f"{LAYER}mlp.up_proj.weight": torch.ones(4, 4, dtype=torch.int8)}
+    save_file(codes, model / "model.safetensors")
+    plan = reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full")
+    assert any("1 quantised weight" in note for note in plan.source.notes)
+    (model / "config.json").write_text("{}")
+    assert not reshard.checkpoint.plan_conversion(model, tmp_path / "new", to="full").source.notes
 
 
 def test_a_weight_without_its_scale_is_copied_with_a_note(tmp_path: Path) -> None:

@@ -111,7 +111,11 @@ def change_elements(
 
 
 def find_unscaled(
-    checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, kept: Collection[str] = ()
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any] | None = None,
+    kept: Collection[str] = (),
+    *,
+    is_quantized: bool = False,
 ) -> dict[str, str]:
     """Return the scale that is missing for each quantised weight without one.
 
@@ -119,13 +123,14 @@ def find_unscaled(
         checkpoint: whose names and element types are looked at; no bytes are read.
         config: its config.json.
         kept: names of optimizer state.
+        is_quantized: whether 8-bit integers are codes, whatever the config has.
     """
     columns = TensorColumns.of(checkpoint.tensors)
     if not _may_have_codes(columns):
         return {}
     types = {name: one.name for name, one in types_of(columns).items() if name not in kept}
     dims = {name: len(shape) for name, shape in shapes_of(columns).items()}
-    codes = list_codes(types, dims, is_quantized=bool(quantization_config(config)))
+    codes = list_codes(types, dims, is_quantized=is_quantized or bool(quantization_config(config)))
     return find_lacking(codes, types)
 
 
@@ -153,15 +158,16 @@ def note_unscaled(
     Args:
         checkpoint: a checkpoint whose tensors are copied as they are.
         read_config: reads its config.json, where there are tensors that may be codes. A file that
-            cannot be read counts as none: the copy does not depend on it.
+            cannot be read is no error, since the copy does not depend on it, but then 8-bit
+            integers may be codes.
     """
     if not _may_have_codes(TensorColumns.of(checkpoint.tensors)):
         return checkpoint
     try:
-        config = read_config(checkpoint)
+        config, is_quantized = read_config(checkpoint), False
     except CheckpointError:
-        config = None
-    lacking = find_unscaled(checkpoint, config)
+        config, is_quantized = None, True
+    lacking = find_unscaled(checkpoint, config, is_quantized=is_quantized)
     if not lacking:
         return checkpoint
     note = f"{describe_lacking(lacking, checkpoint.folder)}; they are copied as they are"
