@@ -256,14 +256,20 @@ def test_recorders_see_the_operations() -> None:
         def record_reshard(self, operand: Any, result: Any) -> None:
             self.names.append("reshard")
 
+        def record_movement(self, call: Any, operand: Any, spec: Any) -> None:
+            self.names.append(f"{call.name} moves {operand.spec} to {spec}")
+
     jitted = sp.jit(lambda x: sp.exp(x) + sp.exp(x))
+    turned, apart = sp.jit(lambda x: sp.exp(x) @ x), lambda x: sp.exp(x) @ x
     x = rows(np.ones((2, 2)))
+    moved = ["exp", "matmul moves x, - to -, -", "matmul"]
     for _ in range(2):
-        ledger = Ledger()
-        with sp.recording(ledger):
-            jitted(x)
-        assert ledger.names == ["exp", "add"]
-        jitted(x)
+        for function, names in ((jitted, ["exp", "add"]), (turned, moved), (apart, moved)):
+            ledger = Ledger()
+            with sp.recording(ledger):
+                function(x)
+            assert ledger.names == names
+            function(x)
 
 
 def test_memory_stays_within_the_stated_peak() -> None:

@@ -51,6 +51,13 @@ def test_a_tensor_that_ranks_describe_differently_is_told_once() -> None:
         matching().plan(rosters([A, B], [B]), rosters([A], [other, B]))
 
 
+def test_where_a_rank_cannot_list_its_model_nothing_else_is_told() -> None:
+    failed = Roster((), problems=("KeyError: 'lr'",))
+    with pytest.raises(ShardError) as caught:
+        matching().plan({0: failed}, {0: Roster((A, B))})
+    assert str(caught.value).splitlines()[1:] == ["  rank 0: KeyError: 'lr'"]
+
+
 def test_a_cast_of_what_there_is_not_is_refused() -> None:
     wide = Entry("a", "int16", (2,))
     assert matching(cast={"a": "int8"}).plan(rosters([wide], []), rosters([], [A])).matches

@@ -31,7 +31,7 @@ from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.propagation.graph import WITH_SHARDING
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, recorders
+from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.settling import settles
@@ -236,7 +236,7 @@ class OfElements:
     ) -> None:
         """Tells of an operation."""
         if not results[0].runner.is_abstract:
-            self.recorder.record(call, operands, results)
+            notify_recorder(self.recorder, call, operands, results)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Tells of a reshard."""

@@ -97,7 +97,11 @@ class CompiledCall:
 
 
 class Recorder(Protocol):
-    """Observes operations, in the order in which they are executed."""
+    """Observes operations, in the order in which they are executed.
+
+    A recorder may also have a method `record_movement(call, operand, spec)`, which is called before
+    `record` for each operand that the operation itself moves to another sharding.
+    """
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -205,7 +209,20 @@ def _freeze(values: Attributes) -> tuple[Any, ...]:
 def _notify(done: CompiledCall, operands: Sequence[Any], results: Any) -> None:
     made = results if isinstance(results, tuple) else (results,)
     for recorder in recorders:
-        recorder.record(done, operands, made)
+        notify_recorder(recorder, done, operands, made)
+
+
+def notify_recorder(
+    recorder: Recorder, done: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+) -> None:
+    """Show a recorder the movements of an operation's operands, and the operation."""
+    record_movement = getattr(recorder, "record_movement", None)
+    if record_movement is not None:
+        for operand, kind, spec in zip(operands, done.operands, done.runs_with, strict=True):
+            own = None if kind is None else kind.spec
+            if own is not None and spec is not None and own is not spec:
+                record_movement(done, operand, spec)
+    recorder.record(done, operands, results)
 
 
 def _find_runner(name: str, operands: Sequence[Any]) -> Runner:

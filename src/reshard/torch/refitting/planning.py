@@ -82,6 +82,14 @@ class RefitPlanner:
 
     def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
         """The tensors to move. Raises ShardError with all that does not fit."""
+        # A model that a rank could not list lacks tensors, which are no problems of their own.
+        unlisted = [
+            f"rank {rank}: {problem}"
+            for rosters in (before, after)
+            for rank, roster in rosters.items()
+            for problem in roster.problems
+        ]
+        _expect_none(unlisted)
         source, problems = assemble(before, "source")
         target, more = assemble(after, "target")
         problems += more
@@ -107,13 +115,7 @@ class RefitPlanner:
             source, target, self.ties, self.cast, self.strict, made_by, one, self.quantized
         )
         problems += more
-        if problems:
-            shown = "\n  ".join(problems[:_SHOWN])
-            rest = len(problems) - _SHOWN
-            raise ShardError(
-                f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
-                f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
-            )
+        _expect_none(problems)
         staging_bytes = staging_limit_bytes(self.extra_bytes)
         methods = self.methods.of(matches, staging_bytes)
         return RefitPlan(
@@ -135,6 +137,17 @@ class RefitPlanner:
             return self.buckets
         share_bytes = sum(map(count_bytes, matches)) // _FEWEST_BUCKETS
         return min(self.extra_bytes, max(share_bytes, _LEAST_BUCKET_BYTES))
+
+
+def _expect_none(problems: Sequence[str]) -> None:
+    """Raise ShardError where there are problems, with the first of them."""
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        rest = len(problems) - _SHOWN
+        raise ShardError(
+            f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
+            f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+        )
 
 
 def _names(rosters: Mapping[int, Roster]) -> set[str]:
