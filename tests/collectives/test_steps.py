@@ -198,3 +198,15 @@ def test_a_table_on_a_topology_has_times() -> None:
         assert line.startswith(without)
         assert line.removeprefix(without).strip() == duration_text(part.seconds_s)
     assert lines[-2:] == [plain[-1], f"All steps take {duration_text(estimate.seconds_s)}."]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_ranks_without_elements_need_no_array(stepwise: bool) -> None:
+    program = find_program(reshard.spec(LINE, "x, -"), reshard.spec(LINE, "-, x"), (2, 8))
+    rows = {rank: np.arange(8.0)[None] + 8 * rank for rank in range(2)}
+    found = program.run(rows, stepwise=stepwise)
+    assert {rank: part[:, 0].tolist() for rank, part in found.items()} == {
+        rank: [2.0 * rank, 2.0 * rank + 8] for rank in range(4)
+    }
+    with pytest.raises(ShardError, match=r"no array for rank 1; `x, -` holds data on ranks \[0, 1"):
+        program.run({0: rows[0]}, stepwise=stepwise)

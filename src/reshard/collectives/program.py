@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.collectives.estimates import steps_estimate
 from reshard.collectives.step_table import step_table
-from reshard.collectives.steps import Step, check_ranks
+from reshard.collectives.steps import Step, complete_shards
 from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.execution.copies import check_threads
@@ -145,9 +145,10 @@ class Program:
     ) -> dict[int, Any]:
         """Carry the program out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        Writes to the arrays in `out` where they are given, by at most so many threads; one for
-        each processor when None. Where no contributions are combined, that is one direct copy,
-        unless each step is to be carried out by itself: `stepwise`.
+        Ranks without elements need no array. Writes to the arrays in `out` where they are given, by
+        at most so many threads; one for each processor when None. Where no contributions are
+        combined, that is one direct copy, unless each step is to be carried out by itself:
+        `stepwise`.
 
         Raises:
             ShardError: an array that is missing, has another shape or dtype, or is on a device;
@@ -166,7 +167,7 @@ class Program:
         """
         check_threads(threads)
         direct = self._direct
-        check_ranks(self.source, direct.source, shards)
+        shards = complete_shards(self.source, direct.source, shards)
         # Nothing has to be sent between arrays of one process, so that all steps are one copy,
         # unless contributions are combined, whose order the steps decide.
         layouts = [direct.source, *(step.target_layout for step in self.steps)]

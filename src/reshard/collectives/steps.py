@@ -159,7 +159,7 @@ class Step:
             ShardError: an array that is missing, or does not fit; as `Plan.run` does.
             PlanError: a group that lacks what its ranks need.
         """
-        check_ranks(self.source, self.source_layout, shards)
+        shards = complete_shards(self.source, self.source_layout, shards)
         tensors = [(copies, TensorArrays(shards, out)) for copies in self._copies]
         found: dict[int, Any] = {}
         for arrays in run(tensors, threads):
@@ -321,15 +321,26 @@ class Permute(Step):
         self.pairs  # noqa: B018
 
 
-def check_ranks(source: ShardingSpec, layout: Layout, shards: Mapping[int, Any]) -> None:
-    """Raise ShardError where no array is given for a rank that holds something."""
+def complete_shards(
+    source: ShardingSpec, layout: Layout, shards: Mapping[int, Any]
+) -> Mapping[int, Any]:
+    """Return arrays of all ranks: those given, and empty ones of ranks without elements.
+
+    Raises ShardError where no array is given for a rank that holds elements.
+    """
     check_by_slot(shards, "what is given")
     missing = [rank for rank in layout.holders if rank not in shards]
-    if missing:
+    if not missing:
+        return shards
+    needed = [rank for rank in missing if rank in layout.element_holders]
+    known: Any = next((shards[rank] for rank in layout.holders if rank in shards), None)
+    if needed or not hasattr(known, "reshape"):
         raise ShardError(
-            f"no array for rank {missing[0]}; `{source}` holds data on ranks "
-            f"{list(layout.holders)}, got {sort_for_reading(shards)}"
+            f"no array for rank {(needed or missing)[0]}; `{source}` holds data on ranks "
+            f"{list(layout.element_holders or layout.holders)}, got {sort_for_reading(shards)}"
         )
+    nothing = known.reshape(-1)[:0]
+    return {**shards, **{rank: nothing.reshape(layout.local_shapes[rank]) for rank in missing}}
 
 
 def _find_box(layout: Layout, rank: int) -> Box | None:
