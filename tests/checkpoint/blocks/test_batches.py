@@ -54,7 +54,10 @@ def test_small_tensors_share_reads_and_writes(
     specs = {"up": spec(mesh, "tp, -"), "down": spec(mesh, "-, tp"), "norm": spec(mesh, "-")}
     check_shards(tmp_path / "cut", WHOLE, {name: specs[name.split(".")[2]] for name in WHOLE})
     counts.update(preadv=0, pwritev=0)
-    checkpoint.convert(tmp_path / "cut", tmp_path / "full", to="full", threads=1)
+    # Without the reads of copies that are compared.
+    checkpoint.convert(
+        tmp_path / "cut", tmp_path / "full", to="full", threads=1, check_copies="none"
+    )
     assert counts["preadv"] < 50
     assert counts["pwritev"] < 20
     assert read_file(tmp_path / "full" / "model.safetensors") == WHOLE

@@ -37,7 +37,7 @@ from reshard.recipes import strategies
 from reshard.recipes.rules import Rule
 
 
-def convert(source: Path, target: Path, cut: Cut, replicas: str = "once") -> None:
+def convert(source: Path, target: Path, cut: Cut, replicas: str = "every") -> None:
     mesh, specs = cut
     rules = [Rule(name, str(spec) or "...") for name, spec in specs.items()]
     checkpoint.convert(
