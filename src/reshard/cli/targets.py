@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.conversion import Conversion
 
+_SHARDED_STATE = "vllm-sharded-state"
 _SELECTION = ("include", "exclude", "strip_prefix", "rename", "select")
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A target: the options that it takes, why it takes no others, and what plans it."""
+    """A target: the options that it takes, why it takes no others, and what plans it.
+
+    `format` is the format that it writes, which may be given too.
+    """
 
     options: tuple[str, ...]
     reason: str
     plan: Callable[..., Conversion]
+    format: str
 
 
 def _plan_for_hf(
@@ -42,7 +47,10 @@ def _plan_for_hf(
     from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
 
     if to not in (None, "full"):
-        raise UsageError(f"--for hf with --to {to}: its tensors are whole; leave --to out")
+        raise UsageError(
+            f"--for hf with --to {to}: its tensors are whole; leave --to out, or --for hf for "
+            "files of ranks"
+        )
     most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
     return plan_for_pretrained(source, target, most_file_bytes=most, **others)
 
@@ -108,11 +116,13 @@ _TARGETS = {
         ),
         "a model folder has whole weights, in the names and files that transformers reads",
         _plan_for_hf,
+        "safetensors",
     ),
     "vllm": _Target(
         ("to", "layout", "dtype", "most_file_bytes", "allow", *_SELECTION),
         "the engine's own loader says what its ranks hold",
         _plan_for_vllm,
+        _SHARDED_STATE,
     ),
 }
 
@@ -150,11 +160,18 @@ def plan_from_options(
     arguments["allow"] = tuple(one for one in allow if one != DIFFERING_COPIES)
     about_copies = [one for one in allow if one == DIFFERING_COPIES]
     opened = open_source(source, **source_cut, allow=about_copies)
+    format = arguments.get("format")
+    is_for_ranks = arguments.get("to") not in (None, "full") or arguments.get("layout") is not None
+    if target_kind is None and format == _SHARDED_STATE and is_for_ranks:
+        # Nothing else writes it for ranks.
+        target_kind = "vllm"
     if target_kind is None:
         if config is not None:
             raise UsageError("--config is for --for hf; a recipe reads the config.json of SOURCE")
         return plan_conversion(opened, target, **arguments)
     chosen = _TARGETS[target_kind]
+    if format == chosen.format:
+        arguments["format"] = None
     given = {
         name: value
         for name, value in {**arguments, "config": config}.items()

@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoint.checkpoint_files import read_file
-from cli.command_runs import run_here
+from cli.command_runs import Run, run_here
 from reshard.binding import View
+from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.errors import UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.plans.documents.serialization import from_json, to_json
@@ -106,6 +108,37 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     engines = {"vllm": Engine("vllm", "a toy", derive_toy)}
     monkeypatch.setattr("reshard.recipes.engine_layouts.engines.ENGINES", engines)
     return folder
+
+
+def test_a_target_and_its_format_are_known_of_each_other(wide: Path, tmp_path: Path) -> None:
+    """The format alone, for ranks, is the target; the target takes its own format, and no other."""
+
+    def convert(name: str, *options: str) -> Run:
+        return run_here("convert", str(wide), str(tmp_path / name), *options)
+
+    form = ("--format", "vllm-sharded-state")
+    for name, options in (
+        ("a", (*form, "--to", "tp=1")),
+        ("b", (*form, "--to", "tp=1", "--for", "vllm")),
+        ("c", ("--to", "tp=1", "--for", "vllm")),
+    ):
+        assert convert(name, *options).code == 0
+    files = ["model-rank-0-part-0.safetensors", "config.json", "reshard.engine-layout.json"]
+    for file in files:
+        assert len({(tmp_path / name / file).read_bytes() for name in "abc"}) == 1
+    for options, message in (
+        (form, "--for vllm --to tp="),
+        ((*form, "--to", "full"), "--for vllm --to tp="),
+        ((*form, "--to", "tp=1", "--recipe", "llama"), "--for vllm with --recipe"),
+        (("--for", "vllm", "--format", "torch-dcp", "--to", "tp=1"), "--for vllm with --format"),
+        (("--for", "hf", "--format", "torch-dcp"), "--for hf with --format"),
+        (("--for", "hf", "--to", "tp=2"), "or --for hf for files of ranks"),
+    ):
+        found = convert("new", *options)
+        assert found.code == 2
+        assert message in found.errors
+    with pytest.raises(UsageError, match="use --for vllm"):
+        ConversionRequest(to="tp=2", format="vllm-sharded-state")
 
 
 @pytest.mark.parametrize("given", [None, "bf16", "fp16"])

@@ -51,6 +51,7 @@ from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, P
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.formats.safetensors.huggingface import HuggingFaceFormat
 from reshard.checkpoint.naming.renaming import find_meaning
 from reshard.checkpoint.naming.selection import list_left_out
 from reshard.checkpoint.training.following import StateFollowers
@@ -131,8 +132,9 @@ def plan_conversion(
             find_kept_files(request, checkpoint),
         )
     )
+    noted = (*placement.notes, *checked, *_note_model_folder(request, checkpoint))
     return Conversion(
-        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *placement.notes, *checked)),
+        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
         target,
         arrangement,
         request,
@@ -140,6 +142,17 @@ def plan_conversion(
         placement.assignment,
         changed.computed,
         changed.rewritten,
+    )
+
+
+def _note_model_folder(request: ConversionRequest, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a note where a user may expect a model folder, and gets training state too."""
+    is_safetensors = request.target_format.name == HuggingFaceFormat.name
+    if not request.is_whole or not is_safetensors or find_training_state(checkpoint) is None:
+        return ()
+    return (
+        "the target has the optimizer's state too; --for hf writes a model folder for "
+        "from_pretrained of transformers, with the weights alone",
     )
 
 

@@ -306,6 +306,12 @@ class ConversionRequest:
         holds = self.target_format.can_hold
         to = f"to {self.to_text!r}"
         form = Holding.WHOLE if self.is_whole else Holding.SHARDS
+        program = self.target_format.written_for
+        if form not in holds and program is not None:
+            raise UsageError(
+                f"the format {self.format} with {to}: it has what the loader of {program} gives "
+                f"each rank; use --for {program} (reshard.checkpoint.engines.conversion in Python)"
+            )
         _refuse(form not in holds, to, f"the format {self.format}")
         by = to if self.format is None else f"the format {self.format}"
         every = self.replicas == "every"

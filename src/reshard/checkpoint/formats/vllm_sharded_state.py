@@ -58,6 +58,7 @@ class VllmShardedStateFormat(CheckpointFormat):
     suffixes = (SUFFIX,)
     can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
     own_metadata = OWN_METADATA
+    written_for = "vllm"
 
     def detect(self, path: Path) -> bool:
         """Whether all safetensors files of a folder have the names of ranks' parts."""
@@ -106,7 +107,7 @@ class VllmShardedStateFormat(CheckpointFormat):
             if match is None:
                 raise UsageError(
                     f"tensor {name!r} for the format {NAME}, in which every tensor is one rank's; "
-                    "convert with --for vllm"
+                    "convert with --for vllm --to tp=8, for so many ranks"
                 )
             by_rank.setdefault(match[1], []).append((match[2], tensor.dtype, tensor.layout.shape))
         metadata = {"format": "pt", **drop_convention(new.metadata)}
