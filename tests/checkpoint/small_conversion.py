@@ -113,7 +113,7 @@ def digest(data: bytes) -> bytes:
 
 
 def convert(
-    target: Path, files: dict[str, bytes] = NEW, identity: str = "new", **options: bool
+    target: Path, files: dict[str, bytes] = NEW, identity: str = "new", **options: Any
 ) -> bool:
     """A conversion in which each file is one block, and recorded blocks are not written again.
 

@@ -292,3 +292,49 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
     convert(target, overwrite=True)
 
     assert_done(target)
+
+
+@pytest.mark.parametrize("old", [None, b"old"], ids=["absent", "old"])
+def test_a_target_that_is_a_file_killed_at_any_call(
+    tmp_path: Path, machine: Machine, old: bytes | None
+) -> None:
+    """The target is the whole old file or the whole new; nothing else of the content is left."""
+    overwrite = old is not None
+    absences = 0
+    for calls in range(1000):
+        with scenario(tmp_path, calls, None) as target:
+            if old is not None:
+                target.write_bytes(old)
+            again = partial(convert, target, overwrite=overwrite, file="weights-0")
+            ended = machine.run(again, calls)
+            seen = target.read_bytes() if target.exists() else None
+            if overwrite and seen is None:
+                absences += 1
+                assert (staging_folder(target) / "previous").read_bytes() == b"old"
+            else:
+                assert seen in (old, b"new 0")
+            if not ended:
+                left = any((staging_folder(target) / name).exists() for name in LEAVINGS)
+                if seen == b"new 0" and not overwrite and not left:
+                    with pytest.raises(UsageError):
+                        again()
+                elif seen == b"new 0" and left:
+                    assert again() is False
+                else:
+                    again()
+            assert target.read_bytes() == b"new 0"
+            assert os.listdir(target.parent) == [target.name]
+            if ended:
+                break
+    assert calls > 15
+    assert absences == ("exchange" not in machine.calls and overwrite)
+
+
+def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
+    write_files(tmp_path / "folder", OLD)
+    with pytest.raises(UsageError, match="the target is not a file"):
+        convert(tmp_path / "folder", overwrite=True, file="weights-0")
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(UsageError, match="the target is a file"):
+        convert(tmp_path / "file", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]

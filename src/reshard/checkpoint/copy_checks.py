@@ -823,7 +823,8 @@ def _digest(read: _Read, member: int, files: OpenFiles[SourceFile], buffer: Alig
     hasher = _make_hasher()
     for elements in _read_windows(read, member, files, buffer):
         hasher.update(elements.reshape(-1).view(np.uint8))
-    return hasher.digest()
+    digest: bytes = hasher.digest()
+    return digest
 
 
 def _make_hasher() -> Any:

@@ -14,12 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.killed_conversion import Case, run_again
 from checkpoint.model_files import contents, write_model
-from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
-from reshard.errors import CheckpointError, FormatError, ReshardError
+from reshard.checkpoint import (
+    compare,
+    convert,
+    open_checkpoint,
+    plan_conversion,
+    read_tensor,
+)
+from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
 from selection import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -290,3 +297,42 @@ def test_many_small_tensors(tmp_path: Path) -> None:
     convert(tmp_path, tmp_path.parent / "many", to="full", format="torch-pickle")
     found = torch.load(tmp_path.parent / "many" / "pytorch_model.bin", weights_only=True)
     assert same(found, state)
+
+
+@pytest.mark.parametrize("name", ["new.pt", "new.pth", "new.ckpt", "new.bin", "new.safetensors"])
+def test_a_target_with_the_name_of_a_file_is_that_file(tmp_path: Path, name: str) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    arrays = {"up": np.ones((4, 6), np.float32), "b": np.zeros(3, np.float32)}
+    save_file(arrays, model / "model.safetensors")
+    (model / "config.json").write_text("{}")
+    form = "safetensors" if name == "new.safetensors" else "torch-pickle"
+    target = tmp_path / name
+    report = convert(model, target, to="full", format=form)
+    assert any("config.json" in note for note in report.notes)
+    assert target.is_file()
+    assert compare(model, target).is_same
+    if form == "torch-pickle":
+        assert {*torch.load(target, weights_only=True)} == {"up", "b"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", name]
+    with pytest.raises(UsageError, match="the target exists"):
+        convert(model, target, to="full", format=form)
+    target.chmod(0o640)
+    convert(model, target, to="full", format=form, dtype="fp16", overwrite=True)
+    assert open_checkpoint(target)["up"].dtype.name == "float16"
+    assert target.stat().st_mode & 0o777 == 0o640 & (model / "model.safetensors").stat().st_mode
+    for problem, source, more in (
+        ("a file of the source", target, {}),
+        ("2 files would be", model, {"most_file_bytes": 12}),
+    ):
+        with pytest.raises(UsageError, match=f"has the name of a file, but .*{problem}"):
+            convert(source, target, to="full", format=form, overwrite=True, **more)
+
+
+def test_a_file_of_shards_or_at_an_address_is_a_folder_or_refused(tmp_path: Path) -> None:
+    model = tmp_path / "m.safetensors"
+    save_file({"up": np.ones((4, 6), np.float32)}, model)
+    with pytest.raises(UsageError, match="conversions write folders to addresses"):
+        plan_conversion(model, "s3://bucket/new.pt", to="full", format="torch-pickle")
+    convert(model, tmp_path / "new.pt", to="full", format="torch-dcp")
+    assert (tmp_path / "new.pt" / ".metadata").exists()

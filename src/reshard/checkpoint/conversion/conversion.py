@@ -64,6 +64,7 @@ class Conversion:
         computed: tensors that are not moved as they are, by name.
         rewritten: files beside the tensors with other content than in the source, or from
             elsewhere: the content of each, or where it is copied from.
+        is_single_file: whether the target is its only file, and no folder.
         digest_hint: what it means where a digest is not the one expected, beside damage.
     """
 
@@ -76,6 +77,7 @@ class Conversion:
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
     rewritten: Mapping[str, bytes | Path] = field(default_factory=dict)
     digest_hint: str = ""
+    is_single_file: bool = False
 
     @property
     def format(self) -> CheckpointFormat:
@@ -83,8 +85,17 @@ class Conversion:
         return self.request.target_format
 
     @property
+    def single_file(self) -> str | None:
+        """The name of the target's only file, where the target is that file; None for a folder."""
+        return self.arrangement.files[0].stored.name if self.is_single_file else None
+
+    @property
     def companions(self) -> Mapping[str, bytes | Path]:
         """The files beside the tensors: the content of each, or where it is copied from."""
+        return {} if self.is_single_file else self._own_companions
+
+    @property
+    def _own_companions(self) -> Mapping[str, bytes | Path]:
         carried = {name: self.source.path(name) for name in self.source.carried}
         return {**carried, **self.rewritten}
 
@@ -166,7 +177,14 @@ class Conversion:
         more = len(left_out) - len(files)
         note = f"not copied, of the files beside the tensors: {', '.join(files)}"
         rest = f", and {more} more, which `reshard inspect` lists" if more else ""
-        return (note + rest,) if files else ()
+        notes = [note + rest] if files else []
+        if self.is_single_file and self._own_companions:
+            names = ", ".join([*self._own_companions][:_MOST_FILES])
+            notes.append(
+                f"a single file has nothing beside it, so these are not written: {names}; a folder "
+                "as the target gets them"
+            )
+        return tuple(notes)
 
     @property
     def notes(self) -> tuple[str, ...]:

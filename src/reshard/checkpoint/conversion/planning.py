@@ -118,6 +118,7 @@ def plan_conversion(
     placement = place_tensors(request, named)
     give_back_memory(len(placement.tensors))
     checkpoint = named.checkpoint
+    file_name = find_file_name(request, target, checkpoint)
     arrangement = request.target_format.arrange(
         NewCheckpoint(
             placement.tensors,
@@ -130,8 +131,10 @@ def plan_conversion(
             request.most_file_bytes,
             checkpoint.values,
             find_kept_files(request, checkpoint),
+            file_name,
         )
     )
+    expect_one_file(file_name, target, arrangement)
     noted = (*placement.notes, *checked, *_note_model_folder(request, checkpoint))
     return Conversion(
         dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
@@ -142,6 +145,7 @@ def plan_conversion(
         placement.assignment,
         changed.computed,
         changed.rewritten,
+        is_single_file=file_name is not None,
     )
 
 
@@ -253,6 +257,37 @@ def open_apart(
             whole_folder=isinstance(source, Checkpoint) or as_path(source).is_dir(),
         )
     return checkpoint, target
+
+
+def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
+    """Return the name of the target's only file, where the target's name is that of a file.
+
+    Raises:
+        UsageError: a file of the source, or a file at an address.
+    """
+    suffixes = request.target_format.single_suffixes
+    if not suffixes or not target.name.endswith(suffixes):
+        return None
+    problem = ""
+    if isinstance(target, PlacePath):
+        problem = "conversions write folders to addresses"
+    elif target.resolve() in {source.path(file.name).resolve() for file in source.files}:
+        problem = "it is a file of the source"
+    if problem:
+        raise UsageError(
+            f"the target {target} has the name of a file, but {problem}; choose another name, "
+            f"without {target.suffix} for a folder"
+        )
+    return target.name
+
+
+def expect_one_file(file_name: str | None, target: Path, arrangement: Arrangement) -> None:
+    """Raise UsageError where a target with the name of a file would be several files."""
+    if file_name is not None and len(arrangement.files) > 1:
+        raise UsageError(
+            f"the target {target} has the name of a file, but {len(arrangement.files)} files would "
+            f"be written; give a name without {target.suffix} for a folder"
+        )
 
 
 def unwritten_target(source: str | os.PathLike[str]) -> Path:

@@ -491,6 +491,7 @@ def run_conversion(
             overwrite=overwrite,
             restart=restart,
             written=None if discard_others else conversion.written_names,
+            file=conversion.single_file,
         ) as staged:
             if staged.already_complete or (
                 upload is not None

@@ -10,6 +10,9 @@ It is written under another name beside its place, and renamed when it is comple
         journal                       which blocks of content are on disk
         previous/                     the old target, between two renames (step 5)
 
+A target that is one file, such as `model.pt`, is staged in the same way; step 5 gives its name to
+that file of `content`, and nothing else of it is kept.
+
 1. Check the target before anything is written; lock the staging folder.
 2. Bring to an end what an earlier run began to put in place (see below).
 3. Make `content`, then the journal: where there is a journal, there was a content. Without a
@@ -60,7 +63,12 @@ from reshard.checkpoint.files.folders import (
     sync_folder,
     sync_folders_under,
 )
-from reshard.checkpoint.files.modes import ALL_BITS, OpenBits, restrict_modes
+from reshard.checkpoint.files.modes import (
+    ALL_BITS,
+    OpenBits,
+    restrict_file_mode,
+    restrict_modes,
+)
 from reshard.checkpoint.files.own_files import expect_own_folder
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.errors import ReshardError, RunError, UsageError
@@ -89,7 +97,7 @@ class Staging(Closing):
     (['checkpoint'], ['weights'])
     """
 
-    __slots__ = ("_journal", "_lock", "_overwrite", "_written", "target")
+    __slots__ = ("_file", "_journal", "_lock", "_overwrite", "_written", "target")
 
     def __init__(
         self,
@@ -98,7 +106,9 @@ class Staging(Closing):
         journal: Journal | None,
         overwrite: bool,
         written: Collection[str] | None = None,
+        file: str | None = None,
     ) -> None:
+        self._file = file
         self.target = target
         self._lock = lock
         self._journal = journal
@@ -115,6 +125,7 @@ class Staging(Closing):
         overwrite: bool = False,
         restart: bool = False,
         written: Collection[str] | None = None,
+        file: str | None = None,
     ) -> Staging:
         """Begin or resume the conversion that shall appear as the folder `target`.
 
@@ -122,7 +133,8 @@ class Staging(Closing):
         A commit that an earlier run could not finish is finished first; if it was of this
         same conversion there is nothing left to do, and `already_complete` says so.
         `restart` throws away what an earlier run staged (never a target). `written` are the files
-        of the new checkpoint: a target with others is refused; None discards them.
+        of the new checkpoint: a target with others is refused; None discards them. `file` is the
+        one that becomes the target, where that is no folder.
 
         Raises `UsageError` for a target that is there and may not be replaced, that is no
         folder, or whose parent is no folder. Raises `RunError` where another process works
@@ -130,14 +142,14 @@ class Staging(Closing):
         no sense, and for what the file system refuses.
         """
         with refusals_explained("look at the target", target):
-            target = _check_target(target, overwrite, written)
+            target = _check_target(target, overwrite, written, file)
             root = staging_folder(target)
             if not os.path.lexists(root):
                 _refuse_existing(target, overwrite)
             lock = FolderLock.acquire(root)
             try:
                 return cls._open_locked(
-                    target, lock, conversion_id, description, overwrite, restart, written
+                    target, lock, conversion_id, description, overwrite, restart, written, file
                 )
             except BaseException:
                 lock.close()
@@ -153,6 +165,7 @@ class Staging(Closing):
         overwrite: bool,
         restart: bool,
         written: Collection[str] | None,
+        file: str | None,
     ) -> Staging:
         root = lock.folder
         record = None if restart else read_journal(root / "journal")
@@ -192,12 +205,17 @@ class Staging(Closing):
                 "expected the files of the run that the journal beside it records: "
                 "--restart starts over"
             ) from error
-        return cls(target, lock, journal, overwrite, written)
+        return cls(target, lock, journal, overwrite, written, file)
 
     @property
     def content(self) -> Path:
         """The folder to write the new checkpoint into."""
         return self._lock.folder / "content"
+
+    @property
+    def result(self) -> Path:
+        """What gets the target's name: the content, or the file of it."""
+        return self.content if self._file is None else self.content / self._file
 
     @property
     def already_complete(self) -> bool:
@@ -240,7 +258,10 @@ class Staging(Closing):
         journal, root = self.journal, self._lock.folder
         with refusals_explained("put the new checkpoint in its place", self.target):
             self._lock.expect_in_place()
-            restrict_modes(self.content, bits, self.target)
+            if self._file is None:
+                restrict_modes(self.content, bits, self.target)
+            else:
+                restrict_file_mode(self.result, bits, self.target)
             # The names of files must be durable before the commit record says that all is written.
             sync_folders_under(self.content)
             # Another program may have made it since `open` looked.
@@ -257,9 +278,9 @@ class Staging(Closing):
                 except UsageError as error:
                     # The work is done, and the staging folder is kept.
                     raise RunError(str(error)) from error
-            journal.append_commit(Commit(self.content.stat().st_ino, self._overwrite))
+            journal.append_commit(Commit(self.result.stat().st_ino, self._overwrite))
             journal.close()
-            was_never_missing = _put_in_place(self.target, root)
+            was_never_missing = _put_in_place(self.target, root, self.result)
         with refusals_explained(
             f"delete what is left over ({self.target} is complete)", self._lock.folder
         ):
@@ -293,14 +314,18 @@ def staging_folder(target: Path) -> Path:
 
 
 def check_target(
-    target: Path, overwrite: bool, restart: bool, written: Collection[str] | None = None
+    target: Path,
+    overwrite: bool,
+    restart: bool,
+    written: Collection[str] | None = None,
+    file: str | None = None,
 ) -> Path | None:
     """The staging folder that an earlier run left, of a target to which a conversion could go.
 
     Raises UsageError and RunError where the conversion would be refused for its target.
     """
     with refusals_explained("look at the target", target):
-        target = _check_target(target, overwrite, written)
+        target = _check_target(target, overwrite, written, file)
         root = staging_folder(target)
         is_begun = os.path.lexists(root)
         if is_begun:
@@ -310,11 +335,18 @@ def check_target(
         return root if is_begun else None
 
 
-def _check_target(target: Path, overwrite: bool, written: Collection[str] | None) -> Path:
+def _check_target(
+    target: Path, overwrite: bool, written: Collection[str] | None, file: str | None
+) -> Path:
     """The target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))
     parent = target.parent
-    if os.path.lexists(target) and not target.is_dir():
+    if file is not None and os.path.lexists(target) and not target.is_file():
+        raise UsageError(
+            f"the target is not a file: {target}\nexpected a file, since {target.suffix} is the "
+            "end of a file's name, or a name that is free"
+        )
+    if file is None and os.path.lexists(target) and not target.is_dir():
         raise UsageError(
             f"the target is a file: {target}\nexpected a folder, or a name that is free"
         )
@@ -336,7 +368,7 @@ def _check_target(target: Path, overwrite: bool, written: Collection[str] | None
             "expected it to exist: make it first, or choose another target"
         )
     # To move a folder, its own entry for its parent is written too.
-    for folder in [parent, target] if overwrite and target.exists() else [parent]:
+    for folder in [parent, target] if overwrite and target.is_dir() else [parent]:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise RunError(
                 f"cannot write to {folder}\n"
@@ -374,9 +406,9 @@ def _finish_commit(target: Path, root: Path, commit: Commit, overwrite: bool) ->
         # Its new name may not have reached the disk yet, and the old target is deleted next.
         sync_folder(target.parent)
         sync_folder(root)
-    elif _has_inode(root / "content", commit.inode):
+    elif (result := _find_result(root / "content", commit.inode)) is not None:
         _refuse_existing(target, commit.replaces or overwrite)
-        _put_in_place(target, root)
+        _put_in_place(target, root, result)
     else:
         raise RunError(
             f"an earlier run finished its checkpoint, and it is gone: neither {target} nor "
@@ -385,27 +417,33 @@ def _finish_commit(target: Path, root: Path, commit: Commit, overwrite: bool) ->
         )
 
 
-def _has_inode(folder: Path, inode: int) -> bool:
+def _find_result(content: Path, inode: int) -> Path | None:
+    """Return the content, or the file in it, that was committed; None if neither is there."""
+    files = sorted(content.iterdir()) if content.is_dir() else []
+    return next((path for path in (content, *files) if _has_inode(path, inode)), None)
+
+
+def _has_inode(path: Path, inode: int) -> bool:
     try:
-        return os.stat(folder, follow_symlinks=False).st_ino == inode
+        return os.stat(path, follow_symlinks=False).st_ino == inode
     except FileNotFoundError:
         return False
 
 
-def _put_in_place(target: Path, root: Path) -> bool:
-    """Give the content the target's name; False if the name was missing for a moment."""
+def _put_in_place(target: Path, root: Path, result: Path) -> bool:
+    """Give the result the target's name; False if the name was missing for a moment."""
     was_never_missing = True
-    content, previous = root / "content", root / "previous"
+    previous = root / "previous"
     if not os.path.lexists(target):
-        os.rename(content, target)
+        os.rename(result, target)
     # Two renames. A kill between them leaves no target; the next run finds the content by its inode
     # and goes on from here.
-    elif not exchange_names(content, target):
+    elif not exchange_names(result, target):
         was_never_missing = False
-        remove_folder(previous)
+        _remove(previous)
         os.rename(target, previous)
         try:
-            os.rename(content, target)
+            os.rename(result, target)
         except OSError:
             os.rename(previous, target)
             raise
@@ -413,6 +451,14 @@ def _put_in_place(target: Path, root: Path) -> bool:
     sync_folder(target.parent)
     sync_folder(root)
     return was_never_missing
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder with all in it, or a file, if it is there."""
+    if path.is_file():
+        path.unlink()
+    else:
+        remove_folder(path)
 
 
 def _put_previous_back(target: Path, root: Path) -> None:
@@ -429,7 +475,7 @@ def _discard(root: Path) -> None:
     (root / "journal").unlink(missing_ok=True)
     sync_folder(root)
     for name in ("content", "previous"):
-        remove_folder(root / name)
+        _remove(root / name)
     _remove_other_journals(root)
 
 
@@ -442,7 +488,7 @@ def _remove_other_journals(root: Path) -> None:
 def _remove_root(lock: FolderLock) -> None:
     """Remove the staging folder; the journal late: it records that the target is complete."""
     for name in ("content", "previous"):
-        remove_folder(lock.folder / name)
+        _remove(lock.folder / name)
     _remove_other_journals(lock.folder)
     (lock.folder / "journal").unlink(missing_ok=True)
     lock.remove_folder()
@@ -497,11 +543,12 @@ def open_shared(
     overwrite: bool,
     restart: bool,
     written: Collection[str] | None = None,
+    file: str | None = None,
 ) -> Iterator[SharedStaging]:
     """The staging folder of a conversion, opened by all processes together.
 
-    `written` is as for `Staging.open`. Raises what that raises, on process 0; RunError with its
-    message on the others.
+    `written` and `file` are as for `Staging.open`. Raises what that raises, on process 0; RunError
+    with its message on the others.
     """
     # The other processes wait for what process 0 says: an error, or where the content is.
     if processes.rank > 0:
@@ -524,6 +571,7 @@ def open_shared(
             overwrite=overwrite,
             restart=restart,
             written=written,
+            file=file,
         )
     except ReshardError as error:
         # They wait in `share`, and would not hear of the error otherwise.

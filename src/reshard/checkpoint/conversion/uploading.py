@@ -395,7 +395,7 @@ def begun_target(
     expect_staging_read(target, staging)
     if not isinstance(target, PlacePath):
         written = None if discard_others else conversion.written_names
-        return check_target(target, overwrite, restart, written)
+        return check_target(target, overwrite, restart, written, conversion.single_file)
     expect_writable(target)
     begun = check_target(spool_target(target, staging), overwrite, restart)
     if overwrite and not discard_others:

@@ -15,7 +15,12 @@ from typing import Unpack
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-from reshard.checkpoint.conversion.planning import open_apart, plan_conversion
+from reshard.checkpoint.conversion.planning import (
+    expect_one_file,
+    find_file_name,
+    open_apart,
+    plan_conversion,
+)
 from reshard.checkpoint.conversion.request import (
     ConversionRequest,
     ConvertArguments,
@@ -191,6 +196,7 @@ def _keep_cut(
     request = ConversionRequest(
         to=to, format=format.name, replicas=replicas, most_file_bytes=most_file_bytes
     )
+    file_name = find_file_name(request, target, base)
     arrangement = format.arrange(
         NewCheckpoint(
             tensors,
@@ -202,10 +208,14 @@ def _keep_cut(
             request.stored_replicas,
             most_file_bytes,
             checkpoint.values,
+            file_name=file_name,
         )
     )
+    expect_one_file(file_name, target, arrangement)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
-    return Conversion(checkpoint, target, arrangement, request, resolved)
+    return Conversion(
+        checkpoint, target, arrangement, request, resolved, is_single_file=file_name is not None
+    )
 
 
 def _expect_written(base: Checkpoint) -> CheckpointFormat:

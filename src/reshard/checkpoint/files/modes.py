@@ -77,6 +77,22 @@ def restrict_modes(folder: Path, bits: OpenBits, replaced: Path) -> None:
         restrict_mode(folder, bits.folder, 0o700)
 
 
+def restrict_file_mode(path: Path, bits: OpenBits, replaced: Path) -> None:
+    """Make a new file no more open than `bits` and than the file that it replaces, if any.
+
+    It gets that file's owner and group; without its group, the bits of the group are none. Raises
+    OSError.
+    """
+    allowed = bits.of_file.get(path.name, bits.files) & _bits(replaced)
+    if replaced.exists():
+        old = replaced.stat()
+        try:
+            os.chown(path, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
+        except PermissionError:
+            allowed &= 0o707
+    restrict_mode(path, allowed, 0o600)
+
+
 def restrict_mode(path: Path, allowed: int, least: int = 0o600) -> None:
     """Take the bits of a mode away that are not `allowed`, nor among the `least` of its owner.
 

@@ -54,6 +54,7 @@ class NewCheckpoint:
         most_file_bytes: begin a new file beyond so many bytes.
         values: plain values beside the tensors, as in a `Checkpoint`.
         source_files: the source's file of each tensor, where whole tensors of one file stay in one.
+        file_name: of the only file, where the target is that file; the format's own when None.
 
     Raises:
         UsageError: another word for `replicas`.
@@ -69,6 +70,7 @@ class NewCheckpoint:
     most_file_bytes: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     source_files: Mapping[str, str] = field(default_factory=dict)
+    file_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICAS:

@@ -67,6 +67,7 @@ class CheckpointFormat(ABC):
             `common.pt`, are part of its checkpoints and carried along.
         training: the style in which it takes training state (`reshard.checkpoint.training.styles`),
             such as `reshard`; None where it takes any names.
+        single_suffixes: what the name of a target ends in that is one file of it and no folder.
         written_for: the program that it is made for rank by rank (`--for`); None for formats that
             hold any tensors.
         takes_cut: whether a user can specify how its tensors are cut (`open_cut`).
@@ -79,6 +80,7 @@ class CheckpointFormat(ABC):
     own_metadata: ClassVar[frozenset[str]] = frozenset()
     carries_weights: ClassVar[bool] = False
     training: ClassVar[str | None] = None
+    single_suffixes: ClassVar[tuple[str, ...]] = ()
     written_for: ClassVar[str | None] = None
     takes_cut: ClassVar[bool] = False
 

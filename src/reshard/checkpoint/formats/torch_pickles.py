@@ -68,6 +68,7 @@ class TorchPickleFormat(CheckpointFormat):
     name = FORMAT_NAME
     evidence = f"`{SINGLE_FILE}`, `{INDEX_NAME}`, or one file of torch.save"
     can_hold = frozenset({Holding.WHOLE, Holding.VALUES, Holding.FILE_LIMIT})
+    single_suffixes = SUFFIXES
 
     def detect(self, path: Path) -> bool:
         """Whether it is such a file or index, or a folder with one and no safetensors."""
@@ -114,7 +115,7 @@ class TorchPickleFormat(CheckpointFormat):
         files, stored, moved = [], {}, list[str]()
         for number, names in enumerate(groups, start=1):
             one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
-            file_name = SINGLE_FILE if len(groups) == 1 else one_of_many
+            file_name = (new.file_name or SINGLE_FILE) if len(groups) == 1 else one_of_many
             tensors = {
                 name: NewTensor.of(new.tensors[name].dtype, new.tensors[name].layout.shape)
                 for name in names

@@ -68,6 +68,7 @@ class HuggingFaceFormat(CheckpointFormat):
     evidence = f"`{SINGLE_FILE}`, or `{INDEX_NAME}`"
     suffixes = (SUFFIX, INDEX_NAME)
     can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
+    single_suffixes = (SUFFIX,)
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:
@@ -112,6 +113,8 @@ class HuggingFaceFormat(CheckpointFormat):
         of_header = tuple((element, layout.shape) for element, layout, _ in kinds)
         most, sources = new.most_file_bytes, new.source_files
         headers = arrange_files(names, of_header, kind, metadata, most, sources)
+        if len(headers) == 1 and new.file_name is not None:
+            headers = dict.fromkeys([new.file_name], *headers.values())
         files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
         shards = [(0, name, header.rows, header.starts) for name, header in headers.items()]
         return Arrangement(self.name, None, bind_shards(names, kinds, kind, shards), files)
