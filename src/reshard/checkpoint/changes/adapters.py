@@ -271,8 +271,7 @@ def _finish(
     read = {one.name for made in computed.values() for one in made.sources}
     notes = [
         f"{count_text(len(merge.weights), 'weight')} have the changes of "
-        f"{count_text(len(merge.adapters), 'adapter')} merged in, and other digests: they are not "
-        f"compared with those of {base.folder}"
+        f"{count_text(len(merge.adapters), 'adapter')} merged in"
     ]
     if merge.replaced:
         notes.append(

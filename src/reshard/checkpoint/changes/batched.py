@@ -22,6 +22,7 @@ from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.casts import cast_blocks
 from reshard.checkpoint.changes.computed import ComputedReader, ComputedTensor
+from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.elements.casting import CastCounts
 
@@ -39,6 +40,7 @@ class ChangedReader:
         files: of the source.
         watch: called with all that is read.
         note: called with what became of elements that the new type does not have.
+        digests: compares what tensors are computed from with recorded digests.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class ChangedReader:
         files: OpenFiles[SourceFile],
         watch: Watch | None = None,
         note: Callable[[CastCounts], None] | None = None,
+        digests: SourceDigests | None = None,
     ) -> None:
+        self._digests = digests
         self._target = target
         self._made = computed
         self._files, self._watch, self._note = files, watch, note
@@ -59,7 +63,7 @@ class ChangedReader:
 
     def _open_computed(self, row: int) -> ComputedReader:
         made = self._made[self._target.names[row]]
-        return ComputedReader(made, self._files, self._watch, self._note)
+        return ComputedReader(made, self._files, self._watch, self._note, self._digests)
 
     def read(
         self, read: Sequence[Section], written: Sequence[Section], workspace: Workspace
@@ -84,15 +88,20 @@ class ChangedReader:
         ]
         if types[0][0] is not types[0][1]:
             found = self._reader.read(read, workspace.for_inputs())
+            if self._reader.columns.digests is not None:
+                self._expect_digests(read, _digest(found))
             blocks, counts = cast_blocks(found, types, workspace.block.memory)
             if self._note is not None and counts != CastCounts():
                 self._note(counts)
             return blocks, _digest(blocks)
         blocks = self._reader.read(read, workspace)
         digests = _digest(blocks)
+        self._expect_digests(read, digests)
+        return blocks, digests
+
+    def _expect_digests(self, read: Sequence[Section], digests: SectionDigests) -> None:
         for section, of_section in zip(read, digests, strict=True):
             self._reader.expect_digests(section, of_section)
-        return blocks, digests
 
     def _compute(
         self, sections: Sequence[Section], workspace: Workspace

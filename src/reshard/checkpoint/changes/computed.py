@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Watch, Workspace
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
+from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.dtypes import DType
@@ -63,7 +64,9 @@ class ComputedReader:
         files: OpenFiles[SourceFile],
         watch: Watch | None = None,
         note: Callable[[CastCounts], None] | None = None,
+        digests: SourceDigests | None = None,
     ) -> None:
+        self._digests = digests
         self.tensor = tensor
         self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
         self._readers = [BlockReader(source, files, watch) for source in tensor.sources]
@@ -88,6 +91,7 @@ class ComputedReader:
 
         Raises:
             RunError: a file that cannot be read.
+            DigestError: bytes of a source that are not those that were written.
         """
         box = self.grid.box(index)
         size_bytes = box.elements * self.grid.itemsize_bytes
@@ -95,7 +99,11 @@ class ComputedReader:
         out = np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(box.shape)
 
         def read(source: int, part: Box) -> NDArray[Any]:
-            return self._readers[source].read_box(part, workspace.inputs[source], workspace.span)
+            reader = self._readers[source]
+            elements = reader.read_box(part, workspace.inputs[source], workspace.span)
+            if self._digests is not None:
+                self._digests.add(reader.tensor, part, elements)
+            return elements
 
         counts = self.tensor.fill(box, out, read)
         if self._note is not None and counts != CastCounts():

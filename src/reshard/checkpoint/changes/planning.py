@@ -388,12 +388,6 @@ class _Change:
         read: Collection[str] = computed.keys()
         if not isinstance(computed, CastColumns):
             read = {one.name for made in computed.values() for one in made.sources}
-        if _has_digests(old.tensors, read):
-            self.notes.append(
-                f"{count_text(len(read), 'tensor')} get other elements and other digests: they are "
-                f"not compared with the digests of {old.folder}. `reshard inspect --digest` "
-                "compares them"
-            )
         rewritten, carried = {}, old.carried
         # A config that is not copied, since it is a link to elsewhere, is not written either.
         is_copied = "config.json" not in dict(old.left_out)
@@ -424,13 +418,6 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in ("quantization_config", "compression_config")
     }
-
-
-def _has_digests(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> bool:
-    """Whether the digest of one of these tensors is known."""
-    if isinstance(tensors, TensorColumns) and tensors.digests is None:
-        return False
-    return any(tensors[name].digest for name in names if name in tensors)
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:

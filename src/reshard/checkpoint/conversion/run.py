@@ -31,6 +31,7 @@ from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.batched import ChangedReader
+from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
@@ -119,6 +120,7 @@ class _ConversionRun:
                 staging.content / name, sizes[name], is_sparse=upload is not None
             )
         )
+        self.source_digests = SourceDigests(sources)
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
         self.reader, self.writer = self._open(self.checksums)
         self.unseen = self._open(None)
@@ -145,6 +147,7 @@ class _ConversionRun:
             self.sources,
             of.watch_source if of else None,
             self._count,
+            self.source_digests,
         )
         return reader, BatchWriter(moves.target, self.targets, of.watch_target if of else None)
 
@@ -517,6 +520,7 @@ def run_conversion(
                 # What planning took is free for the buffers.
                 give_back_memory(len(conversion.arrangement.tensors))
                 run.move_blocks(progress, sync_bytes, stop)
+                run.source_digests.check_rest(workers, stop)
                 run.meet()
                 run.finish()
             except ReshardError as error:

@@ -1,0 +1,152 @@
+"""What tensors are computed from is compared with recorded digests, however it is read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from reshard import checkpoint
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.blocks.block_io import open_sources
+from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.checkpoint.changes import source_digests
+from reshard.checkpoint.changes.source_digests import SourceDigests
+from reshard.errors import DigestError
+from reshard.layout import Box
+
+SHAPE = (7, 10, 6)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 bytes, so that small tensors have many."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 128)
+
+
+@pytest.fixture
+def written(tmp_path: Path, small_blocks: None) -> Path:
+    """A checkpoint with a manifest."""
+    random = np.random.default_rng(0)
+    tensors = {
+        "model.layers.0.up_proj.weight": random.standard_normal(SHAPE, np.float32),
+        "small": np.arange(6, dtype=np.float32),
+    }
+    (tmp_path / "plain").mkdir()
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "x"}))
+    checkpoint.convert(tmp_path / "plain", tmp_path / "written", to="full")
+    return tmp_path / "written"
+
+
+def damage(folder: Path, name: str, at: int = 0) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[checkpoint.open(folder)[name].file_range(0).start_bytes + at] ^= 255
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.up_proj.weight", "small"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_cast_refuses_damaged_bytes(written: Path, name: str, threads: int) -> None:
+    narrow = written.with_name("narrow")
+    checkpoint.convert(written, narrow, to="full", dtype="fp16", threads=threads)
+    checkpoint.convert(narrow, written.with_name("wide"), to="full", dtype="fp32", threads=threads)
+    for folder, dtype in ((written, "fp16"), (narrow, "fp32")):
+        for at in (0, 7) if name == "small" else (0, 500, 830):
+            damage(folder, name, at)
+            with pytest.raises(DigestError, match=f"tensor '{name}', is not what was written"):
+                checkpoint.convert(
+                    folder, written.with_name("out"), to="full", dtype=dtype, threads=threads
+                )
+            assert not written.with_name("out").exists()
+            damage(folder, name, at)
+
+
+def part_of(whole: Any, box: Box) -> Any:
+    return whole[tuple(map(slice, box.start, box.stop))]
+
+
+def list_boxes(step: int) -> list[Box]:
+    grid = BlockGrid.of(SHAPE, step)
+    return [grid.box(number) for number in range(grid.count)]
+
+
+@pytest.mark.parametrize("step", [1, 2, 8, 16])
+@pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
+def test_blocks_are_compared_in_any_pieces(written: Path, step: int, order: str) -> None:
+    opened = checkpoint.open(written)
+    tensor = opened["model.layers.0.up_proj.weight"]
+    whole = checkpoint.read_tensor(opened, tensor.name)
+    boxes = list_boxes(step)
+    if order != "forward":
+        boxes = boxes[::-1] if order == "backward" else random.Random(0).sample(boxes, len(boxes))
+    with_damage = whole.copy()
+    with_damage[3, 3, 3] += 1
+    files = open_sources(opened)
+    try:
+        digests = SourceDigests(files)
+        for box in boxes:
+            digests.add(tensor, box, part_of(whole, box))
+        # Every block was compared as its last piece came: none is read again.
+        assert digests._complete == {tensor.name}
+        damaged = SourceDigests(files)
+        with pytest.raises(DigestError):
+            [damaged.add(tensor, box, part_of(with_damage, box)) for box in boxes]
+    finally:
+        files.close()
+
+
+def test_what_is_read_in_part_is_read_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = checkpoint.open(written)
+    tensor = opened["model.layers.0.up_proj.weight"]
+    whole = checkpoint.read_tensor(opened, tensor.name)
+    parts = [Box((0, 0, 0), (1, 1, 3)), Box((0, 0, 2), (7, 10, 3)), Box((6, 9, 5), (7, 10, 6))]
+    for kept, part in itertools.product((0, 1 << 20), parts):
+        monkeypatch.setattr(source_digests, "MAX_KEPT_BYTES", kept)
+        files = open_sources(opened)
+        digests = SourceDigests(files)
+        digests.add(tensor, part, part_of(whole, part))
+        assert not digests._complete
+        digests.check_rest(2)
+        digests.check_rest(1)
+        files.close()
+    damage(written, tensor.name, 4 * 419)
+    opened = checkpoint.open(written)
+    files = open_sources(opened)
+    for part, is_read in zip(parts, (False, True, True), strict=True):
+        digests = SourceDigests(files)
+        digests.add(opened[tensor.name], part, part_of(whole, part))
+        if is_read:
+            with pytest.raises(DigestError, match="is not what was written"):
+                digests.check_rest(1)
+        else:
+            digests.check_rest(1)
+    files.close()
+
+
+def test_other_changes_refuse_damaged_bytes(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    name = "model.layers.0.up_proj.weight"
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    weight = random.standard_normal((200, 160), np.float32)
+    save_file({name: weight}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    written, quantized = tmp_path / "written", tmp_path / "quantized"
+    checkpoint.convert(folder, written, to="full")
+    checkpoint.convert(written, quantized, to="full", quantize="fp8-block128")
+    cases: list[tuple[Path, dict[str, Any]]] = [
+        (written, {"quantize": "fp8-block128"}),
+        (quantized, {"dequantize": True, "dtype": "fp32"}),
+    ]
+    for source, arguments in cases:
+        damage(source, name, 77)
+        with pytest.raises(DigestError, match=f"tensor '{name}', is not what was written"):
+            checkpoint.convert(source, tmp_path / "out", to="full", **arguments)
