@@ -109,6 +109,9 @@ def test_forms_that_are_right_too() -> None:
     assert not differences(tied, bare)
     assert not differences(tied, small())
     assert not differences({**SMALL, "architectures": ["LlamaModel"]}, bare)
+    # The same tensor twice.
+    assert len(differences(SMALL, {**small(), **bare}).unknown) == 20
+    assert not differences(SMALL, {**small(), **bare}).missing
     # A head of another class of the model type.
     found = differences(SMALL, {**small(), "score.weight": (2, 16)})
     assert (found.unknown, found.ignored) == ((), ("score.weight",))

@@ -104,7 +104,9 @@ def test_a_recipe_cuts_each_of_several_models(tmp_path: Path) -> None:
     shapes = {prefix + name: shape for prefix in prefixes for name, shape in LLAMA.items()}
     source = write(tmp_path / "source", shapes, CONFIG)
     expected = specs(plan_conversion(plain, tmp_path / "t", to="tp=2", recipe="llama"))
-    found = specs(plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama"))
+    plan = plan_conversion(source, tmp_path / "t", to="tp=2", recipe="llama")
+    assert "2 models with the same names are sharded: net.* (21), net_ema.* (21)" in plan.notes
+    found = specs(plan)
     assert found == {p + name: spec for p in prefixes for name, spec in expected.items()}
     del shapes["net_ema.model.norm.weight"]
     source = write(tmp_path / "less", shapes, CONFIG)

@@ -74,7 +74,11 @@ def find_recorded_differences(
             for name in names
             for form in record["classes"][name]["forms"]
         ),
-        key=lambda pair: len(pair[1].missing) + len(pair[1].unknown),
+        key=lambda pair: (
+            len(pair[1].missing)
+            + len(pair[1].unknown)
+            + any_class * pair[1].count_misshapen(shapes)
+        ),
     )
     return RecordedDifferences(_compare(record, name, best, prefix, shapes), best.is_exact)
 
@@ -155,6 +159,11 @@ class _Expected(NamedTuple):
         left = [one for one in self.given if one not in self.tensors]
         return [one for one in left if not any(p.fullmatch(one) for p in self.optional)]
 
+    def count_misshapen(self, shapes: Mapping[str, Shape]) -> int:
+        """Count the tensors that are there in another shape."""
+        expected = ((self.tensors.get(one), shapes[called]) for one, called in self.given.items())
+        return sum(known is not None and not _fits(own, known) for known, own in expected)
+
 
 def _expect(
     record: Mapping[str, Any],
@@ -173,7 +182,12 @@ def _expect(
             optional.append(_compile(row[0]))
         else:
             tensors.update(made)
-    given = {_with_prefix(called, prefix, tensors): called for called in shapes}
+    given = {called: called for called in shapes if called in tensors}
+    for called in shapes:
+        if called not in given:
+            name = _with_prefix(called, prefix, tensors)
+            # Of two that would be the same tensor the second is unknown.
+            given[called if name in given else name] = called
     is_exact = all(is_closed(record["rows"][number]) for number in rows)
     return _Expected(tensors, tuple(optional), rows, given, is_exact)
 

@@ -203,6 +203,9 @@ def _check_architecture(
                 is_meant=lambda name: any(rule.matches(name) for rule in by_hand),
             )
         notes |= dict.fromkeys(found)
+    if len(models) > 1:
+        listed = ", ".join(f"{prefix}* ({len(names)})" for prefix, names in models.items())
+        notes[f"{len(models)} models with the same names are sharded: {listed}"] = None
     return (*notes,)
 
 
