@@ -83,6 +83,10 @@ CONVERSIONS = {
     "source_rules": ["{m} {t} --to full --source-rule *=tp,..."],
     "source_recipe": ["{m} {t} --to full --source-recipe auto"],
     "layout": ["{m} {t} --layout {m}/config.json"],
+    "mesh_order": [
+        *("{m} {t} --to full --mesh-order tp", "{m} {t} --to 2 --mesh-order tp"),
+        "{m} {t} --mesh-order tp",
+    ],
     "recipe": ["{m} {t} --to full --recipe llama"],
     "options": [
         f"{{m}} {{t}} --to pp=1 {BY_RECIPE}",

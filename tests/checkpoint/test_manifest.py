@@ -177,7 +177,7 @@ def test_it_says_what_was_written(tmp_path: Path) -> None:
     assert manifest is not None
     assert manifest.format == "sharded-safetensors"
     assert manifest.mesh is not None
-    assert manifest.mesh.text == "tp=3,dp=2"
+    assert manifest.mesh.text == "dp=2,tp=3"
     assert {name: (t.dtype, t.layout.shape) for name, t in manifest.tensors.items()} == {
         name: (t.dtype, t.shape) for name, t in WHOLE.items()
     }

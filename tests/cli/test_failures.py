@@ -30,7 +30,7 @@ BAD_ARGUMENTS = [
     ("inspect", "model", "--picture", "no such tensor"),
     ("inspect", "model", "--threads", "0"),
     ("inspect", "model", "--threads", "many"),
-    ("plan", "model"),
+    ("plan", "model", "--rule", "*=..."),
     ("plan", "nowhere", *TP2),
     ("plan", "model", "--to"),
     ("plan", "model", "--to", ""),

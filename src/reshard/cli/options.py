@@ -258,6 +258,13 @@ _CONVERSION_OPTIONS = (
         "[default: layouts, format and number of files stay]",
     ),
     click.option(
+        "--mesh-order",
+        metavar="AXES",
+        help="The axes of --to, from the one along which ranks are consecutive to the slowest "
+        "(tp,pp,dp), or `text` for the order of --to, the last one fastest. [default: tp, cp, ep, "
+        "fsdp, dp, pp, then others]",
+    ),
+    click.option(
         "--layout",
         metavar="FILE",
         help="Instead of --to: cut as an engine's own loader reads weights, by a layout file of "

@@ -7,13 +7,14 @@ that is given is an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _plan_for_vllm(
     from reshard.elements.casting import cast_type
     from reshard.recipes.engine_layouts.engines import derive_layout
     from reshard.recipes.engine_layouts.layout_file import read_layout_file
+    from reshard.recipes.rank_order import describe_order
 
     selection = TensorSelection(**selected)
     if (to is None) == (layout is None):
@@ -98,7 +100,7 @@ def _plan_for_vllm(
         if selection:
             sources = {key: (one.dtype.name, one.shape) for key, one in chosen.tensors.items()}
         derived = derive_layout("vllm", model, to or "", dtype=name, sources=sources)
-    return plan_for_vllm(
+    planned = plan_for_vllm(
         source,
         target,
         derived,
@@ -106,6 +108,11 @@ def _plan_for_vllm(
         allow=allow,
         selection=selection,
     )
+    if to is None:
+        return planned
+    order = describe_order(derived.mesh, DeviceMesh.parse(to), can_change=False)
+    notes = (*planned.source.notes, *order)
+    return replace(planned, source=replace(planned.source, notes=notes))
 
 
 _TARGETS = {

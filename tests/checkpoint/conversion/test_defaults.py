@@ -13,7 +13,7 @@ import pytest
 
 from checkpoint.campaigns.small_checkpoints import SOURCES
 from cli.command_runs import run_here
-from reshard import checkpoint
+from reshard import DeviceMesh, checkpoint
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.example_model import write_example_model
 from reshard.errors import RecipeError, UncomputableError, UsageError
@@ -234,3 +234,56 @@ def test_a_source_whose_layout_is_unknown_is_an_error(
     opened = source.open(source.make(tmp_path / "source"))
     with pytest.raises(UsageError, match=message):
         checkpoint.plan_conversion(opened, tmp_path / "new")
+
+
+def list_stages(checkpoint_or_path: Any) -> dict[int, set[str]]:
+    """Which layers each rank stores."""
+    opened = checkpoint.open(checkpoint_or_path)
+    stored: dict[int, set[str]] = {}
+    for name, tensor in opened.tensors.items():
+        for rank in tensor.layout.holders if ".layers." in name else ():
+            stored.setdefault(int(rank), set()).add(name.split(".")[2])
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "second"),
+    [
+        ({"to": "tp=2,pp=2"}, {2, 3}),
+        ({"to": "pp=2,tp=2"}, {2, 3}),
+        ({"to": "tp=2,pp=2", "mesh_order": "text"}, {1, 3}),
+        ({"to": "tp=2,pp=2", "mesh_order": "pp,tp"}, {1, 3}),
+        ({"to": DeviceMesh.of(tp=2, pp=2)}, {1, 3}),
+    ],
+    ids=str,
+)
+def test_ranks_go_by_what_axes_are(
+    model: Path, tmp_path: Path, arguments: dict[str, Any], second: set[int]
+) -> None:
+    report = checkpoint.convert(model, tmp_path / "new", **arguments)
+    stages = list_stages(tmp_path / "new")
+    assert {rank for rank, layers in stages.items() if layers == {"1"}} == second
+    assert any("counted over pp=2,tp=2" in note for note in report.notes) == (
+        arguments == {"to": "tp=2,pp=2"}
+    )
+    for rank in range(4):
+        loaded = checkpoint.load(model, rank=rank, **arguments)
+        assert ("model.layers.1.mlp.up_proj.weight" in loaded) == (rank in second)
+    # Files that were written are read as they say, and keep their ranks.
+    checkpoint.convert(tmp_path / "new", tmp_path / "copy")
+    assert list_stages(tmp_path / "copy") == stages
+
+
+def test_commands_show_which_rank_has_which_stage(model: Path, tmp_path: Path) -> None:
+    mesh = ("--to", "tp=2,pp=2")
+    done = run_here("convert", model, tmp_path / "new", *mesh)
+    assert "for pp=2,tp=2: " in done.output
+    note = "note: ranks are counted over pp=2,tp=2, the last axis fastest, not as written"
+    for run in (done, run_here("plan", model, *mesh), run_here("recipe", "check", model, *mesh)):
+        assert note in run.output
+    shown = run_here("inspect", tmp_path / "new").output.splitlines()
+    assert shown[1] == "stages: pp 0 is ranks 0,1, pp 1 is ranks 2,3"
+    assert note not in run_here("plan", model, *mesh, "--mesh-order", "text").output
+    for other in ((), ("--to", "full"), ("--to", "4")):
+        refused = run_here("plan", model, *other, "--mesh-order", "tp")
+        assert (refused.code, "has no effect here" in refused.errors) == (2, True)

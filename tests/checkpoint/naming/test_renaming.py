@@ -328,7 +328,7 @@ def test_other_names_are_another_conversion(model: Path) -> None:
             model,
             model.with_name("x"),
             to="full",
-            recipe="auto" if names else None,
+            recipe="auto" if isinstance(names, str) else None,
             target_names=names,
         )
         texts.add(conversion.resolved["target_names"])

@@ -135,7 +135,8 @@ def plan_conversion(
         )
     )
     expect_one_file(file_name, target, arrangement)
-    noted = (*placement.notes, *checked, *_note_model_folder(request, checkpoint))
+    about_model = _note_model_folder(request, checkpoint)
+    noted = (*request.order_notes, *placement.notes, *checked, *about_model)
     return Conversion(
         dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
         target,

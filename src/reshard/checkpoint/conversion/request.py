@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict, cast
@@ -30,9 +30,11 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.engine_layouts.layout_file import read_layout_file
+from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.recipes.strategies import by_recipe, strategy
+from reshard.unread_arguments import expect_read
 
 Target = str | int | DeviceMesh
 RecipeName = str | os.PathLike[str] | Recipe
@@ -46,6 +48,7 @@ class CutArguments(TypedDict, total=False):
     """The keywords of a `ConversionRequest` that say what ranks hold, as `load` takes them."""
 
     to: Target | None
+    mesh_order: str | Sequence[str] | None
     rules: Iterable[str | Rule]
     recipe: RecipeName | None
     options: Mapping[str, str] | Iterable[str]
@@ -112,6 +115,10 @@ class ConversionRequest:
     Attributes:
         to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors. The
             layouts, the format and the number of files stay as in the source when None.
+        mesh_order: the axes of `to` from the one that counts ranks fastest to the slowest
+            (`"tp,pp,dp"`), or `"text"` for the order in which they are written, the last one
+            fastest; by what the axes are for when None: tp, cp, ep, fsdp, dp, pp, others
+            (`reshard.recipes.rank_order`). A `DeviceMesh` has its own order.
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
         recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
             `"auto"` chooses by the source's config.json, and is the default for a mesh without
@@ -165,6 +172,7 @@ class ConversionRequest:
     """
 
     to: Target | None = None
+    mesh_order: str | Sequence[str] | None = None
     rules: Iterable[str | Rule] = ()
     recipe: RecipeName | None = None
     options: Mapping[str, str] | Iterable[str] = ()
@@ -277,7 +285,7 @@ class ConversionRequest:
         }
         for what, is_given in by_hand.items():
             _refuse(is_given, what, "an engine's layout")
-        if self.to is not None and DeviceMesh.parse(str(self.to)) is not layout.mesh:
+        if self.to is not None and not _is_alike(self.to, layout.mesh):
             raise UsageError(
                 f"to {self.to!r} with a layout for {layout.mesh.text}; leave `to` out, or derive a "
                 "layout for it"
@@ -338,7 +346,22 @@ class ConversionRequest:
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
-        return _parse_target(self._target)
+        mesh, ranks = _parse_target(self._target)
+        if mesh is None or isinstance(self._target, DeviceMesh):
+            expect_read(
+                f"mesh_order={self.mesh_order!r}",
+                self.mesh_order is None,
+                "axes are put in order where `to` is the text of a mesh, such as 'tp=2,pp=2'",
+            )
+            return mesh, ranks
+        return order_axes(mesh, self.mesh_order), ranks
+
+    @property
+    def order_notes(self) -> tuple[str, ...]:
+        """A note if the ranks are not counted in the order in which the mesh was written."""
+        if self.mesh is None or not isinstance(self.to, str) or "=" not in self.to:
+            return ()
+        return describe_order(self.mesh, DeviceMesh.parse(self.to))
 
     @property
     def _target(self) -> Target:
@@ -438,6 +461,14 @@ class ConversionRequest:
     def parsed_rules(self) -> tuple[Rule, ...]:
         """The rules."""
         return parse_rules(self.rules)
+
+
+def _is_alike(to: Target, mesh: DeviceMesh) -> bool:
+    """Return whether a target has the axes of a mesh, in any order."""
+    parsed, _ = _parse_target(to)
+    return parsed is not None and {*zip(parsed.axis_names, parsed.shape, strict=True)} == {
+        *zip(mesh.axis_names, mesh.shape, strict=True)
+    }
 
 
 def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:

@@ -36,6 +36,7 @@ from reshard.cli.output import (
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_selected_source
 from reshard.errors import UsageError
+from reshard.recipes.rank_order import describe_groups
 from reshard.text.folded_names import FoldedName, fold_names
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
@@ -201,6 +202,8 @@ def _as_text(
     ranks = count_text(checkpoint.ranks, "rank")
     totals = _totals(checkpoint)
     yield f"{printable(path)}: {checkpoint.format}{mesh}, {ranks}"
+    if checkpoint.mesh is not None and "pp" in checkpoint.mesh.list_long_axes():
+        yield f"stages: {describe_groups(checkpoint.mesh, 'pp')}"
     yield ""
     yield from _tensor_lines(TensorColumns.of(checkpoint.tensors), shows_all)
     yield from [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import ALLOWANCES, IDLE_AXES
+from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.rank_sets import rank_text
 
@@ -151,7 +153,8 @@ def check(
     # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
     if "=" not in to:
         raise UsageError(f"cannot read the mesh {to!r}; write axes with sizes, such as tp=2,pp=2")
-    mesh = DeviceMesh.parse(to)
+    written = DeviceMesh.parse(to)
+    mesh = order_axes(written)
     # Rules by hand may stand alone; without any, the recipe follows from config.json.
     by_hand = [Rule.parse(text) for text in rules]
     chosen = find_recipe(name or (None if by_hand else "auto"), opened)
@@ -164,6 +167,7 @@ def check(
     found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
     if chosen is not None:
         chosen.expect_options_read(chosen_options, mesh, found.matched.values())
+    found = replace(found, notes=(*describe_order(mesh, written), *found.notes))
     report = _Report(opened, mesh, found, by_hand, chosen)
     compared: EngineComparison | None = None
     if against is not None:

@@ -244,8 +244,11 @@ def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         convert("dp=2", "deepspeed-zero3")
     with pytest.raises(UsageError, match="MoE layers have no universal checkpoints"):
         convert("full", "deepspeed-universal")
+    mesh = reshard.DeviceMesh.of(ep=2, dp=2)
     with pytest.raises(UsageError, match=r"--to dp=D,ep=E"):
-        convert("ep=2,dp=2", "deepspeed-zero1")
+        reshard.checkpoint.convert(source, tmp_path / "n", to=mesh, format="deepspeed-zero1")
+    convert("ep=2,dp=2", "deepspeed-zero1")
+    assert reshard.checkpoint.open(tmp_path / "n").ranks == 4
     plain = unpack("zero1-bf16-2-plain", tmp_path)
     with pytest.raises(UsageError, match="data-parallel ranks alone"):
         reshard.checkpoint.convert(plain, tmp_path / "n", to="dp=2,ep=2", format="deepspeed-zero1")
