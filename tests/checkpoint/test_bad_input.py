@@ -110,6 +110,23 @@ def test_a_target_inside_the_source_by_another_name(whole: Path) -> None:
     assert os.listdir(whole) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("source", "target"), [("whole", "WHOLE/deeper"), ("whole/inner", "WHOLE")]
+)
+def test_a_target_around_the_source_by_a_name_of_other_case(
+    whole: Path, source: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Disks of Macs ignore case, and paths are resolved without it; links play the other name."""
+    folder = whole.parent / "whole"
+    whole.rename(folder)
+    (folder / "inner").mkdir()
+    shutil.copy(folder / "model.safetensors", folder / "inner")
+    (whole.parent / "WHOLE").symlink_to(folder)
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path)
+    with pytest.raises(UsageError, match="lies inside"):
+        checkpoint.plan_conversion(whole.parent / source, whole.parent / target, to="full")
+
+
 @pytest.mark.parametrize("name", ["loop", "loop/target"])
 def test_a_target_that_is_a_link_to_itself(whole: Path, name: str) -> None:
     (whole.parent / "loop").symlink_to("loop")

@@ -334,3 +334,45 @@ def test_a_second_process_is_told_who_holds_the_target(tmp_path: Path) -> None:
 
     with Staging.open(target, "new", {}) as work:
         assert work.resumed
+
+
+@pytest.mark.parametrize(
+    ("names", "ignores", "expected"),
+    [
+        (["w.bin", "W.bin"], "case", "'w.bin' and 'W.bin' are one file"),
+        (["a/w", "A/W"], "case", "'a/w' and 'A/W' are one file"),
+        (["\u00e9", "e\u0301"], "form", "are one file"),
+        (["w", "W"], "form", None),
+        (["\u00e9", "e\u0301"], "case", None),
+        (["w", "W", "\u00e9", "e\u0301"], "", None),
+        (["w", "v"], "case form", None),
+    ],
+)
+def test_names_that_a_file_system_does_not_tell_apart_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    ignores: str,
+    expected: str | None,
+) -> None:
+    """Disks of Macs ignore case and the form of accents; played here by `lexists`."""
+    real = os.path.lexists
+
+    def exists(path: Path) -> bool:
+        other = os.fspath(path)
+        if "case" in ignores:
+            other = other.replace("JOURNAL.\u00c9.NEW", "journal.\u00e9.new")
+        if "form" in ignores:
+            other = other.replace("e\u0301", "\u00e9")
+        return real(other)
+
+    with Staging.open(tmp_path / "checkpoint", "new", {}) as work:
+        before = sorted(os.listdir(work.content.parent))
+        with monkeypatch.context() as patch:
+            patch.setattr(os.path, "lexists", exists)
+            if expected is None:
+                work.expect_names_apart(names)
+            else:
+                with pytest.raises(RunError, match=expected):
+                    work.expect_names_apart(names)
+        assert sorted(os.listdir(work.content.parent)) == before

@@ -13,7 +13,9 @@ from safetensors.numpy import save_file
 
 from checkpoint.checkpoint_files import read_file
 from cli.command_runs import Run, run_here
+from reshard import checkpoint
 from reshard.binding import View
+from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.errors import UsageError
@@ -222,3 +224,25 @@ def test_a_package_is_looked_for_before_anything_is_made(
         assert "ml_dtypes" in found.errors
         assert "reshard[checkpoint]" in found.errors
         assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_swap_in_two_renames_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    save_file({"w": np.ones(4, np.float32)}, tmp_path / "model" / "model.safetensors")
+    command = ("convert", str(tmp_path / "model"), str(tmp_path / "new"), "--to", "full")
+    assert "two renames" not in run_here(*command).output
+    monkeypatch.setattr(staging, "exchange_names", _swap if can_exchange else lambda *_: False)
+    told = run_here(*command, "--overwrite", "--max-file", "1kB")
+    assert told.code == 0, told.errors
+    assert ("was replaced by two renames" in told.output) == (not can_exchange)
+    assert checkpoint.open(tmp_path / "new").tensors.keys() == {"w"}
+
+
+def _swap(first: Path, second: Path) -> bool:
+    other = first.with_name("other")
+    for old, new in ((first, other), (second, first), (other, second)):
+        old.rename(new)
+    return True

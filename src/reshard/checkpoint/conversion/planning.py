@@ -18,7 +18,7 @@ import dataclasses
 import errno
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -332,16 +332,26 @@ def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) ->
         raise UsageError(
             f"the target {target} is a link that leads back to itself; choose another target"
         ) from None
-    if whole_folder and source in goal.parents:
+    if whole_folder and _is_among(source, goal.parents):
         raise UsageError(
             f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
         )
     # The commit replaces the target with everything in it.
-    if goal in source.parents or (goal == source and not whole_folder):
+    if _is_among(goal, source.parents) or (_is_among(goal, [source]) and not whole_folder):
         raise UsageError(
             f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "
             "with it; choose another target"
         )
+
+
+def _is_among(path: Path, others: Iterable[Path]) -> bool:
+    """Return whether a path is one of others, also by another name of the same folder."""
+    others = list(others)
+    if path in others:
+        return True
+    # File systems that ignore case give a folder many names.
+    paths = [one for one in (path, *others) if not isinstance(one, PlacePath) and one.exists()]
+    return path in paths and any(path.samefile(other) for other in paths if other != path)
 
 
 def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:

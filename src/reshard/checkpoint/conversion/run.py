@@ -187,6 +187,9 @@ class _ConversionRun:
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
+        if self.staging.owner is not None:
+            files = [file.stored.name for file in self.conversion.arrangement.files]
+            self.staging.owner.expect_names_apart([*files, *self.conversion.companions])
         for file in self.conversion.arrangement.files:
             path = self.staging.content / file.stored.name
             with refusals_explained("look at what an earlier run left", path):

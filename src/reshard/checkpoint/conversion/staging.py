@@ -40,7 +40,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,6 +246,31 @@ class Staging(Closing):
             )
         return self._journal
 
+    def expect_names_apart(self, names: Iterable[str]) -> None:
+        """Raise RunError if the file system gives two of the names, relative paths, to one file.
+
+        Most disks of Macs ignore the case of letters, and how accents are encoded. Nothing is made
+        where names differ in more.
+        """
+        names = list(names)
+        if _find_equal(names, ignores_case=True, ignores_form=True) is None:
+            return
+        # Left behind by a kill, it is removed like any unfinished journal.
+        probe = self._lock.folder / "journal.\u00e9.new"
+        with refusals_explained("look whether names differ by case", probe):
+            probe.touch()
+            ignores_case = os.path.lexists(probe.with_name("JOURNAL.\u00c9.NEW"))
+            ignores_form = os.path.lexists(probe.with_name("journal.e\u0301.new"))
+            probe.unlink()
+        equal = _find_equal(names, ignores_case=ignores_case, ignores_form=ignores_form)
+        if equal is not None:
+            raise RunError(
+                f"{equal[0]!r} and {equal[1]!r} are one file on this file system, which does not "
+                f"tell their names apart: {self.target}\n"
+                "expected names that differ: choose a target on another disk, another format, or "
+                "rename tensors with --rename"
+            )
+
     def commit(self, bits: OpenBits = ALL_BITS) -> bool:
         """Give the content the target's name, and delete what stood there before.
 
@@ -333,6 +359,23 @@ def check_target(
         if not is_begun or restart:
             _refuse_existing(target, overwrite)
         return root if is_begun else None
+
+
+def _find_equal(
+    names: Iterable[str], *, ignores_case: bool, ignores_form: bool
+) -> tuple[str, str] | None:
+    """Return the first two names that are equal but for case or the form of accents, or None."""
+    first: dict[str, str] = {}
+    for name in names:
+        key = name
+        if ignores_form and not name.isascii():
+            key = unicodedata.normalize("NFD", key)
+        if ignores_case:
+            key = key.casefold()
+        other = first.setdefault(key, name)
+        if other != name:
+            return other, name
+    return None
 
 
 def _check_target(

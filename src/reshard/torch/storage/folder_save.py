@@ -26,7 +26,7 @@ from reshard.checkpoint.files.places.spool import saving_folder
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.checkpoint.formats.opening import has_checkpoint
-from reshard.errors import UsageError
+from reshard.errors import RunError, UsageError
 from reshard.log import LOGGER
 from reshard.system import exchange_names
 
@@ -110,6 +110,11 @@ def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = Fals
         for file in files:
             path = folder / file.stored.name
             path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):
+                raise RunError(
+                    f"{path} is the file of another name already, on this file system, which "
+                    "ignores case; choose a target on another disk, or other names"
+                )
             with TargetFile(path, file.stored.size_bytes, is_sparse=is_sparse) as target:
                 for offset, content in file.known_bytes():
                     target.write(memoryview(bytearray(content)), offset)
