@@ -477,7 +477,8 @@ def _put_in_place(target: Path, root: Path, result: Path) -> bool:
     """Give the result the target's name; False if the name was missing for a moment."""
     was_never_missing = True
     previous = root / "previous"
-    if not os.path.lexists(target):
+    # A file that is renamed replaces another in one step.
+    if not os.path.lexists(target) or target.is_file():
         os.rename(result, target)
     # Two renames. A kill between them leaves no target; the next run finds the content by its inode
     # and goes on from here.
