@@ -337,6 +337,20 @@ def test_a_copy_that_reshard_wrote_and_that_changed_is_found_by_every_door(
     assert checkpoint.compare(whole, opened).is_same == (rank == 1)
 
 
+def test_a_copy_that_changed_is_found_in_files_with_checksums_of_their_own(tmp_path: Path) -> None:
+    """The checksum is still that of the bytes that were written."""
+    whole, target = tmp_path / "whole.safetensors", tmp_path / "ranks"
+    save_file({"w": counted(4, 6), "norm": counted(8)}, whole)
+    checkpoint.convert(whole, target, to="tp=2", rules=["w=tp, -", "*=..."], format="rank-files")
+    [first, second] = list_places(checkpoint.open(target), "norm")
+    content = bytearray((target / second.path).read_bytes())
+    assert first.path != second.path
+    content[second.start_bytes] ^= 1
+    (target / second.path).write_bytes(content)
+    assert [one.name for one in checkpoint.compare(whole, target).differences] == ["norm"]
+    assert [one.tensor for one in checkpoint.check_digests(target).damaged] == ["norm"]
+
+
 def test_a_comparison_reads_every_byte_of_copies_that_reshard_wrote(tmp_path: Path) -> None:
     save_file({"w": counted(64, 1024)}, tmp_path / "whole.safetensors")
     checkpoint.convert(tmp_path / "whole.safetensors", tmp_path / "cut", to="tp=2", rules=["*=..."])

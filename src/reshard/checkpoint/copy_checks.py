@@ -244,6 +244,10 @@ def compare_copies(
     recorded: list[_Group] = []
     if check == "sample":
         for group in groups:
+            if reads_recorded and group.has_digest:
+                # Stored checksums are those of the bytes that were written.
+                recorded.append(group)
+                continue
             classes = group.classify(index.storages)
             if classes is None:
                 (recorded if group.has_digest else unresolved).append(group)
