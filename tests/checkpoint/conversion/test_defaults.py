@@ -60,6 +60,7 @@ def test_a_mesh_alone_takes_the_recipe_of_config_json(model: Path) -> None:
     assert {tensor["name"]: tensor["cut"] for tensor in shown["tensors"]} == {
         name: spec or "whole" for name, spec in list_specs(model, to="tp=4").items()
     }
+    assert shown["recipe"] == "llama"
     options = {"to": "tp=3", "options": ["vocabulary=pad256"], "allow": ["uncomputable"]}
     assert list_specs(model, **options)["lm_head.weight"] == "tp@pad256, -"
 
@@ -277,7 +278,7 @@ def test_ranks_go_by_what_axes_are(
 def test_commands_show_which_rank_has_which_stage(model: Path, tmp_path: Path) -> None:
     mesh = ("--to", "tp=2,pp=2")
     done = run_here("convert", model, tmp_path / "new", *mesh)
-    assert "for pp=2,tp=2: " in done.output
+    assert "for pp=2,tp=2 by the recipe llama: " in done.output
     note = "note: ranks are counted over pp=2,tp=2, the last axis fastest, not as written"
     for run in (done, run_here("plan", model, *mesh), run_here("recipe", "check", model, *mesh)):
         assert note in run.output

@@ -115,6 +115,11 @@ class Conversion:
         return find_open_bits(self.source.folder, read, copied)
 
     @property
+    def recipe_name(self) -> str | None:
+        """The recipe that shards the tensors, given or chosen by config.json."""
+        return self.resolved.get("recipe") if self.assignment is not None else None
+
+    @property
     def unknown(self) -> tuple[str, ...]:
         """Tensors that no rule matched: they are replicated."""
         return self.assignment.unknown if self.assignment else ()

@@ -52,7 +52,7 @@ def apply(
 
     \b
     Keys of --json:
-      source, deltas, target, to, format, mesh {text, axes, devices}
+      source, deltas, target, to, recipe, format, mesh {text, axes, devices}
       tensors, size_bytes, copy_bytes, read_bytes, written_bytes, resumed_bytes
       seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]

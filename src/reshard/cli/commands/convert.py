@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from reshard.cli.commands.plan import matching_json, matching_lines, size_text
+from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -91,7 +91,7 @@ def convert(
 
     \b
     Keys of --json:
-      source, target, to, format, mesh {text, axes, devices}
+      source, target, to, recipe, format, mesh {text, axes, devices}
       tensors, size_bytes, copy_bytes, read_bytes, written_bytes, resumed_bytes
       seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]
@@ -189,7 +189,8 @@ def _report_lines(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
-        f"{printable(source)} to {printable(target)}, for {conversion.resolved['to']}: "
+        f"{printable(source)} to {printable(target)}, for {conversion.resolved['to']}"
+        f"{recipe_text(conversion)}: "
         f"{count_text(report.tensors, 'tensor')}, "
         f"{size_text(report.size_bytes, report.copy_bytes)}, {count_text(report.files, 'file')}"
     ]
@@ -239,7 +240,7 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
     size_bytes = sum(one.size_bytes for one in arrangement.tensors.values())
     lines = [
         f"{printable(source)} would be written to {printable(str(conversion.target))}, for "
-        f"{conversion.resolved['to']}, as {arrangement.format}: "
+        f"{conversion.resolved['to']}{recipe_text(conversion)}, as {arrangement.format}: "
         f"{count_text(len(tensors), 'tensor')}, "
         f"{size_text(size_bytes, arrangement.copy_bytes)}, {count_text(len(files), 'file')}",
         "",
@@ -263,6 +264,7 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
         "target": str(conversion.target),
         "dry_run": True,
         "to": conversion.resolved["to"],
+        "recipe": conversion.recipe_name,
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "size_bytes": sum(one.size_bytes for one in arrangement.tensors.values()),
@@ -303,6 +305,7 @@ def _report_json(
         "source": source,
         "target": target,
         "to": conversion.resolved["to"],
+        "recipe": conversion.recipe_name,
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "tensors": report.tensors,

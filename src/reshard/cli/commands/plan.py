@@ -88,7 +88,7 @@ def plan(
 
     \b
     Keys of --json:
-      source, to, format, mesh {text, axes, devices}, size_bytes, copy_bytes
+      source, to, recipe, format, mesh {text, axes, devices}, size_bytes, copy_bytes
       ranks [{rank, read_bytes, written_bytes, sent_bytes, received_bytes}]
       read_bytes, written_bytes, moved_bytes, lower_bound_bytes
       extra_bytes (of buffers), peak_bytes (of all that is resident), threads
@@ -148,6 +148,12 @@ def size_text(size_bytes: int, copy_bytes: int) -> str:
     """Return the size of the tensors of a conversion, and that of the copies in files of ranks."""
     copies = f" and {bytes_text(copy_bytes)} of copies" if copy_bytes else ""
     return bytes_text(size_bytes) + copies
+
+
+def recipe_text(conversion: Conversion) -> str:
+    """Return the recipe that shards the tensors, for the first line of a report."""
+    recipe = conversion.recipe_name
+    return f" by the recipe {recipe}" if recipe else ""
 
 
 def matching_lines(conversion: Conversion) -> list[str]:
@@ -251,7 +257,7 @@ def _as_text(
     arrangement, job = conversion.arrangement, conversion.job
     stored = [file.stored for file in arrangement.files]
     lines = [
-        f"{printable(source)} to {conversion.request.to_text}: "
+        f"{printable(source)} to {conversion.request.to_text}{recipe_text(conversion)}: "
         f"{count_text(len(arrangement.tensors), 'tensor')}, "
         f"{size_text(conversion.source.size_bytes, arrangement.copy_bytes)}, "
         f"as {arrangement.format}",
@@ -278,6 +284,7 @@ def _as_json(
     return {
         "source": source,
         "to": conversion.request.to_text,
+        "recipe": conversion.recipe_name,
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "size_bytes": conversion.source.size_bytes,
