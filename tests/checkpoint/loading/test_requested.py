@@ -13,6 +13,7 @@ from checkpoint.checkpoint_files import tensor, write_file
 from checkpoint.model_files import write_llama
 from reshard import checkpoint
 from reshard.checkpoint import Progress
+from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
 from reshard.checkpoint.loading import arrays as loading_arrays
 from reshard.errors import InterruptedRunError, RecipeError, UnmatchedError, UsageError
 from reshard.layout import Layout
@@ -125,3 +126,23 @@ def test_a_load_is_stopped(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(InterruptedRunError, match="`out` are filled in part"):
         checkpoint.load(source, layouts, out=out, stop=stop)
     assert loading_arrays.load_layouts(source, layouts)["b"].shape == (5,)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_reads_its_own_file_where_that_has_all_it_needs(
+    source: Path, tmp_path: Path, rank: int
+) -> None:
+    cut: dict[str, Any] = {"to": "tp=2,dp=2", "rules": RULES}
+    checkpoint.convert(source, tmp_path / "shards", **cut)
+    own = shard_file_name(rank)
+    for file in (tmp_path / "shards").glob("*.safetensors"):
+        if file.name != own:
+            content = bytearray(file.read_bytes())
+            # Elements, and not the header, which is read of every file.
+            content[4096:] = bytes(len(content) - 4096)
+            file.write_bytes(content)
+    opened = checkpoint.open(tmp_path / "shards", check_copies="none")
+    found = checkpoint.load(opened, rank=rank, **cut)
+    expected = checkpoint.load(source, rank=rank, **cut)
+    assert found.keys() == expected.keys()
+    assert all(array.tobytes() == expected[name].tobytes() for name, array in found.items())

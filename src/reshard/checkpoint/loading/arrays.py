@@ -428,15 +428,18 @@ def _check_given(
 
 @lru_cache(maxsize=256)
 def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, ...]:
-    """The boxes to read to fill a rank's array, from shards of `stored`."""
+    """The boxes to read to fill a rank's array, from shards of `stored`.
+
+    Where the file of that rank has a copy, it is read: ranks of equal jobs read their own files.
+    """
     cells = layout.cells_of(rank)
-    # The rank's cells on a slot behind all that store something: it holds nothing yet, so that
-    # every element is read.
+    # The rank's cells on the slot of its file, or behind all that store something.
+    slot = min(rank, stored.slots)
     mine = Layout(
         layout.shape,
         layout.tables,
         stored.slots + 1,
-        [stored.slots] * len(cells),
+        [slot] * len(cells),
         layout.cell_part[cells.start : cells.stop],
     )
     change = LayoutChange(stored, mine)
