@@ -104,7 +104,15 @@ def test_an_axis_that_shards_nothing_is_an_error(model: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["tp=2,dp=2", "dp=2", "tp=2,cp=2", "tp=2,ep=1,pp=1"])
 def test_axes_of_copies_are_noted(model: Path, to: str) -> None:
     planned = plan_conversion(model, model.with_name("new"), to=to)
-    assert any("their ranks hold copies" in note for note in planned.notes)
+    copies = ",".join(axis for axis in ("dp", "cp") if axis in to)
+    notes = [note for note in planned.notes if "whose ranks hold copies" in note]
+    assert notes == (
+        [f"no tensor is sharded over {copies}, whose ranks hold copies"] * bool(copies)
+    )
+    shown = run_here("plan", str(model), "--to", to).output
+    assert [f"note: {note}" for note in notes] == [
+        line for line in shown.splitlines() if "hold copies" in line
+    ]
 
 
 def test_a_recipe_declares_axes_of_copies(model: Path, tmp_path: Path) -> None:

@@ -207,10 +207,18 @@ class Conversion:
             known = choose_recipe(config) if config else None
             hint = f"; --recipe {known.name} fits its config.json" if known else ""
             notes.append(f"no rule and no recipe was given, so every tensor is replicated{hint}")
-        elif self.assignment and self.assignment.unused_axes:
-            axes = ", ".join(self.assignment.unused_axes)
-            notes.append(f"no rule uses the mesh axes {axes}: their ranks hold copies")
+        else:
+            notes += self.axis_notes
         return tuple(notes)
+
+    @property
+    def axis_notes(self) -> tuple[str, ...]:
+        """A note of the mesh axes over which nothing is sharded, if there are any."""
+        mesh, unused = self.request.mesh, self.assignment.unused_axes if self.assignment else ()
+        axes = [axis for axis in unused if mesh is not None and axis in mesh.list_long_axes()]
+        if not axes:
+            return ()
+        return (f"no tensor is sharded over {', '.join(axes)}, whose ranks hold copies",)
 
     @cached_property
     def job(self) -> Job:

@@ -170,8 +170,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
         )
     else:
         lines += listing("replicated, no rule matched", unknown)
-        if conversion.assignment is not None:
-            lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
+        lines += noted(conversion.axis_notes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
     return lines + noted(_notes(conversion))
 
