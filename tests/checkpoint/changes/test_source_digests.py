@@ -150,3 +150,67 @@ def test_other_changes_refuse_damaged_bytes(tmp_path: Path) -> None:
         damage(source, name, 77)
         with pytest.raises(DigestError, match=f"tensor '{name}', is not what was written"):
             checkpoint.convert(source, tmp_path / "out", to="full", **arguments)
+
+
+def write_small_llama(folder: Path) -> Path:
+    """A Llama of one layer with a manifest."""
+    shapes = {
+        "model.embed_tokens.weight": (32, 8),
+        "model.norm.weight": (8,),
+        "lm_head.weight": (32, 8),
+        **{f"model.layers.0.self_attn.{one}_proj.weight": (8, 8) for one in "qo"},
+        **{f"model.layers.0.self_attn.{one}_proj.weight": (4, 8) for one in "kv"},
+        **{f"model.layers.0.mlp.{one}_proj.weight": (16, 8) for one in ("gate", "up")},
+        "model.layers.0.mlp.down_proj.weight": (8, 16),
+        "model.layers.0.input_layernorm.weight": (8,),
+        "model.layers.0.post_attention_layernorm.weight": (8,),
+    }
+    random = np.random.default_rng(1)
+    folder.mkdir()
+    tensors = {name: random.standard_normal(one, np.float32) for name, one in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint.convert(folder, folder.with_name("written"), to="full")
+    return folder.with_name("written")
+
+
+@pytest.mark.parametrize("change", [{}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("cut", [None, "*=tp, ...", "*=..., tp"])
+def test_parts_of_fused_tensors_are_compared(
+    tmp_path: Path, change: dict[str, Any], cut: str | None, small_blocks: None
+) -> None:
+    source = write_small_llama(tmp_path / "plain")
+    if cut is not None:
+        checkpoint.convert(source, tmp_path / "cut", to="tp=2", rules=["*norm*=...", cut])
+        source = tmp_path / "cut"
+    names: dict[str, Any] = {"to": "full", "recipe": "llama", "target_names": "megatron"}
+    planned = checkpoint.plan_conversion(source, tmp_path / "fused", **names, **change)
+    assert {one.name.split(".")[-2] for one in planned.apart} == {
+        *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    }
+    checkpoint.run_conversion(planned)
+    for name in ("self_attn.k_proj", "self_attn.q_proj", "mlp.up_proj"):
+        tensor = checkpoint.open(source)[f"model.layers.0.{name}.weight"]
+        place = tensor.file_range(tensor.stored_slots[-1])
+        content = bytearray((source / place.path).read_bytes())
+        content[place.start_bytes + 17] ^= 255
+        before = (source / place.path).read_bytes()
+        (source / place.path).write_bytes(bytes(content))
+        with pytest.raises(DigestError, match=f"{name}.weight', is not what was written"):
+            checkpoint.convert(source, tmp_path / "out", **names, **change)
+        (source / place.path).write_bytes(before)
+    back = {"to": "full", "recipe": "llama", "source_names": "megatron"}
+    checkpoint.convert(tmp_path / "fused", tmp_path / "back", **back)
+    damage(tmp_path / "fused", "decoder.layers.0.self_attention.linear_qkv.weight", 50)
+    with pytest.raises(DigestError, match=r"linear_qkv\.weight', is not what was written"):
+        checkpoint.convert(tmp_path / "fused", tmp_path / "out", **back)

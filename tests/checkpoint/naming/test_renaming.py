@@ -307,18 +307,25 @@ def test_checksums_of_what_is_read_in_columns(tmp_path: Path, small_blocks: int)
         checkpoint.convert(folder, tmp_path / "no", to="full", **names)
 
 
-def test_digests_of_what_is_renamed_only_are_compared(model: Path) -> None:
+def test_digests_of_what_is_renamed_or_fused_are_compared(model: Path) -> None:
     recipe = {"recipe": "auto", "to": "full"}
     source = model.with_name("source")
     checkpoint.convert(model, source, to="full")
     conversion = plan_conversion(source, model.with_name("x"), target_names="megatron", **recipe)
-    assert any("4 tensors (first: decoder" in note for note in conversion.notes), conversion.notes
+    fused = {
+        one.name.rpartition(".layers.1.")[2].partition(".weight")[0] for one in conversion.apart
+    }
+    assert {"self_attn.q_proj", "mlp.up_proj"} <= fused
     path = source / "model.safetensors"
     whole, content = llama(), path.read_bytes()
-    at = content.index(whole["model.layers.1.mlp.down_proj.weight"].bits.tobytes())
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    with pytest.raises(DigestError, match=r"decoder.layers.1.mlp.linear_fc2.weight"):
-        checkpoint.convert(source, model.with_name("x"), target_names="megatron", **recipe)
+    for name, expected in (
+        ("mlp.down_proj", r"decoder.layers.1.mlp.linear_fc2.weight"),
+        ("mlp.up_proj", r"model.layers.1.mlp.up_proj.weight"),
+    ):
+        at = content.index(whole[f"model.layers.1.{name}.weight"].bits.tobytes())
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(DigestError, match=expected):
+            checkpoint.convert(source, model.with_name("x"), target_names="megatron", **recipe)
 
 
 def test_other_names_are_another_conversion(model: Path) -> None:

@@ -1,6 +1,7 @@
-"""Digests of what tensors are computed from, compared with those that a manifest recorded.
+"""Digests of sources that are read in other blocks, compared with those that a manifest recorded.
 
-A computed tensor has other blocks than its sources, so that a block of a source is read in pieces::
+A computed tensor has other blocks than its sources, so that a block of a source is read in pieces,
+and so is one that becomes a part of a fused tensor::
 
     source, bfloat16    |      block 0      |      block 1      |
     computed, float32   | block 0 | block 1 | block 2 | block 3 |
@@ -14,17 +15,26 @@ A computed tensor has other blocks than its sources, so that a block of a source
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, WorkspaceSize
-from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
+from reshard.checkpoint.blocks.block_io import (
+    BlockReader,
+    OpenFiles,
+    Watch,
+    Workspace,
+    WorkspaceSize,
+)
+from reshard.checkpoint.blocks.grid import block_digest
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.progress import check_stop
@@ -51,21 +61,112 @@ class _TensorBlocks:
         self.touched = np.zeros(reader.grid.count, dtype=bool)
         self.compared = np.zeros(reader.grid.count, dtype=bool)
         self.pieces: dict[int, _Pieces] = {}
+        grid = reader.grid
+        length = grid.shape[grid.dimension] if grid.shape else 1
+        inner = math.prod(grid.shape[grid.dimension + 1 :]) * grid.itemsize_bytes
+        # Bytes of an outer index and of a chunk, and the blocks of an outer index.
+        self._steps = length * inner, grid.chunk * inner, -(-length // grid.chunk)
+
+    def touch(self, start: int, stop: int) -> range:
+        """Return the blocks of a range of bytes, which count as touched from now on."""
+        outer, chunk, blocks = self._steps
+        first, last = (at // outer * blocks + at % outer // chunk for at in (start, stop - 1))
+        self.touched[first : last + 1] = True
+        return range(first, last + 1)
+
+    def range_of(self, block: int) -> tuple[int, int]:
+        """Return the bytes of a block as a range of the tensor in row-major order."""
+        outer, chunk, blocks = self._steps
+        index, number = divmod(block, blocks)
+        begin = index * outer + number * chunk
+        return begin, min(begin + chunk, (index + 1) * outer)
+
+
+class _StoredRange(NamedTuple):
+    """Bytes `start:stop` of a file, which are a tensor's from byte `place` on.
+
+    `place` is None for a shard whose bytes are not a range of the tensor: what it is in is read
+    again at the end.
+    """
+
+    start: int
+    stop: int
+    place: int | None
+    blocks: _TensorBlocks
 
 
 class SourceDigests:
-    """Compares the sources of computed tensors with their recorded digests.
+    """Compares the sources of computed and fused tensors with their recorded digests.
 
     Args:
         files: of the sources.
+        apart: tensors that are read as parts of others, by ranges of files (`watch`).
     """
 
-    def __init__(self, files: OpenFiles[SourceFile]) -> None:
+    def __init__(self, files: OpenFiles[SourceFile], apart: Iterable[StoredTensor] = ()) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._tensors: dict[str, _TensorBlocks] = {}
         self._complete: set[str] = set()
         self._kept_bytes = 0
+        self._ranges: dict[str, list[_StoredRange]] = {}
+        for tensor in apart:
+            self._register(tensor)
+        for ranges in self._ranges.values():
+            ranges.sort(key=lambda one: one.start)
+
+    def _register(self, tensor: StoredTensor) -> None:
+        """Note which ranges of files a tensor is in."""
+        found = _TensorBlocks(BlockReader(tensor, self._files))
+        size, shape = found.reader.grid.itemsize_bytes, tensor.shape
+        for tile in source_tiles(tensor.assembly).tiles:
+            box = tile.bounds
+            start, stop = _flat_range(box, shape)
+            is_plain = (
+                tensor.view(tile.slot, tile.number) is None
+                and box.shape == tile.local_shape
+                and all(len(pieces) == 1 for pieces in tile.start)
+                and stop - start == box.elements
+            )
+            place = tensor.file_range(tile.slot, tile.number, tile.offset)
+            length = (stop - start) * size if is_plain else tensor.shard_size_bytes(tile.slot)
+            one = _StoredRange(
+                place.start_bytes,
+                place.start_bytes + length,
+                start * size if is_plain else None,
+                found,
+            )
+            self._ranges.setdefault(place.path, []).append(one)
+        self._tensors[tensor.name] = found
+
+    def watching(self, watch: Watch | None) -> Watch | None:
+        """Return what is called with every range that is read: `watch`, and this one if needed."""
+        if not self._ranges:
+            return watch
+
+        def both(file: str, start_bytes: int, memory: memoryview) -> None:
+            self._watch(file, start_bytes, memory)
+            if watch is not None:
+                watch(file, start_bytes, memory)
+
+        return both
+
+    def _watch(self, file: str, start_bytes: int, memory: memoryview) -> None:
+        ranges = self._ranges.get(file, [])
+        stop_bytes = start_bytes + len(memory)
+        at = bisect.bisect_right(ranges, start_bytes, key=lambda one: one.start) - 1
+        # Tied tensors are in the same range.
+        while at > 0 and ranges[at - 1].stop > start_bytes:
+            at -= 1
+        for one in ranges[max(at, 0) :]:
+            if one.start >= stop_bytes:
+                break
+            low, high = max(one.start, start_bytes), min(one.stop, stop_bytes)
+            if low < high and one.place is None:
+                one.blocks.touched[:] = True
+            elif low < high and one.place is not None:
+                piece = memory[low - start_bytes : high - start_bytes]
+                self._add_range(one.blocks, one.place + low - one.start, piece)
 
     def add(self, source: StoredTensor, box: Box, elements: NDArray[Any]) -> None:
         """Take the elements of a box that was read.
@@ -83,23 +184,27 @@ class SourceDigests:
                 self._tensors[source.name] = found
         if found.reader.tensor.digest != source.digest:
             return
-        grid = found.reader.grid
-        start = _flat(box.start, grid.shape)
-        stop = _flat([end - 1 for end in box.stop], grid.shape) + 1
-        first, last = _block_at(grid, start), _block_at(grid, stop - 1)
-        found.touched[first : last + 1] = True
+        size = found.reader.grid.itemsize_bytes
+        start, stop = _flat_range(box, source.shape)
         if stop - start != box.elements:
+            found.touch(start * size, stop * size)
             return
         memory = np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data
-        size = grid.itemsize_bytes
-        for block in range(first, last + 1):
-            begin, end = _range_of(grid, block)
+        self._add_range(found, start * size, memory)
+
+    def _add_range(self, found: _TensorBlocks, start: int, memory: memoryview) -> None:
+        """Take a range of a tensor's bytes in row-major order."""
+        stop = start + len(memory)
+        for block in found.touch(start, stop):
+            if found.compared[block]:
+                continue
+            begin, end = found.range_of(block)
             low, high = max(begin, start), min(end, stop)
-            piece = memory[(low - start) * size : (high - start) * size]
+            piece = memory[low - start : high - start]
             if (low, high) == (begin, end):
                 self._compare(found, block, block_digest(piece))
             else:
-                self._add_piece(found, block, (low - begin) * size, piece, (end - begin) * size)
+                self._add_piece(found, block, low - begin, piece, end - begin)
 
     def _compare(self, found: _TensorBlocks, block: int, digest: bytes) -> None:
         found.reader.expect_digest(block, digest)
@@ -174,33 +279,22 @@ class SourceDigests:
                 pass
 
 
-def _flat(index: tuple[int, ...] | list[int], shape: tuple[int, ...]) -> int:
-    """Return the place of an element in row-major order."""
-    place = 0
-    for at, size in zip(index, shape, strict=True):
-        place = place * size + at
-    return place
+def _flat_range(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the range of elements in row-major order from the first to the last of a box."""
+    first = last = 0
+    for start, stop, size in zip(box.start, box.stop, shape, strict=True):
+        first = first * size + start
+        last = last * size + stop - 1
+    return first, last + 1
 
 
-def _steps(grid: BlockGrid) -> tuple[int, int, int]:
-    """Return the elements of an outer index and of a chunk, and the blocks of an outer index."""
-    if not grid.shape:
-        return 1, 1, 1
-    length = grid.shape[grid.dimension]
-    inner = math.prod(grid.shape[grid.dimension + 1 :])
-    return length * inner, grid.chunk * inner, -(-length // grid.chunk)
-
-
-def _block_at(grid: BlockGrid, place: int) -> int:
-    """Return the block of an element."""
-    outer, chunk, blocks = _steps(grid)
-    index, rest = divmod(place, outer)
-    return index * blocks + rest // chunk
-
-
-def _range_of(grid: BlockGrid, block: int) -> tuple[int, int]:
-    """Return the elements of a block as a range in row-major order."""
-    outer, chunk, blocks = _steps(grid)
-    index, number = divmod(block, blocks)
-    begin = index * outer + number * chunk
-    return begin, min(begin + chunk, (index + 1) * outer)
+def find_apart(
+    before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]
+) -> tuple[StoredTensor, ...]:
+    """Return the tensors with digests that are no longer tensors of their own under other names."""
+    if before is after or (isinstance(before, TensorColumns) and before.digests is None):
+        return ()
+    kept = {one.digest.tensor for one in after.values() if one.digest is not None}
+    return tuple(
+        one for one in before.values() if one.digest is not None and one.digest.tensor not in kept
+    )

@@ -22,7 +22,7 @@ from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSi
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.casts import split_casts
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
@@ -65,6 +65,7 @@ class Conversion:
         rewritten: files beside the tensors with other content than in the source, or from
             elsewhere: the content of each, or where it is copied from.
         is_single_file: whether the target is its only file, and no folder.
+        apart: tensors with digests that are parts of other tensors in the target.
         digest_hint: what it means where a digest is not the one expected, beside damage.
     """
 
@@ -76,6 +77,7 @@ class Conversion:
     assignment: Assignment | None = None
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
     rewritten: Mapping[str, bytes | Path] = field(default_factory=dict)
+    apart: tuple[StoredTensor, ...] = ()
     digest_hint: str = ""
     is_single_file: bool = False
 

@@ -31,6 +31,7 @@ from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
+from reshard.checkpoint.changes.source_digests import find_apart
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.defaults import (
@@ -105,6 +106,7 @@ def plan_conversion(
     request = choose_recipe_by_default(request, checkpoint)
     translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
+    apart = find_apart(translated.checkpoint.tensors, named.checkpoint.tensors)
     checked = _check_architecture(request, named, whole)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
@@ -147,6 +149,7 @@ def plan_conversion(
         changed.computed,
         changed.rewritten,
         is_single_file=file_name is not None,
+        apart=apart,
     )
 
 

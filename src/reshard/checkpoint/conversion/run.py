@@ -120,7 +120,7 @@ class _ConversionRun:
                 staging.content / name, sizes[name], is_sparse=upload is not None
             )
         )
-        self.source_digests = SourceDigests(sources)
+        self.source_digests = SourceDigests(sources, conversion.apart)
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
         self.reader, self.writer = self._open(self.checksums)
         self.unseen = self._open(None)
@@ -145,7 +145,7 @@ class _ConversionRun:
             moves.target,
             self.conversion.computed,
             self.sources,
-            of.watch_source if of else None,
+            self.source_digests.watching(of.watch_source if of else None),
             self._count,
             self.source_digests,
         )

@@ -277,21 +277,12 @@ class _Tensors:
     def checkpoint(self) -> Checkpoint:
         """The old checkpoint with these tensors."""
         old, changed = self.old, set[str]()
-        lost = []
         for name, made_of in self.made_of.items():
             if self.tensors[name].binding == old.tensors[made_of[0]].binding:
                 continue
             if self.tensors[name].binding.views:
                 changed.update(made_of)
-            if any(old.tensors[one].digest for one in made_of):
-                lost.append(name)
         notes = old.notes
-        if lost:
-            notes += (
-                f"{len(lost)} tensors (first: {lost[0]}) are fused in the files, or will be, and "
-                f"have other blocks there: they are not compared with the digests of {old.folder}. "
-                "`reshard inspect --digest` compares them",
-            )
         if self.unchanged:
             notes += (
                 f"{len(self.unchanged)} tensors keep their names (first: {self.unchanged[0]})",

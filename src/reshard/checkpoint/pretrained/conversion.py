@@ -33,6 +33,7 @@ from reshard.checkpoint.changes.planning import (
     expect_scales,
     find_unscaled,
 )
+from reshard.checkpoint.changes.source_digests import find_apart
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
@@ -182,6 +183,7 @@ def plan_for_pretrained(
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
     expect_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
+    apart = find_apart(take_weights(checkpoint).tensors, weights.tensors)
     changed = _change_elements(weights, found, request)
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
@@ -216,6 +218,7 @@ def plan_for_pretrained(
         resolved,
         computed=changed.computed,
         rewritten={CONFIG: content, **companions},
+        apart=apart,
     )
 
 
