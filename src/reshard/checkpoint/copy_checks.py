@@ -63,8 +63,9 @@ MAX_SAMPLED_SHARE = 0.01
 MIN_SAMPLE_LIMIT_BYTES = 4 << 20
 # Each is three reads that wait for a disk, or for a server.
 _MAX_SAMPLED_COPIES, _MAX_REQUESTED_COPIES = 1 << 14, 1 << 8
-# Of copies whose tensors have a recorded digest, one is sampled for so many bytes of the files.
-_RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES = 4 << 20, 256
+# Of copies whose tensors have a recorded digest, one is sampled for so many bytes of the files, but
+# so many at least and at most: each rank that loads its part samples them.
+_RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES, _MAX_RECORDED_COPIES = 4 << 20, 256, 1 << 11
 _MAX_SHOWN = 3
 # Layouts whose boxes overlap without being equal are compared pair by pair.
 _MAX_OVERLAPPING_BOXES = 1 << 13
@@ -701,6 +702,7 @@ def _choose_recorded(checkpoint: Checkpoint, groups: list[_Group]) -> list[_Grou
         return []
     stored_bytes = sum(file.size_bytes for file in checkpoint.files)
     max_copies = max(stored_bytes // _RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES)
+    max_copies = min(max_copies, _MAX_RECORDED_COPIES)
     ordered = sorted(groups, key=lambda group: group.part_bytes)
     copies = itertools.accumulate(len(group.places) for group in ordered)
     return [group for group, count in zip(ordered, copies, strict=True) if count <= max_copies]
