@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import re
 import resource
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,39 @@ def test_exchange_with_a_name_that_is_not_there_is_an_error(tmp_path: Path) -> N
     (tmp_path / "a").mkdir()
     with pytest.raises(FileNotFoundError, match="b"):
         system.exchange_names(tmp_path / "a", tmp_path / "b")
+
+
+# Linux.
+
+
+@pytest.mark.linux_only(reason="counts the calls of Linux")
+def test_linux_is_asked_by_its_own_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them, nor their number, may change for other systems' sake."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, describe: Callable[..., str | None]) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.update(filter(None, [describe(*arguments)]))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (1 << 10, 1 << 9))})
+    count(os, "open", lambda _, flags=0, *__: "O_DIRECT" if flags & os.O_DIRECT else None)
+    count(os, "preadv", lambda *arguments: "RWF_NOWAIT" if len(arguments) == 4 else "preadv")
+    for name in ("pwritev", "posix_fallocate", "fdatasync"):
+        count(os, name, lambda *_, name=name: name)
+    count(fcntl, "fcntl", lambda *_: "fcntl")
+    source, new = tmp_path / "model.safetensors", tmp_path / "new"
+    convert(source, new, to="tp=2", rules=["*=tp, -"], threads=1)
+    convert(source, new, to="full", overwrite=True, threads=1)
+    # Two files, then one; each is opened a second time for direct I/O, as is the source.
+    assert calls["posix_fallocate"] == 3 and calls["O_DIRECT"] == 5
+    assert calls["fdatasync"] > 0 and calls["pwritev"] > 0
+    assert calls["RWF_NOWAIT"] > 0
+    assert calls["fcntl"] == 0
 
 
 # macOS.

@@ -118,33 +118,36 @@ def reopen_direct(descriptor: int, flags: int) -> int:
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read once into `view` from `offset` on; returns how many bytes came."""
-    view = view[:MAX_CALL_BYTES]
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
-    content = os.pread(descriptor, len(view), offset)
-    view[: len(content)] = content
-    return len(content)
+    """Read once into `view`, which has bytes, from `offset` on; returns how many bytes came."""
+    if len(view) > MAX_CALL_BYTES:
+        view = view[:MAX_CALL_BYTES]
+    try:
+        read = os.preadv
+    except AttributeError:
+        content = os.pread(descriptor, len(view), offset)
+        view[: len(content)] = content
+        return len(content)
+    return read(descriptor, [view], offset)
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Write `view` once at `offset`; returns how many bytes were taken."""
-    view = view[:MAX_CALL_BYTES]
-    if hasattr(os, "pwritev"):
-        return os.pwritev(descriptor, [view], offset)
-    return os.pwrite(descriptor, view, offset)
+    """Write `view`, which has bytes, once at `offset`; returns how many bytes were taken."""
+    if len(view) > MAX_CALL_BYTES:
+        view = view[:MAX_CALL_BYTES]
+    try:
+        write = os.pwritev
+    except AttributeError:
+        return os.pwrite(descriptor, view, offset)
+    return write(descriptor, [view], offset)
 
 
-def find_cached_read() -> Callable[[int, memoryview, int], int] | None:
-    """Return a `read_at` that reads only what is in the page cache, or None if there is none.
+def find_cached_read() -> tuple[Callable[[int, list[memoryview], int, int], int], int] | None:
+    """Return `os.preadv` and its flag to read the page cache alone, or None if there is none.
 
-    It raises BlockingIOError where the first byte is not cached.
+    A read raises BlockingIOError where the first byte is not cached.
     """
     flag = getattr(os, "RWF_NOWAIT", None)
-    if flag is None:
-        return None
-    read = os.preadv
-    return lambda descriptor, view, offset: read(descriptor, [view], offset, flag)
+    return None if flag is None else (os.preadv, flag)
 
 
 def announce_read(descriptor: int, offset: int, size_bytes: int) -> None:

@@ -199,6 +199,7 @@ def come(store: Any, rank: int, mark: ProcessMark) -> None:
     store.set(f"come/{rank}", json.dumps(astuple(mark)))
 
 
+@pytest.mark.linux_only(reason="the end of a process is seen in /proc")
 def test_a_process_that_came_and_ended_is_known_at_once(store: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -207,6 +208,7 @@ def test_a_process_that_came_and_ended_is_known_at_once(store: Any) -> None:
         _meet_first(store, 0, 3, 60)
 
 
+@pytest.mark.linux_only(reason="the start of a process is seen in /proc")
 def test_a_number_that_another_process_has_by_now() -> None:
     assert replace(ProcessMark.of_this_process(), start="1").is_gone
 

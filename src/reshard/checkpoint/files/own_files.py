@@ -24,6 +24,8 @@ from pathlib import Path
 
 from reshard.errors import RunError
 
+# Links, and pipes without a reader; macOS answers differently for sockets.
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -40,7 +42,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         # O_NONBLOCK: a pipe without a writer would wait. It does nothing for regular files.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO) and (problem := _find_problem(path)):
+        if error.errno in _NOT_REGULAR and (problem := _find_problem(path)):
             raise _refuse(path, problem) from error
         raise
     try:

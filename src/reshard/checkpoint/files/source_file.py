@@ -124,7 +124,7 @@ class SourceFile(Closing):
         self.path = Path(path)
         self._counter = threading.Lock()
         self._read_bytes = 0
-        self._read_cached_at = find_cached_read()
+        self._cached_read = find_cached_read()
         self._descriptor = self._direct = -1
         try:
             if descriptor is None:
@@ -207,20 +207,22 @@ class SourceFile(Closing):
         self, memory: memoryview, offsets: Sequence[int], size_bytes: int
     ) -> Sequence[int]:
         """Copy the ranges that are cached, and return the numbers of the others."""
-        read, descriptor = self._read_cached_at, self._descriptor
-        if read is None or not size_bytes:
+        cached_read = self._cached_read
+        if cached_read is None or not size_bytes:
             return range(len(offsets))
         late: list[int] = []
+        # Calls in a loop of very many: names that are looked up once.
+        (read, flag), descriptor = cached_read, self._descriptor
         for number, offset in enumerate(offsets):
             begin = number * size_bytes
             try:
-                count = read(descriptor, memory[begin : begin + size_bytes], offset)
+                count = read(descriptor, [memory[begin : begin + size_bytes]], offset, flag)
             except BlockingIOError:
                 count = 0
             except OSError as error:
                 # Another read meets what else is wrong.
                 if error.errno in REFUSALS:
-                    self._read_cached_at = None
+                    self._cached_read = None
                 late += range(number, len(offsets))
                 break
             if count != size_bytes:
@@ -268,16 +270,17 @@ class SourceFile(Closing):
     def _read_cached(self, view: memoryview, offset: int) -> int:
         """Copy what is cached from the start of the view on, and return the number of bytes."""
         filled, step = 0, PAGE_BYTES
-        while (read := self._read_cached_at) is not None and filled < len(view):
+        while (cached_read := self._cached_read) is not None and filled < len(view):
+            read, flag = cached_read
             piece = view[filled : filled + step]
             try:
-                count = read(self._descriptor, piece, offset + filled)
+                count = read(self._descriptor, [piece], offset + filled, flag)
             except BlockingIOError:
                 break
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
-                self._read_cached_at = None
+                self._cached_read = None
                 break
             filled += count
             if count < len(piece):
