@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.command_runs import entries, run_here, write_model
+from cli.command_runs import entries, mask_measurements, run_here, write_model
 from reshard.cli import report_file
 from reshard.errors import RunError, UsageError
 from reshard.text.quantities import bytes_text
@@ -24,7 +24,8 @@ COMMANDS = [EXPLAIN, PLAN]
 def test_a_report_is_written_and_the_output_stays(folder: Path, command: tuple[str, ...]) -> None:
     without = run_here(*command)
     run = run_here(*command, "--html", "report.html", "--ranks-per-host", "4")
-    assert (run.code, run.errors, run.output) == (0, "", without.output)
+    assert (run.code, run.errors) == (0, "")
+    assert mask_measurements(run.output) == mask_measurements(without.output)
     page = (folder / "report.html").read_text(encoding="utf-8")
     parsed(page)
     assert len(svgs(page)) >= 4
