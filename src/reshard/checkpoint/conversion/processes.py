@@ -46,7 +46,7 @@ _JOINED = itertools.count()
 class OtherProcessError(RunError):
     """Another process stopped; `is_final` if the same command would fail again."""
 
-    def __init__(self, message: str, is_final: bool) -> None:
+    def __init__(self, message: str, is_final: bool = False) -> None:
         super().__init__(message)
         self.is_final = is_final
 
