@@ -246,3 +246,27 @@ def _swap(first: Path, second: Path) -> bool:
     for old, new in ((first, other), (second, first), (other, second)):
         old.rename(new)
     return True
+
+
+def test_ranks_are_counted_as_by_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.dumps(json.loads((GOLDEN / "qwen2.json").read_text())["layouts"]["tp=2,pp=2"])
+
+    def derive(folder: str, tp: int = 1, pp: int = 1) -> EngineLayout:
+        return from_json(document)
+
+    engines = {"vllm": Engine("vllm", "a recorded one", derive)}
+    monkeypatch.setattr("reshard.recipes.engine_layouts.engines.ENGINES", engines)
+    order = "note: ranks are counted over pp=2,tp=2, the last axis fastest, not as written"
+    for to, is_other in (("tp=2,pp=2", True), ("pp=2,tp=2", False)):
+        found = run_here("plan", str(model), "--for", "vllm", "--to", to)
+        assert (found.code, order in found.output.splitlines()) == (0, is_other), found
+    refused = run_here(
+        *("plan", str(model), "--for", "vllm", "--to", "tp=2,pp=2", "--mesh-order", "pp,tp")
+    )
+    assert refused.code == 2 and "--for vllm with --mesh-order" in refused.errors
+    by_file = model.with_name("two.json")
+    by_file.write_text(document)
+    for to in ("tp=2,pp=2", "pp=2,tp=2"):
+        found = run_here("plan", str(model), "--layout", str(by_file), "--to", to)
+        assert found.code == 0, found
+    assert run_here("plan", str(model), "--layout", str(by_file), "--to", "tp=4").code == 2
