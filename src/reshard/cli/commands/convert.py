@@ -77,7 +77,6 @@ def convert(
       reshard convert llama-3-8b llama-tp4 --to tp=4
       reshard convert llama-tp4 llama-tp4-bf16 --dtype bf16
       reshard convert llama-tp4 llama-tp2 --to tp=2 --rule '*norm*=-' --rule '*=tp, -'
-      reshard convert llama-tp4 llama-whole --to full --max-file 5GB
       reshard convert llama-3-8b llama-megatron --to tp=2 --target-names megatron
       reshard convert llama-megatron llama-hf --for hf
 
