@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from reshard.garbage_collection import paused_collection
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> Iterator[None]:
+    """Give back for a test what `conftest.py` keeps from the collector."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_it_goes_on_also_behind_an_error() -> None:

@@ -321,8 +321,8 @@ def test_the_documented_keys_are_those_of_the_shipped_files() -> None:
     keys: set[str] = set()
     for name in shipped_recipes():
         keys |= set(tomllib.loads((SHIPPED / f"{name}.toml").read_text()))
-    # The storage axes of all shipped recipes are those that a recipe has by default.
-    assert keys | {"storage"} == documented.keys()
+    # Storage axes and replicas of all shipped recipes are those that a recipe has by default.
+    assert keys | {"storage", "replicas"} == documented.keys()
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_recipe_looks_into_the_config() -> None:
         RecipeError, match="model type 'x'; by the names of its tensors it resembles"
     ):
         strategy("recipe")(tensors, 4, {"model_type": "x"})
-    with pytest.raises(RecipeError, match=r"model type 'x'; there is .*bert, .* give rules"):
+    with pytest.raises(RecipeError, match=r"model type 'x'; .* lists all \d+; give rules"):
         strategy("recipe")({"a": (dtype("int8"), ())}, 4, {"model_type": "x"})
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.cuts_text import grid_text
 from reshard.text.markup import printable as printable
 from reshard.text.width import cut_in_the_middle, display_width
 
@@ -182,6 +181,8 @@ def cut_text(tensor: StoredTensor) -> str:
     """
     if tensor.spec:
         return tensor.spec
+    from reshard.cuts_text import grid_text
+
     layout = tensor.layout
     if all(layout.local_shape(slot) == layout.shape for slot in layout.holders):
         return "whole"

@@ -91,7 +91,7 @@ class Staging(Closing):
     ...         target.exists()
     ...     with Staging.open(target, "c0ffee", {"to": "tp=2"}) as staging:
     ...         staging.resumed, list(staging.journal.finished)
-    ...         staging.commit()
+    ...         _ = staging.commit()
     ...     os.listdir(parent), os.listdir(target)
     False
     (True, [(0, 0)])
