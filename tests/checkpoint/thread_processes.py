@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from reshard.checkpoint.conversion.processes import OtherProcessError
 from reshard.errors import ReshardError, RunError
 
 Value = TypeVar("Value")
@@ -20,6 +21,7 @@ class _Meeting:
         self.barrier = threading.Barrier(size, timeout=60)
         self.values = [b""] * size
         self.failed: str | None = None
+        self.is_final = False
 
 
 class ThreadProcess:
@@ -47,11 +49,12 @@ class ThreadProcess:
 
     def check(self) -> None:
         if self._meeting.failed is not None:
-            raise RunError(f"another process stopped: {self._meeting.failed}")
+            message = f"another process stopped: {self._meeting.failed}"
+            raise OtherProcessError(message, self._meeting.is_final)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_final: bool = False) -> None:
         if self._meeting.failed is None:
-            self._meeting.failed = message
+            self._meeting.failed, self._meeting.is_final = message, is_final
         self._meeting.barrier.abort()
 
 

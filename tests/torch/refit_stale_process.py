@@ -20,6 +20,7 @@ from reshard.errors import RunError, ShardError
 from reshard.layout import Box, Layout
 from reshard.torch import Refit
 from reshard.torch.exchange.groups import rank_group
+from selection import choose
 
 
 def make_numbers(seed: str) -> list[int]:
@@ -126,8 +127,8 @@ def moved_tensors() -> None:
     """Whatever a tensor is, and whatever is done to it, on one rank alone, all ranks are told."""
     last = dist.get_world_size() - 1
     for change, said in CHANGES.items():
-        for name in models()[0]:
-            for side in range(2):
+        for number, name in enumerate(models()[0]):
+            for side in choose(range(number % 2, number % 2 + 1), range(2)):
                 both = models()
                 done = Refit.prepare(*both)
                 done.run()

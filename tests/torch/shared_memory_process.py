@@ -15,6 +15,7 @@ import reshard
 import reshard.torch
 from refit_models import part
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from selection import choose
 
 SHAPE = (48, 70)
 RANKS = 4
@@ -96,7 +97,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             check(group, dtype, 64 << 20)
         # So little that messages wait for one another.
-        check(group, torch.float32, 256)
+        check(group, torch.float32, choose(2048, 256))
     most = files()
     os.environ["RESHARD_SHARED_MEMORY"] = "always"
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
