@@ -277,6 +277,21 @@ def test_a_missing_layer_or_expert_is_named(name: str, file: str, tmp_path: Path
         reshard.checkpoint.open(folder)
 
 
+def test_copies_whose_mean_counts_are_compared(tmp_path: Path) -> None:
+    folder = unpack("zero1-bf16-4-autotp-over2", tmp_path)
+    for path in folder.rglob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        info = state["universal_checkpoint_info"]
+        info["parameter_to_average_patterns"] = [r"^norm\.weight$"]
+        info["tp_replicated_parameter_patterns"].remove(r"^norm\.weight$")
+        del info["affine_map"]
+        torch.save(state, path)
+    found = reshard.checkpoint.open(folder)
+    change_last_copy(found)
+    with pytest.raises(FormatError, match=r"'norm.weight' differs .* and counts by its mean"):
+        reshard.checkpoint.open(folder)
+
+
 @pytest.mark.parametrize("name", ["zero1-bf16-4-autotp-over2", "zero1-fp32-2-pipelinetied-over2"])
 def test_copies_of_ranks_are_compared(name: str, tmp_path: Path) -> None:
     """Replicated parameters of tensor-parallel ranks, and tied ones of stages."""

@@ -292,3 +292,13 @@ def test_a_changed_byte_is_an_error_or_a_value(data: st.DataObject, is_zip: bool
     for tensor in (found or {}).values() if isinstance(found, dict) else ():
         if isinstance(tensor, ArchivedTensor):
             assert tensor.start_bytes + tensor.storage_bytes <= len(content)
+
+
+@pytest.mark.parametrize("keys", [("0",), [7]], ids=["no list", "no text"])
+def test_names_of_storages_are_a_list_of_texts(keys: Any) -> None:
+    content = saved({"w": BASE}, is_zip=False)
+    start = content.rindex(b"\x80\x02]")
+    end = content.index(b"a.", start) + 2
+    assert all(isinstance(key, str) for key in pickle.loads(content[start:end]))
+    with pytest.raises(FormatError, match="names of its storages are no list"):
+        read(content[:start] + pickle.dumps(keys, protocol=2) + content[end:])
