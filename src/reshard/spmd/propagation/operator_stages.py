@@ -63,6 +63,9 @@ def directions(
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")
     >>> [way.name for way in directions(rule, OperatorClass.OTHER, False, 2)]
     ['BOTH', 'BOTH', 'NONE']
+    >>> rule = OpShardingRule.parse("([i]) -> ([i, j]) {i=4, j=2}")
+    >>> [directions(rule, OperatorClass.BROADCASTING, False, stage)[0].name for stage in (3, 4)]
+    ['BACKWARD', 'BOTH']
     """
     special = {*rule.reduction, *rule.need_replication, *rule.permutation}
     return tuple(

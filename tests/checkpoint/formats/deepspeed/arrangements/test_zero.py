@@ -78,7 +78,8 @@ def test_universal_is_read_again(name: str, tmp_path: Path) -> None:
     """A file for each thing of each parameter, under `latest_universal`."""
     source = reshard.checkpoint.open(unpack(name, tmp_path))
     target = tmp_path / "new"
-    reshard.checkpoint.convert(source, target, to="full", format="deepspeed-universal")
+    report = reshard.checkpoint.convert(source, target, to="full", format="deepspeed-universal")
+    assert any("without a number of steps" in note for note in report.notes) == ("sgd" in name)
     assert (target / "latest_universal").read_text() == "global_step2_universal"
     new = reshard.checkpoint.open(target)
     assert new.format == "deepspeed-universal"
