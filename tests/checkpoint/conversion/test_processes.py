@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -130,9 +131,10 @@ def test_a_process_that_stops_tells_whether_it_is_for_good(store: Any) -> None:
         group = SimpleNamespace(get_rank=lambda _: rank, get_world_size=lambda _: 2)
         return GlooProcesses(group, None, store, 9, {})
 
-    processes(1).fail("no such tensor", is_final=True)
-    with pytest.raises(OtherProcessError, match="process 1: no such tensor") as caught:
-        processes(0).check()
+    with contextlib.closing(processes(1)) as failed, contextlib.closing(processes(0)) as other:
+        failed.fail("no such tensor", is_final=True)
+        with pytest.raises(OtherProcessError, match="process 1: no such tensor") as caught:
+            other.check()
     assert caught.value.is_final
 
 
