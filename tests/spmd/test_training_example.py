@@ -166,6 +166,7 @@ def test_steps_go_on_while_a_save_is_written(
     np.testing.assert_allclose(run.losses, expected[:7], rtol=0, atol=1e-9)
 
 
+@pytest.mark.exhaustive(reason="resumed in one process by default, and jobs save and load arrays")
 @pytest.mark.parametrize("steps", STEP_COUNTS)
 def test_stopped_and_resumed_on_another_mesh_over_processes(tmp_path: Path, steps: int) -> None:
     ended = run_ranks("training_example_process.py", 4, tmp_path / "run", steps, timeout_s=400)
