@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from reshard.checkpoint.files.descriptors import CONTINUES, reason
+from reshard.checkpoint.files.descriptors import CONTINUES, close_descriptor, reason
 from reshard.errors import RunError
 from reshard.system import read_at
 
@@ -110,6 +110,9 @@ class ObjectTarget(Protocol):
 class FileStream(io.RawIOBase):
     """A range of a file of this machine as a stream that can be read again from its begin."""
 
+    # Where opening fails, the base class closes the object.
+    _descriptor = -1
+
     def __init__(self, path: Path, start_bytes: int, stop_bytes: int) -> None:
         super().__init__()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -149,8 +152,7 @@ class FileStream(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        if not self.closed:
-            os.close(self._descriptor)
+        self._descriptor = close_descriptor(self._descriptor)
         super().close()
 
 
