@@ -33,6 +33,13 @@ def keep_where(keep: Callable[[Any], bool], cases: Iterable[Any], reason: str) -
     return _mark(cases, [number for number, case in enumerate(cases) if keep(case)], reason)
 
 
+def keep_first_of(key: Callable[[Any], Any], cases: Iterable[Any], reason: str) -> list[Any]:
+    """Keep the first case for each value of `key`."""
+    cases = list(cases)
+    firsts = {key(case): number for number, case in reversed([*enumerate(cases)])}
+    return _mark(cases, firsts.values(), reason)
+
+
 def keep_spread(count: int, cases: Iterable[Any], reason: str) -> list[Any]:
     """Keep `count` evenly spaced cases, the first and the last among them."""
     cases = list(cases)

@@ -18,7 +18,7 @@ import torch
 from checkpoint.campaigns.small_checkpoints import SOURCES, Source
 from reshard.checkpoint import Checkpoint, read_tensor
 from reshard.errors import ReshardError
-from selection import keep_where
+from selection import keep_first_of
 
 # Files without which a checkpoint is another, and whole as far as anyone can tell: the last rank's,
 # the state of an optimizer that only one file has, chunks that would be of one value.
@@ -34,9 +34,8 @@ pytestmark = [
 ]
 
 
-FIRST_OF_FORMAT = {source.format: source for source in reversed(SOURCES)}
-ONE_OF_EACH_FORMAT = keep_where(
-    lambda source: FIRST_OF_FORMAT[source.format] is source,
+ONE_OF_EACH_FORMAT = keep_first_of(
+    lambda source: source.format,
     SOURCES,
     "another checkpoint of a format that a default case damages",
 )

@@ -19,12 +19,11 @@ from checkpoint.killed_conversion import (
 )
 from checkpoint.model_files import contents
 from reshard.checkpoint.blocks import grid as blocks
-from selection import keep_where
+from selection import keep_first_of, keep_where
 
 BLOCK_BYTES = 512
 # Where, in parts of a run.
 KILLS = (0.2, 0.5, 0.8, 0.95)
-FIRST_OF_FORMAT = {row.format: row for row in reversed(CONVERSIONS)}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -40,8 +39,8 @@ def processes() -> Iterator[FaultyProcesses]:
 
 @pytest.mark.parametrize(
     "row",
-    keep_where(
-        lambda row: FIRST_OF_FORMAT[row.format] is row,
+    keep_first_of(
+        lambda row: row.format,
         CONVERSIONS,
         "another conversion to a format that a default case writes",
     ),

@@ -23,7 +23,7 @@ from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SOURCES, SmallCo
 from reshard.checkpoint import compare, open_checkpoint, run_conversion
 from reshard.checkpoint.formats.torch_files import saved_files
 from reshard.errors import CheckpointError
-from selection import keep_where
+from selection import keep_first_of, keep_where
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -75,13 +75,10 @@ def upload(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upload]:
     client.close()
 
 
-FIRST_SOURCE_OF_FORMAT = {source.format: source for source in reversed(SOURCES)}
-
-
 @pytest.mark.parametrize(
     "source",
-    keep_where(
-        lambda source: FIRST_SOURCE_OF_FORMAT[source.format] is source,
+    keep_first_of(
+        lambda source: source.format,
         SOURCES,
         "another checkpoint of a format that a default case reads",
     ),
