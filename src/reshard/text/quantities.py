@@ -78,6 +78,16 @@ def count_text(count: int, noun: str = "", plural: str = "") -> str:
     return f"{number} {noun if count == 1 else plural or noun + 's'}"
 
 
+def first_text(things: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return the first of many things, at most `most`, and how many more there are.
+
+    >>> first_text("abcde", 3), first_text("ab", 3)
+    ('a, b, c and 2 more', 'a, b')
+    """
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return separator.join(map(str, things[:most])) + more
+
+
 def duration_text(duration_s: float) -> str:
     """A time span, from microseconds to days, in two units at most.
 

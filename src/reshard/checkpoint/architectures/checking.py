@@ -26,7 +26,7 @@ from reshard.checkpoint.architectures.records import find_recorded_differences
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, MissingExtraError, RunError, UncomputableError
 from reshard.recipes.quantization.weights import find_quantized, quantization_config
-from reshard.text.quantities import count_text
+from reshard.text.quantities import count_text, first_text
 
 _MAX_LISTED = 4
 # Stands for tensors of another shape among what is allowed; users allow `unknown`.
@@ -307,8 +307,7 @@ def _describe_misshapen(found: TensorDifferences) -> str:
 
 
 def _list_first(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
-    return ", ".join(texts[:_MAX_LISTED]) + more
+    return first_text(texts, _MAX_LISTED)
 
 
 def _describe_refusal(

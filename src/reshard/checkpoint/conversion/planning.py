@@ -60,6 +60,7 @@ from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
 from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
+from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.plans.documents.serialization import to_json
@@ -181,7 +182,8 @@ def _check_architecture(
         return ()
     if any(is_of_adapter(name) for name in source.tensors):
         return ("the tensors were not checked against an architecture: they have adapters",)
-    models = _list_models(source, named.recipe, config)
+    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
+    models = _list_models(source, shapes, types, named.recipe, config)
     left_out = set()
     for name in list_left_out(whole, request.selection):
         for prefix in models.keys() | {""}:
@@ -193,7 +195,6 @@ def _check_architecture(
                 left_out.add(meaning)
     # A rule by hand for a tensor shows that the user means it, except for one for all tensors.
     by_hand = [rule for rule in request.parsed_rules if rule.pattern.strip("*")]
-    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
     notes = dict[str, None]()
     for names in models.values():
         about = (_rename(names, shapes), _rename(names, types), config, whole.folder)
@@ -214,7 +215,11 @@ def _check_architecture(
 
 
 def _list_models(
-    source: Checkpoint, recipe: Recipe, config: Mapping[str, Any]
+    source: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Mapping[str, DType],
+    recipe: Recipe,
+    config: Mapping[str, Any],
 ) -> dict[str, dict[str, str]]:
     """Return the weights of each model of a source by the recipe's names, by the model's prefix."""
     state = find_training_state(source)
@@ -223,7 +228,6 @@ def _list_models(
         names = dict(state.weights)
     if not names:
         return {}
-    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
     followers = StateFollowers({name: shapes[name] for name in names.values()}, None)
     followers.with_recipe(recipe)
     models = followers.list_models()

@@ -34,6 +34,7 @@ from reshard.recipes.engine_layouts import (
     SourceTensor,
 )
 from reshard.recipes.engine_layouts.strided_regions import find_steps
+from reshard.text.quantities import first_text
 
 
 @dataclass
@@ -213,10 +214,9 @@ def check_sources(layout: EngineLayout, checkpoint: Checkpoint) -> None:
                 f"{source.dtype.name} {list(source.shape)}"
             )
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RecipeError(
             f"the layout of {layout.engine} is of another checkpoint than {checkpoint.folder}: "
-            f"{'; '.join(problems[:3])}{more}; derive it again"
+            f"{first_text(problems, 3, '; ')}; derive it again"
         )
 
 

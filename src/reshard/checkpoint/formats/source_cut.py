@@ -34,6 +34,7 @@ from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.sharding import ShardingSpec
+from reshard.text.quantities import first_text
 
 Shape = tuple[int, ...]
 # How often rules are asked again for shapes that they depend on themselves.
@@ -134,11 +135,9 @@ def describe_no_lacking(folder: object, lacking: Collection[str]) -> str:
             f"the files in {folder} say themselves how tensors are cut; leave the source's mesh "
             "and rules out"
         )
-    names = list(lacking)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"no source rule matches a tensor whose files lack an axis in {folder}, which they do for "
-        f"{', '.join(names[:3])}{more}. Give a rule for these, such as --source-rule "
+        f"{first_text(list(lacking), 3)}. Give a rule for these, such as --source-rule "
         "'*experts.*=ep / fsdp, ...'"
     )
 

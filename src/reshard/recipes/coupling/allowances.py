@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import UsageError
-from reshard.text.quantities import count_text
+from reshard.text.quantities import count_text, first_text
 
 DIFFERING_COPIES = "differing-copies"
 UNSCALED = "unscaled"
@@ -41,9 +41,9 @@ def parse_allowed(allow: Iterable[str], known: Sequence[str] = ALLOWANCES) -> fr
 
 def describe_unknown(names: Sequence[str], total: int, by: str) -> str:
     """Describe tensors that no rule matches, as an error; `by` says whose rules these are."""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: {shown}. Give rules "
-        "for them, `*=...` after all others for copies on every rank, or accept such copies: "
+        f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: "
+        f"{first_text(names, 3)}. Give rules for them, `*=...` after all others for copies on "
+        "every rank, or accept such copies: "
         "--allow unknown, in Python allow=['unknown']"
     )

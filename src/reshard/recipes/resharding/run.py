@@ -17,6 +17,7 @@ from reshard.execution.inputs import check_shards
 from reshard.plans.job_item import JobItem
 from reshard.plans.run import run_rank
 from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
+from reshard.text.quantities import first_text
 
 SourceShards = Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]]
 _SHOWN = 5
@@ -168,6 +169,4 @@ class ReshardingRun:
 
 
 def _join(things: Iterable[object]) -> str:
-    every = [str(thing) for thing in things]
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more
+    return first_text([*things], _SHOWN)

@@ -24,6 +24,7 @@ import torch
 from reshard.errors import NotationError, ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
+from reshard.text.quantities import first_text
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
@@ -381,9 +382,8 @@ def _name_side(
     unnamed = hub.list_unnamed(own_names)
     problems = model.problems
     if unnamed:
-        more = f" and {len(unnamed) - _SHOWN} more" if len(unnamed) > _SHOWN else ""
         problems += (
-            f"{', '.join(unnamed[:_SHOWN])}{more}: no names on the Hub, by the recipe "
+            f"{first_text(unnamed, _SHOWN)}: no names on the Hub, by the recipe "
             f"{hub.recipe!r}; give the MegatronModel the config of its model, or the refit a table "
             "of names",
         )

@@ -30,6 +30,7 @@ from reshard.megatron.rosters import LocalParameter, gather_parameters
 from reshard.recipes.fusion import Fusion
 from reshard.runs import RunTable
 from reshard.sharding import ShardingSpec
+from reshard.text.quantities import first_text
 from reshard.torch.models.entries import Entry, EntryColumns, ListedEntries
 
 _SHOWN_RANKS = 4
@@ -382,8 +383,7 @@ def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side:
             found.setdefault(what, []).append(rank)
     lines = []
     for what, ranks in found.items():
-        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-        more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+        shown = first_text(ranks, _SHOWN_RANKS)
         has = "has" if len(ranks) == 1 else "have"
-        lines.append(f"{name}: rank{'s' * (len(ranks) > 1)} {shown}{more} {has} {what}")
+        lines.append(f"{name}: rank{'s' * (len(ranks) > 1)} {shown} {has} {what}")
     return lines

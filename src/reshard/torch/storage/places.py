@@ -27,6 +27,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.layout import Box, Layout
+from reshard.text.quantities import first_text
 
 _SHOWN = 5
 
@@ -82,9 +83,8 @@ def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
     """Raise UsageError for values that are no tensors, where the format has no place for them."""
     names = list_values(plans)
     if names and Holding.ITEMS not in format.can_hold:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise UsageError(
-            f"{', '.join(map(repr, names[:_SHOWN]))}{more} are no tensors, and {format.name} has "
+            f"{first_text([*map(repr, names)], _SHOWN)} are no tensors, and {format.name} has "
             "no place for them in a save; leave them out of the state dict, or save with "
             "format='torch-dcp' and convert that"
         )

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.errors import CheckpointError, FormatError
+from reshard.text.quantities import first_text
 
 SUFFIXES = ("model_states.pt", "optim_states.pt")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -235,5 +236,4 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def _list_names(names: list[str]) -> str:
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return first_text(names, _MOST_LISTED)
