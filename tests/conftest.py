@@ -1,5 +1,7 @@
 """Set-up of all tests: a thread a process, equal Hypothesis examples in every run, ctrl-C, costs.
 
+A run with `test_house.py` ends with its census: modules, classes and dialect of each package.
+
 A run of a minute of processor time or more ends with a table of the dearest items and with those
 that are new: over two seconds, and not listed in `dear_tests.toml`.
 """
@@ -76,6 +78,7 @@ MAX_ITEM_S = 2.0
 DEAR_TESTS = Path(__file__).parent / "dear_tests.toml"
 
 processor_seconds: dict[str, float] = {}
+census: list[str] = []
 exhaustive: set[str] = set()
 
 
@@ -111,10 +114,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             processor_seconds[report.nodeid], is_exhaustive = value
             if is_exhaustive:
                 exhaustive.add(report.nodeid)
+        if name == "census" and report.when == "call":
+            census.append(value)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the dearest items, and dear ones that `dear_tests.toml` does not list with a reason."""
+    """Print the census of the house, and the dearest items: see this module's docstring."""
+    for table in census:
+        terminalreporter.section("the house", sep="-")
+        terminalreporter.write_line(table)
     total_s = sum(processor_seconds.values())
     if total_s < MIN_RUN_S:
         return

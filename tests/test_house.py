@@ -8,10 +8,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import pkgutil
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import reshard
@@ -23,6 +24,22 @@ HOUSE = ROOT / "docs" / "house.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 MOST_FILES_OF_AN_ADDITION = {"recipe": 2, "notation": 2}
+DIALECT = {
+    "one": r"\bone\b",
+    "says_tells": r"\b(tells?|told|says?|said)\b",
+    "behind": r"\bbehind\b",
+    "beside": r"\bbeside\b",
+    "sentence_with_what": r"(^|\n|\. )What ",
+    "none_where": r"\bNone where\b",
+    "has_not_is_no": r"\b(has|have) not\b|\b(is|has) no\b",
+    "likewise": r"\blikewise\b",
+}
+LIVE = {"torch", "spmd"}
+DIALECT_COUNTS = TESTS / "dialect_counts.toml"
+DIALECT_COUNTS_HEADER = (
+    "# Uses in 10,000 words of docstrings and comments, kept by test_house.py from rising.\n"
+    "# RESHARD_UPDATE_GOLDEN=1 records them."
+)
 EXCEPTIONS = tomllib.loads((TESTS / "house_exceptions.toml").read_text())
 
 
@@ -36,6 +53,60 @@ def trees() -> dict[Path, ast.Module]:
 def folders() -> list[Path]:
     """The folders with modules, the root apart."""
     return [path.parent for path in trees() if path.name == "__init__.py" and path.parent.parts]
+
+
+@functools.cache
+def read_prose(path: Path) -> str:
+    """Return the docstrings and comments of a module."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(trees()[path]) if isinstance(node, documented))
+    docstrings = [ast.get_docstring(node) or "" for node in nodes]
+    comments = re.findall(r"^\s*# .*|  # .*", (SOURCE / path).read_text(), re.MULTILINE)
+    return "\n".join(docstrings + comments)
+
+
+def count_dialect(paths: Iterable[Path]) -> dict[str, float]:
+    """Return the uses of each habit that STYLE names in 10,000 words of the modules."""
+    prose = "\n".join(read_prose(path) for path in paths)
+    words = len(re.findall(r"\w+", prose))
+    return {
+        habit: round(10_000 * len(re.findall(pattern, prose)) / words, 1)
+        for habit, pattern in DIALECT.items()
+    }
+
+
+def format_census() -> str:
+    """Return modules, classes and the dialect of each package as a table."""
+    packages: dict[str, list[Path]] = {}
+    for path in trees():
+        packages.setdefault(path.parts[0] if len(path.parts) > 1 else "(root)", []).append(path)
+    lines = [f"{'package':12} modules classes  " + "  ".join(DIALECT)]
+    for package, paths in sorted(packages.items()):
+        nodes = (node for path in paths for node in ast.walk(trees()[path]))
+        classes = sum(isinstance(node, ast.ClassDef) for node in nodes)
+        rates = (f"{rate:{len(habit)}}" for habit, rate in count_dialect(paths).items())
+        lines.append(f"{package:12} {len(paths):7} {classes:7}  " + "  ".join(rates))
+    return "\n".join(lines)
+
+
+def test_the_dialect_does_not_grow(record_property: Callable[[str, object], None]) -> None:
+    """Uses in 10,000 words; a lower count is recorded by `RESHARD_UPDATE_GOLDEN=1`."""
+    record_property("census", format_census())
+    areas = {
+        "live": count_dialect(path for path in trees() if path.parts[0] in LIVE),
+        "rest": count_dialect(path for path in trees() if path.parts[0] not in LIVE),
+    }
+    if "RESHARD_UPDATE_GOLDEN" in os.environ:
+        lines = [f"{area}.{key} = {rates[key]}" for area, rates in areas.items() for key in rates]
+        DIALECT_COUNTS.write_text("\n".join([DIALECT_COUNTS_HEADER, *lines, ""]))
+    recorded = tomllib.loads(DIALECT_COUNTS.read_text())
+    risen = {
+        f"{area}.{habit}": (recorded[area][habit], rate)
+        for area, rates in areas.items()
+        for habit, rate in rates.items()
+        if rate > recorded[area][habit]
+    }
+    assert not risen
 
 
 def test_every_folder_has_an_init() -> None:
