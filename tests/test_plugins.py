@@ -41,7 +41,7 @@ ARRAYS = '''
 import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint import (
-    Arrangement, Checkpoint, CheckpointFormat, Holding, NewFile, StoredFile, StoredTensor,
+    WritePlan, Checkpoint, CheckpointFormat, Capability, NewFile, StoredFile, StoredTensor,
 )
 from reshard.dtypes import dtype
 from reshard.layout import Layout
@@ -55,7 +55,7 @@ class RawFormat(CheckpointFormat):
     name = "outside-raw"
     evidence = "files ending in `.raw`"
     suffixes = (".raw",)
-    can_hold = frozenset({Holding.WHOLE})
+    capabilities = frozenset({Capability.WHOLE})
 
     def detect(self, path):
         return path.is_dir() and any(path.glob("*.raw"))
@@ -71,7 +71,7 @@ class RawFormat(CheckpointFormat):
             files.append(StoredFile(file.name, size, 0))
         return Checkpoint(path, self.name, tensors, tuple(files))
 
-    def arrange(self, new):
+    def plan_write(self, new):
         files, tensors = [], {}
         for name, tensor in new.tensors.items():
             file = f"{name}.raw"
@@ -79,7 +79,7 @@ class RawFormat(CheckpointFormat):
             files.append(NewFile(StoredFile(file, size, 0)))
             binding = Binding(tensor.layout, {0: FileRange(file, 0)}, {})
             tensors[name] = StoredTensor(name, tensor.dtype, binding)
-        return Arrangement(self.name, None, tensors, tuple(files))
+        return WritePlan(self.name, None, tensors, tuple(files))
 
 
 FORMAT = RawFormat()

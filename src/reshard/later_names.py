@@ -17,7 +17,7 @@ from typing import Any
 
 
 def load_later(
-    package: str, modules: Mapping[str, str]
+    package: str, modules: Mapping[str, str], renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """What a package has as `__getattr__` and `__dir__` (PEP 562).
 
@@ -25,6 +25,7 @@ def load_later(
         package: its `__name__`.
         modules: the module that has each name; `module:other` where it has another name there.
             A module of the package itself is its own: `"checkpoint": "reshard.checkpoint"`.
+        renamed: the new name of each old name, whose use warns.
 
     >>> load, _ = load_later("reshard", {"Plan": "reshard.plans.plan"})
     >>> load("Plan").__name__
@@ -32,6 +33,12 @@ def load_later(
     """
 
     def load(name: str) -> Any:
+        if renamed is not None and name in renamed:
+            import warnings
+
+            new = renamed[name]
+            warnings.warn(f"{package}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+            return getattr(sys.modules[package], new)
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, _, other = modules[name].partition(":")

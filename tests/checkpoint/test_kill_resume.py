@@ -62,7 +62,7 @@ def test_killed_at_points_spread_over_the_run(
     again = run_again(case, target, has_old, old)
     if not was_put_in_place and not again.was_complete:
         spared_bytes = case.undisturbed.written_bytes - again.written_bytes
-        copy_bytes = plan_conversion(case.source, "new", **COLUMNS).arrangement.copy_bytes
+        copy_bytes = plan_conversion(case.source, "new", **COLUMNS).write_plan.copy_bytes
         # A block counts once, and the copies of it in the files of other ranks are spared too.
         assert 0 <= spared_bytes - again.resumed_bytes <= copy_bytes
         assert again.resumed_bytes > 0 or kill_at < calls * 0.85

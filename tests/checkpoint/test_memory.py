@@ -53,7 +53,7 @@ def cut_holes(whole: Path, folder: Path, to: str, rule: str) -> Path:
     """The same in shards, which take no space either."""
     folder.mkdir()
     conversion = plan_conversion(whole, folder.with_name("nowhere"), to=to, rules=[rule])
-    for file in conversion.arrangement.files:
+    for file in conversion.write_plan.files:
         (folder / file.stored.name).write_bytes(b"".join(piece for _, piece in file.known_bytes()))
         os.truncate(folder / file.stored.name, file.stored.size_bytes)
     return folder

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from reshard.checkpoint.deltas.making import DeltaReport, diff
     from reshard.checkpoint.engines.loading import load_parameters
     from reshard.checkpoint.files.progress import Progress, ProgressFunction
-    from reshard.checkpoint.formats.arrangement import (
-        Arrangement,
+    from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+    from reshard.checkpoint.formats.registry import register_format
+    from reshard.checkpoint.formats.write_plan import (
         NewCheckpoint,
         NewFile,
         PlannedTensor,
+        WritePlan,
     )
-    from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-    from reshard.checkpoint.formats.registry import register_format
     from reshard.checkpoint.loading.arrays import read_tensor
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.loading.rank_arrays import describe_ranks
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     open = open_selected
 
 __all__ = [
-    "Arrangement",
     "BackgroundWork",
+    "Capability",
     "Checkpoint",
     "CheckpointFormat",
     "Comparison",
@@ -74,7 +74,6 @@ __all__ = [
     "DeltaReport",
     "Difference",
     "DigestReport",
-    "Holding",
     "NewCheckpoint",
     "NewFile",
     "OneProcess",
@@ -83,6 +82,7 @@ __all__ = [
     "StoredFile",
     "StoredTensor",
     "TrainingState",
+    "WritePlan",
     "apply",
     "check_digests",
     "compare",
@@ -112,8 +112,8 @@ __getattr__, __dir__ = load_later(
     __name__,
     {
         "apply": "reshard.checkpoint.deltas.application",
-        "Arrangement": "reshard.checkpoint.formats.arrangement",
         "BackgroundWork": "reshard.checkpoint.loading.background",
+        "Capability": "reshard.checkpoint.formats.format",
         "check_digests": "reshard.checkpoint.comparison",
         "Checkpoint": "reshard.checkpoint.contents",
         "CheckpointFormat": "reshard.checkpoint.formats.format",
@@ -131,18 +131,17 @@ __getattr__, __dir__ = load_later(
         "Difference": "reshard.checkpoint.comparison",
         "DigestReport": "reshard.checkpoint.comparison",
         "find_training_state": "reshard.checkpoint.training.state",
-        "Holding": "reshard.checkpoint.formats.format",
         "load": "reshard.checkpoint.loading.requested",
         "load_parameters": "reshard.checkpoint.engines.loading",
-        "NewCheckpoint": "reshard.checkpoint.formats.arrangement",
-        "NewFile": "reshard.checkpoint.formats.arrangement",
+        "NewCheckpoint": "reshard.checkpoint.formats.write_plan",
+        "NewFile": "reshard.checkpoint.formats.write_plan",
         "OneProcess": "reshard.checkpoint.conversion.processes",
         "open": "reshard.checkpoint.conversion.source_selection:open_selected",
         "open_checkpoint": "reshard.checkpoint.formats.opening",
         "plan_application": "reshard.checkpoint.deltas.application",
         "plan_conversion": "reshard.checkpoint.conversion.planning",
         "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
-        "PlannedTensor": "reshard.checkpoint.formats.arrangement",
+        "PlannedTensor": "reshard.checkpoint.formats.write_plan",
         "Progress": "reshard.checkpoint.files.progress",
         "ProgressFunction": "reshard.checkpoint.files.progress",
         "read_delta": "reshard.checkpoint.deltas.delta_file",
@@ -155,7 +154,9 @@ __getattr__, __dir__ = load_later(
         "StoredFile": "reshard.checkpoint.contents",
         "StoredTensor": "reshard.checkpoint.contents",
         "TrainingState": "reshard.checkpoint.training.state",
+        "WritePlan": "reshard.checkpoint.formats.write_plan",
     },
+    renamed={"Arrangement": "WritePlan", "Holding": "Capability"},
 )
 
 

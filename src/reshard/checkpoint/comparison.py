@@ -54,7 +54,7 @@ from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.naming.selection import TensorSelection
@@ -265,8 +265,8 @@ def compare(
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
         # A format that holds tensors only has lost the rest by its nature: that is no difference.
-        holds_items = all(_can_hold(one.format, Holding.ITEMS) for one in (a, b))
-        holds_values = all(_can_hold(one.format, Holding.VALUES) for one in (a, b))
+        holds_items = all(_can_hold(one.format, Capability.ITEMS) for one in (a, b))
+        holds_values = all(_can_hold(one.format, Capability.VALUES) for one in (a, b))
         # One may have pickles of what the other has as values, or of parts of it.
         if holds_values and {*a.items} != {*b.items}:
             a, b = in_plain_values(a), in_plain_values(b)
@@ -547,9 +547,9 @@ def _compare_items(
                 yield Difference(name, "is no tensor, and has other bytes", is_tensor=False)
 
 
-def _can_hold(name: str, what: Holding) -> bool:
+def _can_hold(name: str, what: Capability) -> bool:
     format = find_format(name)
-    return format is not None and what in format.can_hold
+    return format is not None and what in format.capabilities
 
 
 def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:

@@ -334,7 +334,7 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
             "Experts that each rank counts from 0 have the same names on all of them: number them "
             "over all ranks and save again. "
         )
-    elif (known := find_format(checkpoint.format)) is not None and known.takes_cut:
+    elif (known := find_format(checkpoint.format)) is not None and known.takes_source_sharding:
         text += (
             "If each rank holds another part, such as its own experts, the files lack the axis: "
             f"specify it with {_suggest_cut(differing)} (mesh= and rules= of open_checkpoint). "

@@ -30,11 +30,11 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     transfers = sum(len(found.transfers.moving) for found in job.transfers.groups)
     left_out = sum(len(items) for items in drawn[MOST_DRAWN:])
     remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
-    arrangement = conversion.arrangement
+    write_plan = conversion.write_plan
     return Report(
         title=f"{source} to {conversion.request.to_text}",
         figures=[
-            Figure("tensors", count_text(len(arrangement.tensors))),
+            Figure("tensors", count_text(len(write_plan.tensors))),
             Figure("size", bytes_text(conversion.source.size_bytes)),
             *movement_figures(traffic, job.lower_bound_bytes, transfers, bytes_text),
         ],
@@ -58,10 +58,10 @@ def _draw_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
     first = items[0]
     shape = "x".join(map(str, first.change.source.shape)) or "scalar"
     others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""
-    meshes = (conversion.source.mesh, conversion.arrangement.mesh)
+    meshes = (conversion.source.mesh, conversion.write_plan.mesh)
     cuts = (
         cut_text(conversion.source[first.name]),
-        cut_text(conversion.arrangement.tensors[first.name]),
+        cut_text(conversion.write_plan.tensors[first.name]),
     )
     before, after = (
         cut + (f"   over {mesh.text}" if mesh is not None else "")

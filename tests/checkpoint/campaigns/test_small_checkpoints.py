@@ -55,5 +55,5 @@ def test_a_conversion_is_to_what_it_says(row: SmallConversion, tmp_path: Path) -
     run_conversion(conversion)
     opened = open_checkpoint(tmp_path / "target")
     assert opened.format == row.format
-    assert opened.tensors.keys() == conversion.arrangement.tensors.keys()
+    assert opened.tensors.keys() == conversion.write_plan.tensors.keys()
     assert not check_digests(opened).damaged

@@ -46,7 +46,7 @@ def unknown(model: Path) -> Path:
 
 
 def list_specs(source: Path, **arguments: Any) -> dict[str, str | None]:
-    tensors = plan_conversion(source, source.with_name("new"), **arguments).arrangement.tensors
+    tensors = plan_conversion(source, source.with_name("new"), **arguments).write_plan.tensors
     return {name: tensor.spec for name, tensor in tensors.items()}
 
 
@@ -78,7 +78,7 @@ def test_a_mesh_alone_takes_the_recipe_of_config_json(model: Path) -> None:
 def test_other_targets_take_no_recipe(model: Path, arguments: dict[str, Any]) -> None:
     planned = plan_conversion(model, model.with_name("new"), **arguments)
     assert planned.resolved["recipe"] is None
-    assert not any("tp" in (tensor.spec or "") for tensor in planned.arrangement.tensors.values())
+    assert not any("tp" in (tensor.spec or "") for tensor in planned.write_plan.tensors.values())
 
 
 def test_a_recipe_that_cannot_be_computed_with_is_its_own_error(model: Path) -> None:
@@ -155,7 +155,7 @@ def test_formats_that_shard_by_themselves_take_no_recipe(unknown: Path) -> None:
 @pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
 def test_types_have_the_names_of_pytorch(model: Path, name: str) -> None:
     planned = plan_conversion(model, model.with_name("new"), to="full", dtype=name)
-    assert {one.dtype.name for one in planned.arrangement.tensors.values()} == {"bfloat16"}
+    assert {one.dtype.name for one in planned.write_plan.tensors.values()} == {"bfloat16"}
     shown = run_here("plan", str(model), "--to", "full", "--dtype", name, "--json").json
     assert {one["dtype"] for one in shown["tensors"]} == {"bfloat16"}
     done = run_here("plan", str(model), "--to", "full", "--dtype", "fp8")
@@ -223,7 +223,7 @@ def test_a_layout_that_cannot_stay_is_an_error(model: Path, tmp_path: Path) -> N
     # Names are those of a recipe that the user names, where tensors are whole.
     names = {"recipe": "auto", "target_names": "megatron", "allow": ["incomplete"]}
     made = plan_conversion(model, tmp_path / "new", **names)
-    assert "output_layer.weight" in made.arrangement.tensors
+    assert "output_layer.weight" in made.write_plan.tensors
     assert made.resolved["to"] == "full" and "cut" not in made.resolved
     assert plan_conversion(tmp_path / "tp2", tmp_path / "new").resolved["cut"] == "as the source"
 

@@ -302,6 +302,6 @@ def test_copies_stay_as_they_are_in_the_base(steps: list[Path], stored: str) -> 
     plan = checkpoint.plan_application(
         folder / "cut", folder / "d1", folder / "new", replicas=other
     )
-    assert plan.arrangement.copy_bytes == (2 * 4 * 90 * 90 if other == "every" else 0)
+    assert plan.write_plan.copy_bytes == (2 * 4 * 90 * 90 if other == "every" else 0)
     with pytest.raises(UsageError, match="a limit for files"):
         checkpoint.apply(folder / "cut", folder / "d1", folder / "new", most_file_bytes=100)

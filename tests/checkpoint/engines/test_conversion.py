@@ -121,7 +121,7 @@ def test_files_begin_anew_beyond_a_limit(tmp_path: Path) -> None:
     conversion = plan_for_vllm(
         tmp_path / "model", tmp_path / "out", layout, most_file_bytes=100_000
     )
-    names = [file.stored.name for file in conversion.arrangement.files]
+    names = [file.stored.name for file in conversion.write_plan.files]
     assert "model-rank-0-part-1.safetensors" in names
     assert "model-rank-1-part-0.safetensors" in names
 

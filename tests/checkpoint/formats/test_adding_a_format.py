@@ -15,14 +15,14 @@ from checkpoint.checkpoint_files import MANIFEST, Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint import (
-    Arrangement,
+    Capability,
     Checkpoint,
     CheckpointFormat,
-    Holding,
     NewCheckpoint,
     NewFile,
     StoredFile,
     StoredTensor,
+    WritePlan,
 )
 from reshard.checkpoint.formats import registry
 from reshard.cli.program import program
@@ -45,7 +45,7 @@ class ArrayFolder(CheckpointFormat):
     name = "npy"
     evidence = "files ending in `.npy`"
     suffixes = (".npy",)
-    can_hold = frozenset({Holding.WHOLE})
+    capabilities = frozenset({Capability.WHOLE})
 
     def detect(self, path: Path) -> bool:
         """Whether it is a folder with such files."""
@@ -67,7 +67,7 @@ class ArrayFolder(CheckpointFormat):
             files.append(StoredFile(file.name, file.stat().st_size, 0))
         return Checkpoint(path, self.name, tensors, tuple(files))
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """One file a tensor."""
         tensors, files = {}, []
         for name, planned in new.tensors.items():
@@ -81,14 +81,14 @@ class ArrayFolder(CheckpointFormat):
             files.append(NewFile(stored, content))
             binding = Binding(planned.layout, {0: FileRange(stored.name, len(content))}, {})
             tensors[name] = StoredTensor(name, planned.dtype, binding)
-        return Arrangement(self.name, new.mesh, tensors, tuple(files))
+        return WritePlan(self.name, new.mesh, tensors, tuple(files))
 
 
 class ReadOnly(ArrayFolder):
     """The same, that cannot be written."""
 
     name = "npy-read-only"
-    can_hold = frozenset()
+    capabilities = frozenset()
 
 
 @pytest.fixture(autouse=True)
@@ -189,9 +189,33 @@ def test_a_format_that_is_read_only(whole: Path, tmp_path: Path) -> None:
     ):
         checkpoint.ConversionRequest(to="full", format="npy-read-only")
     with pytest.raises(UsageError, match="are read only"):
-        CheckpointFormat.arrange(ReadOnly(), NewCheckpoint({}))
+        CheckpointFormat.plan_write(ReadOnly(), NewCheckpoint({}))
 
 
 def test_nothing_that_any_format_knows(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected `model\.safetensors`.*`\.npy`"):
         checkpoint.open(tmp_path)
+
+
+def test_old_names_work_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="Holding is now Capability"):
+        holding = checkpoint.Holding  # type: ignore[attr-defined]
+    assert holding is Capability
+    with pytest.warns(DeprecationWarning, match="is now") as warned:
+
+        class OldFormat(ArrayFolder):
+            can_hold = frozenset({Capability.SHARDS})
+
+            def place(self, *_: object) -> None:
+                return None
+
+    assert [str(one.message).rpartition(".")[2] for one in warned] == [
+        "can_hold is now capabilities",
+        "place is now assign_layouts",
+    ]
+    assert OldFormat().capabilities == {Capability.SHARDS}
+    assert OldFormat().shards_itself
+    with pytest.warns(DeprecationWarning, match="can_hold of a format is now capabilities"):
+        assert ArrayFolder().can_hold == {Capability.WHOLE}
+    with pytest.raises(AttributeError, match="'ArrayFolder' object has no attribute 'nothing'"):
+        _ = ArrayFolder().nothing

@@ -424,7 +424,7 @@ def test_rules_are_for_the_recipes_names(model: Path) -> None:
         rules=["lm_head.weight=-, tp"],
         target_names="megatron",
     )
-    tensors = conversion.arrangement.tensors
+    tensors = conversion.write_plan.tensors
     assert tensors["output_layer.weight"].spec == "-, tp"
     assert tensors["decoder.layers.0.self_attention.linear_qkv.weight"].spec == "tp@heads2, -"
     fc1 = tensors["decoder.layers.0.mlp.linear_fc1.weight"]
@@ -467,7 +467,7 @@ def test_optimizer_state_is_renamed_and_fused_as_its_parameter(
     # Cut over ranks, what is fused is cut as the fused weight.
     planned = plan_conversion(
         source, tmp_path / "cut", to="tp=2", recipe="llama", target_names="megatron"
-    ).arrangement.tensors
+    ).write_plan.tensors
     for one in ("self_attention.linear_qkv", "mlp.linear_fc1", "self_attention.linear_proj"):
         weight = planned[f"{weights}decoder.layers.0.{one}.weight"]
         moment = planned[f"{container}.state.decoder.layers.0.{one}.weight.exp_avg"]

@@ -254,7 +254,7 @@ def test_a_model_of_no_known_type(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "state", no_dist=True)
     (tmp_path / "state" / "config.json").write_text('{"model_type": "unheard-of"}')
     plan = checkpoint.plan_for_pretrained(tmp_path / "state", tmp_path / "hf")
-    assert [*plan.arrangement.tensors] == ["body.0.w", "body.1.w"]
+    assert [*plan.write_plan.tensors] == ["body.0.w", "body.1.w"]
     assert any("no recipe is for the model type 'unheard-of'" in note for note in plan.notes)
 
 

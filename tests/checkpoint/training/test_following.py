@@ -59,7 +59,7 @@ def adam(shapes: Mapping[str, tuple[int, ...]], weights: str, container: str) ->
 
 
 def specs(conversion: Conversion) -> dict[str, str | None]:
-    return {name: tensor.spec for name, tensor in conversion.arrangement.tensors.items()}
+    return {name: tensor.spec for name, tensor in conversion.write_plan.tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_recipe_cuts_each_of_several_models(tmp_path: Path) -> None:
 def test_layers_in_stages_have_their_state_and_steps_there(tmp_path: Path) -> None:
     source = write(tmp_path / "source", adam(LLAMA, "model.", "optim"), CONFIG)
     conversion = plan_conversion(source, tmp_path / "t", to="pp=2,tp=2", recipe="llama")
-    tensors = conversion.arrangement.tensors
+    tensors = conversion.write_plan.tensors
     name = "model.layers.1.mlp.up_proj.weight"
     assert tensors["model." + name].layout.holders == (2, 3)
     for key in ("exp_avg", "step"):
@@ -209,7 +209,7 @@ def test_strategies_put_state_where_its_parameter_is(tmp_path: Path, strategy: s
     source = write(tmp_path / "source", shapes)
     tensors = plan_conversion(
         source, tmp_path / "t", to=3, strategy=strategy, format="torch-dcp"
-    ).arrangement.tensors
+    ).write_plan.tensors
     for name in ("up", "down", "norm"):
         layout = tensors["model." + name].layout
         assert tensors[f"optim.state.{name}.exp_avg"].layout is layout

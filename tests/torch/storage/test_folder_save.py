@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.checkpoint_files import tensor, write_file
 from reshard import checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement
+from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.errors import RunError
 
 torch = pytest.importorskip("torch")
@@ -39,8 +39,8 @@ def write(folder: Path, name: str) -> None:
 
 
 def begin(target: Path) -> FolderSave:
-    arrangement = cast("Arrangement", SimpleNamespace(files=()))
-    save = FolderSave(target, arrangement, sync_files=False)
+    write_plan = cast("WritePlan", SimpleNamespace(files=()))
+    save = FolderSave(target, write_plan, sync_files=False)
     save.begin()
     write(save.folder, "new")
     return save

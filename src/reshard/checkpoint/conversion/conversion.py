@@ -31,10 +31,10 @@ from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.arrangement import Arrangement
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.elements.casting import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -56,7 +56,7 @@ class Conversion:
     Attributes:
         source: the checkpoint to read.
         target: the folder it will become.
-        arrangement: the files and tensors of the target.
+        write_plan: the files and tensors of the target.
         request: what was asked for.
         resolved: the same as plain values, with the recipe and names found: it distinguishes one
             conversion from another in journals.
@@ -71,7 +71,7 @@ class Conversion:
 
     source: Checkpoint
     target: Path
-    arrangement: Arrangement
+    write_plan: WritePlan
     request: ConversionRequest
     resolved: Mapping[str, Any]
     assignment: Assignment | None = None
@@ -82,6 +82,14 @@ class Conversion:
     is_single_file: bool = False
 
     @property
+    def arrangement(self) -> WritePlan:
+        """The old name of `write_plan`."""
+        import warnings
+
+        warnings.warn("Conversion.arrangement is now write_plan", DeprecationWarning, stacklevel=2)
+        return self.write_plan
+
+    @property
     def format(self) -> CheckpointFormat:
         """The format of the target."""
         return self.request.target_format
@@ -89,7 +97,7 @@ class Conversion:
     @property
     def single_file(self) -> str | None:
         """The name of the target's only file, where the target is that file; None for a folder."""
-        return self.arrangement.files[0].stored.name if self.is_single_file else None
+        return self.write_plan.files[0].stored.name if self.is_single_file else None
 
     @property
     def companions(self) -> Mapping[str, bytes | Path]:
@@ -104,7 +112,7 @@ class Conversion:
     @property
     def written_names(self) -> frozenset[str]:
         """The files that the target gets, but for those that its format adds, such as an index."""
-        files = (file.stored.name for file in self.arrangement.files)
+        files = (file.stored.name for file in self.write_plan.files)
         return frozenset((*files, *self.companions))
 
     @property
@@ -141,37 +149,37 @@ class Conversion:
         """The parts of the source that the target cannot hold, each with the reason."""
         losses = []
         source, target = find_format(self.source.format), self.format
-        items = [name for name in self.source.items if name not in self.arrangement.items]
+        items = [name for name in self.source.items if name not in self.write_plan.items]
         if items:
             losses.append(
                 f"not in the target, since {target.name} holds tensors only: "
-                f"{', '.join(items)}; {_name_formats(Holding.ITEMS)}"
+                f"{', '.join(items)}; {_name_formats(Capability.ITEMS)}"
             )
         values = [
             name
             for name, value in self.source.values.items()
-            if name not in self.arrangement.values
+            if name not in self.write_plan.values
             and not (source is not None and source.is_own_value(name, value))
         ]
-        if values and Holding.VALUES in target.can_hold:
+        if values and Capability.VALUES in target.capabilities:
             losses.append(
                 f"not in the target, since {target.name} has no place for them: {', '.join(values)}"
             )
         elif values:
             losses.append(
                 f"not in the target, since {target.name} holds no values beside tensors: "
-                f"{', '.join(values)}; {_name_formats(Holding.VALUES)}"
+                f"{', '.join(values)}; {_name_formats(Capability.VALUES)}"
             )
         own = source.own_metadata if source is not None else frozenset()
         texts = [key for key in self.source.metadata if key not in own]
-        if texts and Holding.METADATA not in target.can_hold:
+        if texts and Capability.METADATA not in target.capabilities:
             losses.append(
                 f"not in the target, since {target.name} has no text metadata: {', '.join(texts)}"
             )
-        if self.source.attributes and Holding.ATTRIBUTES not in target.can_hold:
+        if self.source.attributes and Capability.ATTRIBUTES not in target.capabilities:
             losses.append(
                 f"not in the target, since {target.name} has no attributes: "
-                f"{', '.join(self.source.attributes)}; {_name_formats(Holding.ATTRIBUTES)}"
+                f"{', '.join(self.source.attributes)}; {_name_formats(Capability.ATTRIBUTES)}"
             )
         losses += [f"not in the target: {name} ({why})" for name, why in self.source.unread]
         return tuple(losses)
@@ -200,7 +208,7 @@ class Conversion:
             *self.losses,
             *self.uncopied,
             *self.source.notes,
-            *self.arrangement.notes,
+            *self.write_plan.notes,
             *(self.assignment.notes if self.assignment else ()),
             *(f"not to be computed with: {text}" for text in self.uncomputable),
         ]
@@ -226,7 +234,7 @@ class Conversion:
     def job(self) -> Job:
         """The same conversion as a movement between ranks, for what it would move."""
         items = []
-        for name, tensor in self.arrangement.tensors.items():
+        for name, tensor in self.write_plan.tensors.items():
             stored = self.source.tensors[name]
             change = LayoutChange(stored.layout, tensor.layout)
             items.append(JobItem(name, tensor.dtype, change, stored.binding, tensor.binding))
@@ -250,7 +258,7 @@ class Conversion:
     def write_bytes_by_rank(self) -> Mapping[int, int]:
         """Bytes of the files written for each target rank, headers included."""
         total: dict[int, int] = {}
-        for file in self.arrangement.files:
+        for file in self.write_plan.files:
             total[file.stored.rank] = total.get(file.stored.rank, 0) + file.stored.size_bytes
         return total
 
@@ -258,7 +266,7 @@ class Conversion:
     def moves(self) -> Moves:
         """The blocks of all tensors."""
         stored, computed = split_casts(self.source.tensors, self.computed)
-        return Moves(TensorColumns.of(stored), TensorColumns.of(self.arrangement.tensors), computed)
+        return Moves(TensorColumns.of(stored), TensorColumns.of(self.write_plan.tensors), computed)
 
     @property
     def workspace_bytes(self) -> int:
@@ -330,7 +338,7 @@ class Conversion:
         """
         self.threads(extra_bytes, most_threads)
         blocks.block_digest(b"")
-        FileChecksums.expect_library(self.source, self.arrangement)
+        FileChecksums.expect_library(self.source, self.write_plan)
 
     @property
     def folders(self) -> tuple[Path, Path]:
@@ -346,15 +354,15 @@ class Conversion:
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
         """What this conversion is, for a journal: two equal descriptions mean equal results."""
-        arrangement = hashlib.blake2b(digest_size=16)
-        for file in self.arrangement.files:
-            arrangement.update(file.stored.name.encode() + b"\0")
+        write_plan = hashlib.blake2b(digest_size=16)
+        for file in self.write_plan.files:
+            write_plan.update(file.stored.name.encode() + b"\0")
             for _, content in file.known_bytes():
-                arrangement.update(content)
+                write_plan.update(content)
         target = self.moves.target
         prints = [kind.layout.fingerprint for kind in target.kinds]
         for name, kind in zip(target.names, target.kind.tolist(), strict=True):
-            arrangement.update(name.encode() + b"\0" + prints[kind])
+            write_plan.update(name.encode() + b"\0" + prints[kind])
         return {
             "source": str(self.source.folder.resolve()),
             "source files": {
@@ -363,8 +371,8 @@ class Conversion:
             **self.resolved,
             # The same files under other rules are another source.
             **({"source cut": self.source.said_cut} if self.source.said_cut else {}),
-            "format": self.arrangement.format,
-            "target files": arrangement.hexdigest(),
+            "format": self.write_plan.format,
+            "target files": write_plan.hexdigest(),
             "block bytes": blocks.BLOCK_BYTES,
         }
 
@@ -408,8 +416,8 @@ def _no_file(name: str) -> Any:
     raise UsageError(f"{name} is not read while planning")
 
 
-def _name_formats(holding: Holding) -> str:
-    names = written_names(holding)
+def _name_formats(capability: Capability) -> str:
+    names = written_names(capability)
     return (
         f"--format {' or '.join(names)} keeps them" if names else "no format that is written does"
     )

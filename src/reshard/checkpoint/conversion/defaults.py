@@ -17,10 +17,10 @@ from typing import NoReturn
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.request import AUTO, ConversionRequest
-from reshard.checkpoint.formats.arrangement import find_stored_replicas
-from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.write_plan import find_stored_replicas
 from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import UsageError
@@ -50,9 +50,9 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
             f"{checkpoint.folder} is of the format {name}, which is not written; give the target's "
             f"layout and format: to='full' or a mesh, and a format of {', '.join(written_names())}"
         )
-    holds_shards = Holding.SHARDS in format.can_hold
+    holds_shards = Capability.SHARDS in format.capabilities
     is_whole = checkpoint.ranks == 1 and (checkpoint.mesh is None or not holds_shards)
-    if is_whole and Holding.WHOLE in format.can_hold:
+    if is_whole and Capability.WHOLE in format.capabilities:
         return dataclasses.replace(request, kept="full", format=name)
     ranks = checkpoint.mesh.text if checkpoint.mesh else f"{checkpoint.ranks} ranks"
     if not holds_shards:
@@ -73,7 +73,7 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
                 "layouts do not fit the new tensors. Give `to`, such as tp=2 or full"
             )
     replicas = request.replicas
-    if replicas is None and Holding.REPLICAS in format.can_hold:
+    if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(checkpoint.tensors)
     kept = checkpoint.mesh or checkpoint.ranks
     return dataclasses.replace(request, kept=kept, format=name, replicas=replicas)

@@ -31,7 +31,7 @@ from reshard.checkpoint.copy_checks import list_read_checksums
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
+from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.errors import DigestError, RunError
 
 _PIECE_BYTES = 1024 * 1024
@@ -43,20 +43,20 @@ ChecksumState = tuple[_Seen, _Seen]
 class FileChecksums:
     """Checksums and items of the files of one run; without any, there is nothing to do."""
 
-    def __init__(self, source: Checkpoint, arrangement: Arrangement, content: Path) -> None:
+    def __init__(self, source: Checkpoint, write_plan: WritePlan, content: Path) -> None:
         self._source = source
-        self._arrangement = arrangement
+        self._write_plan = write_plan
         self._content = content
         self._checksums = list_read_checksums(source)
         self._read = source_checksums(self._checksums)
         self._written = RangeChecksums(
-            {file.stored.name: file.checked_ranges for file in _list_checked(arrangement)}
+            {file.stored.name: file.checked_ranges for file in _list_checked(write_plan)}
         )
 
     @staticmethod
-    def expect_library(source: Checkpoint, arrangement: Arrangement) -> None:
+    def expect_library(source: Checkpoint, write_plan: WritePlan) -> None:
         """Raise MissingExtraError if there are checksums and the library for them is missing."""
-        if source.checksums or _list_checked(arrangement):
+        if source.checksums or _list_checked(write_plan):
             crc32(b"")
 
     @property
@@ -107,7 +107,7 @@ class FileChecksums:
             RunError: as `close_targets`.
         """
         digests = {}
-        for name, item in self._arrangement.items.items():
+        for name, item in self._write_plan.items.items():
             stored = self._source.items[name]
             # In pieces, so that an item of any size takes little memory.
             pieces, at = [], item.place.start_bytes
@@ -122,7 +122,7 @@ class FileChecksums:
                     f"written: its digest is {digests[name].hex()}, the manifest says "
                     f"{(stored.digest or b'').hex()}. The file is damaged, fetch it again"
                 )
-        whole = {file.stored.name for file in self._arrangement.files}.difference(spread)
+        whole = {file.stored.name for file in self._write_plan.files}.difference(spread)
         with contextlib.closing(self.staged()) as staged:
             self.close_targets(targets, whole, staged)
         self.close_targets(targets, spread)
@@ -155,34 +155,34 @@ class FileChecksums:
                 )
             return _compute_checksum(staged[name], start_bytes, size_bytes)
 
-        for file in self._arrangement.files:
+        for file in self._write_plan.files:
             name = file.stored.name
             if name in names:
                 for start, content in file.closing_bytes(partial(find_checksum, name)):
                     targets[name].write(memoryview(bytearray(content)), start)
 
 
-def item_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
+def item_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
     """The ranges of files that have items: first byte and end."""
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for item in arrangement.items.values():
+    for item in write_plan.items.values():
         start = item.place.start_bytes
         ranges.setdefault(item.place.path, []).append((start, start + item.size_bytes))
     return ranges
 
 
-def late_ranges(arrangement: Arrangement) -> dict[str, list[tuple[int, int]]]:
+def late_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
     """The ranges of files that `FileChecksums.complete_targets` writes: first byte and end."""
-    ranges = item_ranges(arrangement)
-    for file in arrangement.files:
+    ranges = item_ranges(write_plan)
+    for file in write_plan.files:
         # Where they lie does not depend on what the checksums are.
         for start, content in file.closing_bytes(lambda start, size: 0):
             ranges.setdefault(file.stored.name, []).append((start, start + len(content)))
     return ranges
 
 
-def _list_checked(arrangement: Arrangement) -> list[NewFile]:
-    return [file for file in arrangement.files if file.checked_ranges]
+def _list_checked(write_plan: WritePlan) -> list[NewFile]:
+    return [file for file in write_plan.files if file.checked_ranges]
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:

@@ -21,8 +21,8 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.engines.cuts import cut_by_engine
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.conversion.source_names import NamedSource
-from reshard.checkpoint.formats.arrangement import PlannedTensor
 from reshard.checkpoint.formats.opening import read_config
+from reshard.checkpoint.formats.write_plan import PlannedTensor
 from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.training.following import StateFollowers, assign_with_state
 from reshard.checkpoint.training.state import find_training_state
@@ -58,7 +58,7 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTens
         RecipeError: rules, a recipe or an engine's layout that do not fit.
         UsageError: a strategy that cannot be.
     """
-    own = request.target_format.place(source.checkpoint, request.mesh, request.ranks)
+    own = request.target_format.assign_layouts(source.checkpoint, request.mesh, request.ranks)
     if own is not None:
         _expect_placed_by_format(request)
         if request.keeps_layouts and not request.selection:

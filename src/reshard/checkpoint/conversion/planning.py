@@ -48,11 +48,11 @@ from reshard.checkpoint.files.folders import refusals_explained, resolve_links
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.resident_memory import give_back_memory
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
-from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.formats.safetensors.huggingface import HuggingFaceFormat
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, WritePlan
 from reshard.checkpoint.naming.renaming import find_meaning
 from reshard.checkpoint.naming.selection import list_left_out
 from reshard.checkpoint.training.following import StateFollowers
@@ -122,7 +122,7 @@ def plan_conversion(
     give_back_memory(len(placement.tensors))
     checkpoint = named.checkpoint
     file_name = find_file_name(request, target, checkpoint)
-    arrangement = request.target_format.arrange(
+    write_plan = request.target_format.plan_write(
         NewCheckpoint(
             placement.tensors,
             request.mesh,
@@ -137,13 +137,13 @@ def plan_conversion(
             file_name,
         )
     )
-    expect_one_file(file_name, target, arrangement)
+    expect_one_file(file_name, target, write_plan)
     about_model = _note_model_folder(request, checkpoint)
     noted = (*request.order_notes, *placement.notes, *checked, *about_model)
     return Conversion(
         dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
         target,
-        arrangement,
+        write_plan,
         request,
         resolved,
         placement.assignment,
@@ -292,11 +292,11 @@ def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint)
     return target.name
 
 
-def expect_one_file(file_name: str | None, target: Path, arrangement: Arrangement) -> None:
+def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) -> None:
     """Raise UsageError where a target with the name of a file would be several files."""
-    if file_name is not None and len(arrangement.files) > 1:
+    if file_name is not None and len(write_plan.files) > 1:
         raise UsageError(
-            f"the target {target} has the name of a file, but {len(arrangement.files)} files would "
+            f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
             f"be written; give a name without {target.suffix} for a folder"
         )
 
@@ -315,9 +315,9 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     return place.with_name(f"{place.name}.planned")
 
 
-def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> Arrangement:
+def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
     """The files of a target that has the tensors of a checkpoint, and each of them whole."""
-    return request.target_format.arrange(
+    return request.target_format.plan_write(
         NewCheckpoint(
             {
                 name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
@@ -364,9 +364,9 @@ def _is_among(path: Path, others: Iterable[Path]) -> bool:
 def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
     """The source with plain values for pickled items, where the target's program looks there."""
     source, target = find_format(checkpoint.format), request.target_format
-    keeps_others = Holding.ITEMS in target.can_hold
+    keeps_others = Capability.ITEMS in target.capabilities
     # Megatron has both, and asks for no items of another program's names.
-    has_values = Holding.VALUES in target.can_hold and (
+    has_values = Capability.VALUES in target.capabilities and (
         not keeps_others or target.training is not None
     )
     # What a program pickles beside tensors is for itself: its other formats have it elsewhere.
@@ -386,7 +386,7 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
     is_same = source is request.target_format
     if request.training is None and source is not None and source.training == style.name:
         return ChangedElements(checkpoint)
-    has_items = Holding.ITEMS in request.target_format.can_hold
+    has_items = Capability.ITEMS in request.target_format.capabilities
     translated = translate(
         checkpoint, style, has_items=has_items, keeps_items=has_items and is_same
     )

@@ -18,7 +18,7 @@ from reshard.binding import REPLICAS
 from reshard.checkpoint.conversion.processes import Processes
 from reshard.checkpoint.copy_checks import parse_check
 from reshard.checkpoint.files.progress import ProgressFunction
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.naming.renaming import Names
 from reshard.checkpoint.naming.selection import TensorSelection
@@ -311,9 +311,9 @@ class ConversionRequest:
         return self.layout if isinstance(self.layout, EngineLayout) else None
 
     def _check_format(self) -> None:
-        holds = self.target_format.can_hold
+        holds = self.target_format.capabilities
         to = f"to {self.to_text!r}"
-        form = Holding.WHOLE if self.is_whole else Holding.SHARDS
+        form = Capability.WHOLE if self.is_whole else Capability.SHARDS
         program = self.target_format.written_for
         if form not in holds and program is not None:
             raise UsageError(
@@ -323,9 +323,9 @@ class ConversionRequest:
         _refuse(form not in holds, to, f"the format {self.format}")
         by = to if self.format is None else f"the format {self.format}"
         every = self.replicas == "every"
-        _refuse(every and Holding.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
+        _refuse(every and Capability.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
         is_limited = self.most_file_bytes is not None
-        _refuse(is_limited and Holding.FILE_LIMIT not in holds, "a limit for files", by)
+        _refuse(is_limited and Capability.FILE_LIMIT not in holds, "a limit for files", by)
 
     def _check_placement(self) -> None:
         _refuse(
@@ -455,7 +455,7 @@ class ConversionRequest:
         """
         if self.replicas is not None:
             return self.replicas
-        return "every" if Holding.REPLICAS in self.target_format.can_hold else "once"
+        return "every" if Capability.REPLICAS in self.target_format.capabilities else "once"
 
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:

@@ -112,16 +112,16 @@ class _ConversionRun:
         self.sources = sources
         self.conversion_id = conversion_id
         self.extra_bytes = extra_bytes
-        arrangement = conversion.arrangement
+        write_plan = conversion.write_plan
         self.moves = moves = conversion.moves
-        sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
+        sizes = {file.stored.name: file.stored.size_bytes for file in write_plan.files}
         self.targets = OpenFiles(
             lambda name: TargetFile(
                 staging.content / name, sizes[name], is_sparse=upload is not None
             )
         )
         self.source_digests = SourceDigests(sources, conversion.apart)
-        self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
+        self.checksums = FileChecksums(conversion.source, write_plan, staging.content)
         self.reader, self.writer = self._open(self.checksums)
         self.unseen = self._open(None)
         self.finished = np.zeros(moves.count, dtype=bool)
@@ -188,9 +188,9 @@ class _ConversionRun:
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
         if self.staging.owner is not None:
-            files = [file.stored.name for file in self.conversion.arrangement.files]
+            files = [file.stored.name for file in self.conversion.write_plan.files]
             self.staging.owner.expect_names_apart([*files, *self.conversion.companions])
-        for file in self.conversion.arrangement.files:
+        for file in self.conversion.write_plan.files:
             path = self.staging.content / file.stored.name
             with refusals_explained("look at what an earlier run left", path):
                 is_whole = path.exists() and path.stat().st_size == file.stored.size_bytes
@@ -394,16 +394,16 @@ class _ConversionRun:
         for source in self.sources:
             source.check_unchanged()
         # 2. Files that are copied, and those that the format adds, such as an index.
-        content, arrangement = self.staging.content, self.conversion.arrangement
+        content, write_plan = self.staging.content, self.conversion.write_plan
         with refusals_explained("write the files beside the tensors", content):
             write_files(content, self.conversion.companions)
-            write_files(content, dict(self.conversion.format.final_files(arrangement)))
+            write_files(content, dict(self.conversion.format.final_files(write_plan)))
             # 3. The manifest last: it has the digests of all that is written by this line.
             manifest = manifest_of(
-                arrangement.format,
+                write_plan.format,
                 self.conversion_id,
-                arrangement.mesh,
-                tuple(file.stored for file in arrangement.files),
+                write_plan.mesh,
+                tuple(file.stored for file in write_plan.files),
                 self.moves.target,
                 self.digests.columns(),
                 tuple(self.conversion.companions),
@@ -521,7 +521,7 @@ def run_conversion(
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
                 # What planning took is free for the buffers.
-                give_back_memory(len(conversion.arrangement.tensors))
+                give_back_memory(len(conversion.write_plan.tensors))
                 run.move_blocks(progress, sync_bytes, stop)
                 run.source_digests.check_rest(workers, stop)
                 run.meet()
@@ -582,8 +582,8 @@ def _report(
     size_bytes = int(conversion.moves.target.tensor_bytes.sum())
     return ConversionReport(
         conversion.target,
-        len(conversion.arrangement.tensors),
-        len(conversion.arrangement.files),
+        len(conversion.write_plan.tensors),
+        len(conversion.write_plan.files),
         size_bytes,
         sum(read for read, _ in run.by_process) if run else 0,
         sum(written for _, written in run.by_process) if run else 0,
@@ -593,5 +593,5 @@ def _report(
         (*conversion.notes, *((*run.notes, *describe_counts(run.counts)) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),
-        conversion.arrangement.copy_bytes,
+        conversion.write_plan.copy_bytes,
     )

@@ -102,7 +102,7 @@ class ConversionUpload(Closing):
         self._processes, self.here = processes, here
         self.hosts = here.hosts
         self._upload = Upload(target, conversion_id, _list_files(conversion), MANIFEST_NAME)
-        self._arrangement, self._written = conversion.arrangement, conversion.written_names
+        self._write_plan, self._written = conversion.write_plan, conversion.written_names
         self.spread: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._left: IntArray = np.zeros(0, dtype=np.int64)
@@ -203,7 +203,7 @@ class ConversionUpload(Closing):
             np.add.at(written, self._file_numbers[found.file], found.size)
         padded = np.zeros(self._upload.grid.count, dtype=bool)
         spread = set()
-        for number, file in enumerate(self._arrangement.files):
+        for number, file in enumerate(self._write_plan.files):
             checked_bytes = sum(size for _, size in file.checked_ranges)
             if checked_bytes == written[number]:
                 spread.add(file.stored.name)
@@ -215,7 +215,7 @@ class ConversionUpload(Closing):
 
     def _find_items(self) -> NDArray[np.bool_]:
         """The parts that have bytes of items."""
-        items = item_ranges(self._arrangement)
+        items = item_ranges(self._write_plan)
         return self._upload.parts_with([items.get(one.name, ()) for one in self._upload.files])
 
     def _use(
@@ -368,7 +368,7 @@ def divide_parts(
 
 
 def _list_files(conversion: Conversion) -> list[SentFile]:
-    late = late_ranges(conversion.arrangement)
+    late = late_ranges(conversion.write_plan)
     return [
         SentFile(
             file.stored.name,
@@ -376,7 +376,7 @@ def _list_files(conversion: Conversion) -> list[SentFile]:
             tuple(late.get(file.stored.name, ())),
             bool(file.checked_ranges),
         )
-        for file in conversion.arrangement.files
+        for file in conversion.write_plan.files
     ]
 
 

@@ -32,14 +32,14 @@ from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     PlannedTensor,
+    WritePlan,
     find_stored_replicas,
 )
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -105,11 +105,9 @@ def plan_application(
             request = ConversionRequest(**arguments)
         _check_request(request)
         conversion = plan_conversion(patched.checkpoint, target, request)
-    _check_names(conversion.arrangement, patched)
+    _check_names(conversion.write_plan, patched)
     computed = {
-        name: one
-        for name, one in patched.computed.items()
-        if name in conversion.arrangement.tensors
+        name: one for name, one in patched.computed.items() if name in conversion.write_plan.tensors
     }
     return dataclasses.replace(
         conversion,
@@ -157,14 +155,14 @@ def _check_request(request: ConversionRequest) -> None:
             )
 
 
-def _check_names(arrangement: Arrangement, patched: PatchedCheckpoint) -> None:
-    for name in arrangement.tensors:
+def _check_names(write_plan: WritePlan, patched: PatchedCheckpoint) -> None:
+    for name in write_plan.tensors:
         if name not in patched.checkpoint.tensors:
             raise UsageError(
                 f"{name!r} is no name of the base: other names cannot be given while a delta is "
                 "applied; apply it, and convert the result"
             )
-    for file in arrangement.files:
+    for file in write_plan.files:
         if file.stored.name in patched.checkpoint.carried:
             raise UsageError(
                 f"{file.stored.name!r} is a file beside the tensors and one of the new tensors; "
@@ -181,9 +179,9 @@ def _keep_cut(
 ) -> Conversion:
     """The conversion that leaves cut, format and, when None, the copies as they are."""
     format = _expect_written(base)
-    is_whole = Holding.SHARDS not in format.can_hold
+    is_whole = Capability.SHARDS not in format.capabilities
     checkpoint = patched.checkpoint
-    placed = format.place(checkpoint, base.mesh, base.ranks) or {}
+    placed = format.assign_layouts(checkpoint, base.mesh, base.ranks) or {}
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
         layout, spec = tensor.layout, tensor.spec
@@ -191,13 +189,13 @@ def _keep_cut(
             layout, spec = placed.get(name, Layout.whole(tensor.shape, [0], 1)), None
         tensors[name] = PlannedTensor(tensor.dtype, layout, spec)
     to = "full" if is_whole else base.mesh or base.ranks
-    if replicas is None and Holding.REPLICAS in format.can_hold:
+    if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(base.tensors)
     request = ConversionRequest(
         to=to, format=format.name, replicas=replicas, most_file_bytes=most_file_bytes
     )
     file_name = find_file_name(request, target, base)
-    arrangement = format.arrange(
+    write_plan = format.plan_write(
         NewCheckpoint(
             tensors,
             base.mesh,
@@ -211,10 +209,10 @@ def _keep_cut(
             file_name=file_name,
         )
     )
-    expect_one_file(file_name, target, arrangement)
+    expect_one_file(file_name, target, write_plan)
     resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
     return Conversion(
-        checkpoint, target, arrangement, request, resolved, is_single_file=file_name is not None
+        checkpoint, target, write_plan, request, resolved, is_single_file=file_name is not None
     )
 
 

@@ -45,7 +45,7 @@ from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import UsageError
@@ -361,9 +361,9 @@ class _Making:
             ],
             "items": self._describe_items(writer),
             "files": self._describe_files(writer),
-            "values": self._describe_values("values", Holding.VALUES),
-            "metadata": self._describe_values("metadata", Holding.METADATA),
-            "attributes": self._describe_values("attributes", Holding.ATTRIBUTES),
+            "values": self._describe_values("values", Capability.VALUES),
+            "metadata": self._describe_values("metadata", Capability.METADATA),
+            "attributes": self._describe_values("attributes", Capability.ATTRIBUTES),
             "paths": {name: list(path) for name, path in self.b.paths.items()} or None,
             "compression": compression,
             "block_bytes": grid.BLOCK_BYTES,
@@ -373,13 +373,13 @@ class _Making:
     def _list_removed(self) -> tuple[str, ...]:
         return tuple(name for name in self.a.tensors if name not in self.b.tensors)
 
-    def _have_both(self, holding: Holding) -> bool:
+    def _have_both(self, capability: Capability) -> bool:
         formats = [find_format(one.format) for one in (self.a, self.b)]
-        return all(format is not None and holding in format.can_hold for format in formats)
+        return all(format is not None and capability in format.capabilities for format in formats)
 
-    def _describe_values(self, what: str, holding: Holding) -> dict[str, Any] | None:
+    def _describe_values(self, what: str, capability: Capability) -> dict[str, Any] | None:
         """Plain values of the second; None where one of the two formats has no place for them."""
-        if not self._have_both(holding):
+        if not self._have_both(capability):
             return None
         own = find_format(self.b.format)
         format_keys = own.own_metadata if own is not None and what == "metadata" else frozenset()
@@ -394,7 +394,7 @@ class _Making:
         return found
 
     def _describe_items(self, writer: DeltaWriter) -> list[list[Any]] | None:
-        if not self._have_both(Holding.ITEMS):
+        if not self._have_both(Capability.ITEMS):
             return None
         rows = []
         for name, item in self.b.items.items():

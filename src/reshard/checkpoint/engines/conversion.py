@@ -99,7 +99,7 @@ def plan_for_vllm(
     found = rank_parameters(checkpoint, ranks)
     checkpoint = expect_equal_copies(found.bound)
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
-    arrangement = arrange_whole(request, checkpoint)
+    write_plan = arrange_whole(request, checkpoint)
     text = to_json(layout)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Beside the files, so that the model's own tensors can be made of them again.
@@ -122,7 +122,7 @@ def plan_for_vllm(
         "layout": digest,
     }
     resolved |= selection.to_json()
-    return Conversion(checkpoint, target, arrangement, request, resolved, rewritten=rewritten)
+    return Conversion(checkpoint, target, write_plan, request, resolved, rewritten=rewritten)
 
 
 def _describe_casts(layout: EngineLayout) -> Iterator[str]:

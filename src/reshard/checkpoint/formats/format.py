@@ -1,7 +1,7 @@
-"""The protocol of formats: what the rest of the package asks of a kind of checkpoint on disk.
+"""The protocol of formats: how a kind of checkpoint on disk is detected, opened and written.
 
-A format says which paths are its own, opens them, and arranges new checkpoints in files; reading,
-writing, digests, journals and names are the same for all. To add one, make a class of
+A format detects its paths, opens them, and plans the files of new checkpoints; reading, writing,
+digests, journals and names are the same for all formats. To add one, derive a class from
 `CheckpointFormat`, and name it in `registry`::
 
     class ArrayFolder(CheckpointFormat):
@@ -9,16 +9,19 @@ writing, digests, journals and names are the same for all. To add one, make a cl
         evidence = "files ending in `.npy`"
         suffixes = (".npy",)
 
-        def detect(self, path): ...             # reading: which paths are such
-        def open(self, path): ...               #          where in which file each shard lies
+        # Reading.
+        def detect(self, path): ...         # whether `path` is of this format
+        def open(self, path): ...           # the tensors, and the file range of each shard
 
-        can_hold = frozenset({Holding.WHOLE})   # writing, for those that can be written:
-        def arrange(self, new): ...             #          the files, and where each shard goes
+        # Writing, unless the format is read only.
+        capabilities = frozenset({Capability.WHOLE})
+        def plan_write(self, new): ...      # the files, and the file range of each shard
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -29,7 +32,7 @@ import numpy as np
 
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensors
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
@@ -37,10 +40,20 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
 
 
-class Holding(Enum):
+# Old names of attributes of formats: plug-ins may define or use them for one more version.
+_RENAMED = {
+    "arrange": "plan_write",
+    "can_hold": "capabilities",
+    "open_cut": "open_sharded",
+    "place": "assign_layouts",
+    "takes_cut": "takes_source_sharding",
+}
+
+
+class Capability(Enum):
     """What a new checkpoint of a format can hold, or can be asked for."""
 
     WHOLE = "whole tensors"
@@ -60,7 +73,7 @@ class CheckpointFormat(ABC):
         name: on the command line, in manifests and in reports.
         evidence: what a folder of it has, for the error where no format is found.
         suffixes: what the names of its files end in.
-        can_hold: what a new checkpoint of it holds; a format with neither `WHOLE` nor `SHARDS`
+        capabilities: what a new checkpoint of it holds; a format with neither `WHOLE` nor `SHARDS`
             is read only.
         own_metadata: keys of text metadata that belong to the format, not to the user.
         carries_weights: whether files of weights in other formats, such as Megatron's
@@ -70,29 +83,49 @@ class CheckpointFormat(ABC):
         single_suffixes: what the name of a target ends in that is one file of it and no folder.
         written_for: the program that it is made for rank by rank (`--for`); None for formats that
             hold any tensors.
-        takes_cut: whether a user can specify how its tensors are cut (`open_cut`).
+        takes_source_sharding: whether a user can specify how its tensors are cut (`open_sharded`).
     """
 
     name: ClassVar[str]
     evidence: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
-    can_hold: ClassVar[frozenset[Holding]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     own_metadata: ClassVar[frozenset[str]] = frozenset()
     carries_weights: ClassVar[bool] = False
     training: ClassVar[str | None] = None
     single_suffixes: ClassVar[tuple[str, ...]] = ()
     written_for: ClassVar[str | None] = None
-    takes_cut: ClassVar[bool] = False
+    takes_source_sharding: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Define old names of attributes under their new names, with a warning."""
+        super().__init_subclass__()
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(
+                    f"{cls.__module__}.{cls.__qualname__}.{old} is now {new}",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                setattr(cls, new, vars(cls)[old])
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of an old name, with a warning."""
+        if name not in _RENAMED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        new = _RENAMED[name]
+        warnings.warn(f"{name} of a format is now {new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
 
     @property
     def is_written(self) -> bool:
         """Whether new checkpoints can be of this format."""
-        return not self.can_hold.isdisjoint({Holding.WHOLE, Holding.SHARDS})
+        return not self.capabilities.isdisjoint({Capability.WHOLE, Capability.SHARDS})
 
     @property
     def shards_itself(self) -> bool:
-        """Whether the format specifies the layouts of a new checkpoint (see `place`)."""
-        return type(self).place is not CheckpointFormat.place
+        """Whether the format specifies the layouts of a new checkpoint (see `assign_layouts`)."""
+        return type(self).assign_layouts is not CheckpointFormat.assign_layouts
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
@@ -128,7 +161,7 @@ class CheckpointFormat(ABC):
         """
         return {}
 
-    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+    def open_sharded(self, path: Path, cut: SourceSharding) -> Checkpoint:
         """Describe a checkpoint whose files do not say how its tensors are cut; `cut` does.
 
         Raises:
@@ -171,7 +204,7 @@ class CheckpointFormat(ABC):
         """
         return {}
 
-    def place(
+    def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
         """The layout of every tensor, where the format cuts by itself: flat partitions, buckets.
@@ -188,7 +221,7 @@ class CheckpointFormat(ABC):
         """
         return None
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Which files a new checkpoint has, and where in them each shard goes.
 
         Raises:
@@ -199,7 +232,7 @@ class CheckpointFormat(ABC):
             f"checkpoints of format {self.name} are read only; choose another --format"
         )
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Files that are written when all tensors are, such as an index: name and content."""
         return iter(())
 

@@ -27,13 +27,7 @@ from reshard.checkpoint.files.places.place_path import PlacePath, as_path, walk_
 from reshard.checkpoint.files.places.upload_marker import expect_settled
 from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import FileIdentity
-from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.checkpoint.formats.registry import (
-    all_formats,
-    describe_broken_formats,
-    find_format,
-)
-from reshard.checkpoint.formats.unknown import (
+from reshard.checkpoint.formats.detection_errors import (
     describe_folder,
     describe_missing,
     describe_wrong_files,
@@ -41,13 +35,19 @@ from reshard.checkpoint.formats.unknown import (
     list_names,
     list_some,
 )
+from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.registry import (
+    all_formats,
+    describe_broken_formats,
+    find_format,
+)
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import DIFFERING_COPIES, parse_allowed
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
     from reshard.recipes.recipe import Recipe
     from reshard.recipes.rules import Rule
 
@@ -114,13 +114,13 @@ def _source_cut(
     mesh: DeviceMesh | str | None,
     rules: Iterable[Rule | str],
     recipe: str | os.PathLike[str] | Recipe | None,
-) -> SourceCut | None:
+) -> SourceSharding | None:
     if mesh is None:
         if rules or recipe is not None:
             raise UsageError("rules or a recipe for a source without its mesh; give it: tp=2")
         return None
     # Few checkpoints need these, and all commands open one.
-    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
     from reshard.recipes.library import choose_recipe, load_recipe
     from reshard.recipes.recipe import Recipe
 
@@ -134,10 +134,10 @@ def _source_cut(
             )
     elif recipe is not None and not isinstance(recipe, Recipe):
         recipe = load_recipe(os.fspath(recipe))
-    return SourceCut.of(mesh, rules, recipe, config)
+    return SourceSharding.of(mesh, rules, recipe, config)
 
 
-def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
+def _open(path: Path, cut: SourceSharding | None = None) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(describe_missing(path))
     if not (isinstance(path, PlacePath) or path.is_dir() or path.is_file()):
@@ -151,7 +151,7 @@ def _open(path: Path, cut: SourceCut | None = None) -> Checkpoint:
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)
         if cut is not None:
-            checkpoint = format.open_cut(path, cut)
+            checkpoint = format.open_sharded(path, cut)
         elif manifest is None:
             checkpoint = format.open(path)
         else:

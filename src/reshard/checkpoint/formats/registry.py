@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+    from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 
 # The modules with a `FORMAT`, by its name, in the order in which they are asked whether a path is
 # theirs. `safetensors` is last: it takes any single file for one of safetensors.
@@ -120,14 +120,14 @@ def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
     return format
 
 
-def written_names(*holding: Holding) -> tuple[str, ...]:
+def written_names(*capabilities: Capability) -> tuple[str, ...]:
     """The names of the formats that can be written and can hold all that is given."""
-    if holding:
+    if capabilities:
         return tuple(
             sorted(
                 format.name
                 for format in all_formats()
-                if format.is_written and format.can_hold.issuperset(holding)
+                if format.is_written and format.capabilities.issuperset(capabilities)
             )
         )
     added = (*_registered, *(one.value for one in _plug_in() if not one.problem))

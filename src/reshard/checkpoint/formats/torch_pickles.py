@@ -21,13 +21,7 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.places.place_path import read_each
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    group_by_bytes,
-    group_by_file,
-)
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.index_files import (
     check_weight_map,
@@ -50,6 +44,12 @@ from reshard.checkpoint.formats.torch_files.nested_states import (
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file, read_torch_file
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    WritePlan,
+    group_by_bytes,
+    group_by_file,
+)
 from reshard.errors import FormatError
 from reshard.layout import Layout
 
@@ -67,7 +67,7 @@ class TorchPickleFormat(CheckpointFormat):
 
     name = FORMAT_NAME
     evidence = f"`{SINGLE_FILE}`, `{INDEX_NAME}`, or one file of torch.save"
-    can_hold = frozenset({Holding.WHOLE, Holding.VALUES, Holding.FILE_LIMIT})
+    capabilities = frozenset({Capability.WHOLE, Capability.VALUES, Capability.FILE_LIMIT})
     single_suffixes = SUFFIXES
 
     def detect(self, path: Path) -> bool:
@@ -99,7 +99,7 @@ class TorchPickleFormat(CheckpointFormat):
         """The index."""
         return (INDEX_NAME,)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Whole tensors in one file, or in files up to a limit.
 
         Raises:
@@ -132,7 +132,7 @@ class TorchPickleFormat(CheckpointFormat):
                 planned = new.tensors[name]
                 binding = Binding(planned.layout, {0: address}, {})
                 stored[name] = StoredTensor(name, planned.dtype, binding)
-        return Arrangement(
+        return WritePlan(
             self.name,
             None,
             stored,
@@ -142,10 +142,10 @@ class TorchPickleFormat(CheckpointFormat):
             values=new.values,
         )
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The index, where there are several files."""
-        if len(arrangement.files) > 1:
-            yield INDEX_NAME, index_text(arrangement.tensors.values()).encode()
+        if len(write_plan.files) > 1:
+            yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 
 
 FORMAT = TorchPickleFormat()

@@ -23,14 +23,7 @@ from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    group_by_bytes,
-    group_by_file,
-)
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
@@ -41,6 +34,13 @@ from reshard.checkpoint.formats.safetensors.header import (
     list_files,
     read_header,
     tensor_size_bytes,
+)
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    WritePlan,
+    group_by_bytes,
+    group_by_file,
 )
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
@@ -56,7 +56,7 @@ class VllmShardedStateFormat(CheckpointFormat):
     name = NAME
     evidence = f"files such as `model-rank-0-part-0{SUFFIX}`"
     suffixes = (SUFFIX,)
-    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
+    capabilities = frozenset({Capability.WHOLE, Capability.METADATA, Capability.FILE_LIMIT})
     own_metadata = OWN_METADATA
     written_for = "vllm"
 
@@ -95,7 +95,7 @@ class VllmShardedStateFormat(CheckpointFormat):
                 tensors[full] = StoredTensor(full, entry.dtype, binding)
         return Checkpoint(path, NAME, tensors, tuple(files), metadata=drop_convention(metadata))
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Each rank's tensors in files of that rank, by the prefix of their names.
 
         Raises:
@@ -133,7 +133,7 @@ class VllmShardedStateFormat(CheckpointFormat):
                         full, planned.dtype, Binding(planned.layout, {0: address}, {})
                     )
         ordered = {name: stored[name] for name in new.tensors}
-        return Arrangement(NAME, None, ordered, tuple(files))
+        return WritePlan(NAME, None, ordered, tuple(files))
 
 
 FORMAT = VllmShardedStateFormat()

@@ -4,9 +4,9 @@
     rank 1  {"w": [2:4, 0:4]}   >   "w" is 4 x 4, cut by `tp, -`
     rules   w=tp, -            /
 
-The shapes of whole tensors follow from those of the ranks' parts (`formats.source_cut`). The result
-is a checkpoint whose files are the arrays themselves: nothing is copied. It is converted, loaded by
-other ranks and compared as one on a disk; converting it writes it.
+The shapes of whole tensors follow from those of the ranks' parts (`formats.source_sharding`). The
+result is a checkpoint whose files are the arrays themselves: nothing is copied. It is converted,
+loaded by other ranks and compared as a checkpoint on a disk; converting it writes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.checkpoint.conversion.request import RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.files.aligned_memory import BufferRegion
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
-from reshard.checkpoint.formats.source_cut import find_layouts
+from reshard.checkpoint.formats.source_sharding import find_layouts
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError

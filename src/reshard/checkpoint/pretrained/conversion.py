@@ -197,7 +197,7 @@ def plan_for_pretrained(
     ]
     # Loaders of transformers 4 refuse other frameworks' files, whatever the source was saved by.
     weights = dataclasses.replace(weights, metadata={**weights.metadata, "format": "pt"})
-    arrangement = arrange_whole(request, weights)
+    write_plan = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     resolved = {
         "for": "hf",
@@ -213,7 +213,7 @@ def plan_for_pretrained(
     return Conversion(
         dataclasses.replace(weights, carried=(), left_out=(), notes=tuple(notes)),
         target,
-        arrangement,
+        write_plan,
         request,
         resolved,
         computed=changed.computed,

@@ -221,35 +221,34 @@ def _run_notes(conversion: Conversion, report: ConversionReport) -> list[str]:
 
 def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> list[str]:
     """What a run would write, tensor by tensor and file by file."""
-    arrangement = conversion.arrangement
+    write_plan = conversion.write_plan
     kinds = [
         (one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
-        for one in arrangement.tensors.values()
+        for one in write_plan.tensors.values()
     ]
     headers = ("dtype", "shape", "sharding")
     most = name_columns(zip(headers, *kinds, strict=True))
     tensors = [
-        (name_text(name, most), *kind)
-        for name, kind in zip(arrangement.tensors, kinds, strict=True)
+        (name_text(name, most), *kind) for name, kind in zip(write_plan.tensors, kinds, strict=True)
     ]
     files = [
         (one.stored.name, one.stored.rank, bytes_text(one.stored.size_bytes))
-        for one in arrangement.files
+        for one in write_plan.files
     ]
-    size_bytes = sum(one.size_bytes for one in arrangement.tensors.values())
+    size_bytes = sum(one.size_bytes for one in write_plan.tensors.values())
     lines = [
         f"{printable(source)} would be written to {printable(str(conversion.target))}, for "
-        f"{conversion.resolved['to']}{recipe_text(conversion)}, as {arrangement.format}: "
+        f"{conversion.resolved['to']}{recipe_text(conversion)}, as {write_plan.format}: "
         f"{count_text(len(tensors), 'tensor')}, "
-        f"{size_text(size_bytes, arrangement.copy_bytes)}, {count_text(len(files), 'file')}",
+        f"{size_text(size_bytes, write_plan.copy_bytes)}, {count_text(len(files), 'file')}",
         "",
         table(tensors, ("tensor", *headers), "llll"),
         "",
         table(files, ("file", "rank", "size"), "lrr"),
         "",
     ]
-    if arrangement.values or arrangement.items:
-        beside = [*arrangement.items, *arrangement.values]
+    if write_plan.values or write_plan.items:
+        beside = [*write_plan.items, *write_plan.values]
         lines += listing("and beside the tensors", beside)
     if begun is not None:
         lines.append(f"an earlier run left work in {printable(str(begun))}")
@@ -257,17 +256,17 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
 
 
 def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dict[str, Any]:
-    arrangement = conversion.arrangement
+    write_plan = conversion.write_plan
     return {
         "source": source,
         "target": str(conversion.target),
         "dry_run": True,
         "to": conversion.resolved["to"],
         "recipe": conversion.recipe_name,
-        "format": arrangement.format,
-        "mesh": mesh_json(arrangement.mesh),
-        "size_bytes": sum(one.size_bytes for one in arrangement.tensors.values()),
-        "copy_bytes": arrangement.copy_bytes,
+        "format": write_plan.format,
+        "mesh": mesh_json(write_plan.mesh),
+        "size_bytes": sum(one.size_bytes for one in write_plan.tensors.values()),
+        "copy_bytes": write_plan.copy_bytes,
         "begun": None if begun is None else str(begun),
         "tensors": [
             {
@@ -277,9 +276,9 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
                 "cut": cut_text(one),
                 "size_bytes": one.size_bytes,
             }
-            for name, one in arrangement.tensors.items()
+            for name, one in write_plan.tensors.items()
         ],
-        "files": [file_json(one.stored) for one in arrangement.files],
+        "files": [file_json(one.stored) for one in write_plan.files],
         **matching_json(conversion),
     }
 
@@ -299,14 +298,14 @@ def _bytes_per_s(report: ConversionReport) -> float | None:
 def _report_json(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> dict[str, Any]:
-    arrangement, matching = conversion.arrangement, matching_json(conversion)
+    write_plan, matching = conversion.write_plan, matching_json(conversion)
     return {
         "source": source,
         "target": target,
         "to": conversion.resolved["to"],
         "recipe": conversion.recipe_name,
-        "format": arrangement.format,
-        "mesh": mesh_json(arrangement.mesh),
+        "format": write_plan.format,
+        "mesh": mesh_json(write_plan.mesh),
         "tensors": report.tensors,
         "size_bytes": report.size_bytes,
         "copy_bytes": report.copy_bytes,
@@ -320,7 +319,7 @@ def _report_json(
             {"read_bytes": read, "written_bytes": written, "buffer_bytes": buffers}
             for read, written, buffers in _by_process(report)
         ],
-        "files": [file_json(file.stored) for file in arrangement.files],
+        "files": [file_json(file.stored) for file in write_plan.files],
         **matching,
         "notes": [*matching["notes"], *_run_notes(conversion, report)],
     }

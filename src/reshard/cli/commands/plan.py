@@ -158,10 +158,10 @@ def recipe_text(conversion: Conversion) -> str:
 
 def matching_lines(conversion: Conversion) -> list[str]:
     """What the user should know of how rules matched: tensors, rules and axes left over."""
-    unknown, total = conversion.unknown, len(conversion.arrangement.tensors)
+    unknown, total = conversion.unknown, len(conversion.write_plan.tensors)
     lines = []
     size_bytes = int(conversion.moves.target.tensor_bytes.sum())
-    if conversion.arrangement.copy_bytes > _MAX_COPY_SHARE * size_bytes:
+    if conversion.write_plan.copy_bytes > _MAX_COPY_SHARE * size_bytes:
         lines.append("several ranks hold the same shards; --replicas once leaves their copies out")
     if unknown and len(unknown) == total:
         lines.append(
@@ -181,7 +181,7 @@ def _notes(conversion: Conversion) -> list[str]:
         *conversion.losses,
         *conversion.uncopied,
         *conversion.source.notes,
-        *conversion.arrangement.notes,
+        *conversion.write_plan.notes,
         *(assignment.notes if assignment else ()),
         *(f"not to be computed with: {text}" for text in conversion.uncomputable),
     ]
@@ -207,7 +207,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
     from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
 
     before = conversion.source[name]
-    after = conversion.arrangement.tensors[name]
+    after = conversion.write_plan.tensors[name]
     width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
     item = next(item for item in conversion.job.items if item.name == name)
     drawn = change_picture(
@@ -216,7 +216,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
         width,
         titles=(
             _title(before, conversion.source.mesh),
-            _title(after, conversion.arrangement.mesh),
+            _title(after, conversion.write_plan.mesh),
         ),
         plan=Plan(item.change.source, item.change.target, item.dtype),
         # The job chose the senders, for all its tensors together.
@@ -253,13 +253,13 @@ def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
 def _as_text(
     source: str, conversion: Conversion, workers: int, memory: PeakMemory, drawing: str | None
 ) -> list[str]:
-    arrangement, job = conversion.arrangement, conversion.job
-    stored = [file.stored for file in arrangement.files]
+    write_plan, job = conversion.write_plan, conversion.job
+    stored = [file.stored for file in write_plan.files]
     lines = [
         f"{printable(source)} to {conversion.request.to_text}{recipe_text(conversion)}: "
-        f"{count_text(len(arrangement.tensors), 'tensor')}, "
-        f"{size_text(conversion.source.size_bytes, arrangement.copy_bytes)}, "
-        f"as {arrangement.format}",
+        f"{count_text(len(write_plan.tensors), 'tensor')}, "
+        f"{size_text(conversion.source.size_bytes, write_plan.copy_bytes)}, "
+        f"as {write_plan.format}",
         "",
         rank_table(_per_rank(conversion)),
         "",
@@ -279,15 +279,15 @@ def _as_text(
 def _as_json(
     source: str, conversion: Conversion, workers: int, memory: PeakMemory
 ) -> dict[str, Any]:
-    arrangement, job = conversion.arrangement, conversion.job
+    write_plan, job = conversion.write_plan, conversion.job
     return {
         "source": source,
         "to": conversion.request.to_text,
         "recipe": conversion.recipe_name,
-        "format": arrangement.format,
-        "mesh": mesh_json(arrangement.mesh),
+        "format": write_plan.format,
+        "mesh": mesh_json(write_plan.mesh),
         "size_bytes": conversion.source.size_bytes,
-        "copy_bytes": arrangement.copy_bytes,
+        "copy_bytes": write_plan.copy_bytes,
         "ranks": _per_rank(conversion),
         "read_bytes": sum(conversion.read_bytes_by_rank.values()),
         "written_bytes": sum(conversion.write_bytes_by_rank.values()),
@@ -305,8 +305,8 @@ def _as_json(
                 "cut": cut_text(tensor),
                 "size_bytes": tensor.size_bytes,
             }
-            for name, tensor in arrangement.tensors.items()
+            for name, tensor in write_plan.tensors.items()
         ],
-        "files": [file_json(file.stored) for file in arrangement.files],
+        "files": [file_json(file.stored) for file in write_plan.files],
         **matching_json(conversion),
     }

@@ -25,7 +25,7 @@ from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import saving_folder, spool_target
 from reshard.checkpoint.files.places.upload import Upload
-from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
+from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import RunError, UsageError
 from reshard.torch.storage.folder_save import make_files
@@ -77,7 +77,7 @@ class AddressSave:
     Args:
         target: the address.
         save_id: of the save.
-        arrangement: its files.
+        write_plan: its files.
         staging: where files wait on each host; the user's cache folder when None.
 
     Attributes:
@@ -91,13 +91,13 @@ class AddressSave:
         self,
         target: PlacePath,
         save_id: str,
-        arrangement: Arrangement,
+        write_plan: WritePlan,
         staging: str | os.PathLike[str] | None,
     ) -> None:
         self._target, self._save_id = target, save_id
         self._staging = None if staging is None else str(Path(staging).absolute())
-        self._all = arrangement.files
-        self._sent = as_sent(arrangement.files)
+        self._all = write_plan.files
+        self._sent = as_sent(write_plan.files)
         self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
         # What is no part of the old checkpoint stays, as in a folder.

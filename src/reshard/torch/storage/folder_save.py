@@ -24,8 +24,8 @@ from reshard.checkpoint.files.folders import (
 from reshard.checkpoint.files.modes import ALL_BITS, restrict_modes
 from reshard.checkpoint.files.places.spool import saving_folder
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.checkpoint.formats.opening import has_checkpoint
+from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.errors import RunError, UsageError
 from reshard.log import LOGGER
 from reshard.system import exchange_names
@@ -39,11 +39,11 @@ class FolderSave:
         files: those that the coordinator makes there, and finishes.
     """
 
-    def __init__(self, target: Path, arrangement: Arrangement, *, sync_files: bool) -> None:
+    def __init__(self, target: Path, write_plan: WritePlan, *, sync_files: bool) -> None:
         self._target, self._sync_files = target.absolute(), sync_files
         self.folder = saving_folder(self._target)
         self._replaced = self._target.with_name(f".{self._target.name}.reshard-replaced")
-        self.files = arrangement.files
+        self.files = write_plan.files
 
     def begin(self) -> None:
         """Make the files. Raises RunError.

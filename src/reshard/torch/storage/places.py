@@ -17,12 +17,12 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     PlannedTensor,
+    WritePlan,
 )
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
@@ -82,7 +82,7 @@ def list_values(plans: Sequence[SavePlan]) -> list[str]:
 def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
     """Raise UsageError for values that are no tensors, where the format has no place for them."""
     names = list_values(plans)
-    if names and Holding.ITEMS not in format.can_hold:
+    if names and Capability.ITEMS not in format.capabilities:
         raise UsageError(
             f"{first_text([*map(repr, names)], _SHOWN)} are no tensors, and {format.name} has "
             "no place for them in a save; leave them out of the state dict, or save with "
@@ -92,7 +92,7 @@ def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
 
 def arrange_save(
     format: CheckpointFormat, plans: Sequence[SavePlan], metadata: Mapping[str, str]
-) -> Arrangement:
+) -> WritePlan:
     """The files of a save, for the plans of all ranks.
 
     Raises:
@@ -123,17 +123,15 @@ def arrange_save(
                 boxes.setdefault(name, []).append((rank, box))
     planned = {}
     for name, (dtype, shape) in kinds.items():
-        if name not in boxes or Holding.SHARDS not in format.can_hold:
+        if name not in boxes or Capability.SHARDS not in format.capabilities:
             layout = Layout.whole(shape, [0], len(plans))
         else:
             layout = Layout.from_boxes(shape, boxes[name], len(plans))
         planned[name] = PlannedTensor(dtype, layout)
-    return format.arrange(NewCheckpoint(planned, metadata=metadata))
+    return format.plan_write(NewCheckpoint(planned, metadata=metadata))
 
 
-def find_places(
-    arrangement: Arrangement, plans: Sequence[SavePlan], folder: str
-) -> list[RankPlaces]:
+def find_places(write_plan: WritePlan, plans: Sequence[SavePlan], folder: str) -> list[RankPlaces]:
     """Where each rank's items go.
 
     Raises:
@@ -141,7 +139,7 @@ def find_places(
     """
     files = {
         file.stored.name: (file.stored.size_bytes, bool(file.checked_ranges))
-        for file in arrangement.files
+        for file in write_plan.files
     }
     found = []
     cells: dict[tuple[str, int], dict[Box, int]] = {}
@@ -151,9 +149,9 @@ def find_places(
             if item.type == WriteItemType.BYTE_IO or not find_box(item).elements:
                 places.append(None)
                 continue
-            tensor = arrangement.tensors[item.index.fqn]
+            tensor = write_plan.tensors[item.index.fqn]
             places.append(
-                _find_place(tensor, rank, find_box(item), files, arrangement.format, cells)
+                _find_place(tensor, rank, find_box(item), files, write_plan.format, cells)
             )
         found.append(RankPlaces(folder, rank, tuple(places)))
     return found

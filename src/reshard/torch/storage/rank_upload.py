@@ -27,7 +27,7 @@ from reshard.checkpoint.files.places.part_sender import PartSender
 from reshard.checkpoint.files.places.upload import SentFile, Upload
 from reshard.checkpoint.files.range_checksums import RangeChecksums
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.arrangement import NewFile
+from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.errors import RunError
 from reshard.torch.storage.folder_save import make_files
 

@@ -48,9 +48,9 @@ from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32, moved
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.formats.torch_dcp.files import SUFFIX
+from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
@@ -139,7 +139,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         self.save_id = str(uuid.uuid4())
         self.staging = staging
         self.is_coordinator = False
-        self._arrangement: Arrangement | None = None
+        self._write_plan: WritePlan | None = None
         self._save: FolderSave | AddressSave | None = None
 
     @property
@@ -208,11 +208,11 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             RunError: files that cannot be made, such as on a full disk; a store that refuses.
         """
         self._forget()
-        arrangement = arrange_save(self.format, plans, self.metadata)
+        write_plan = arrange_save(self.format, plans, self.metadata)
         if isinstance(self.path, PlacePath):
-            sent = AddressSave(self.path, self.save_id, arrangement, self.staging)
+            sent = AddressSave(self.path, self.save_id, write_plan, self.staging)
             self._save = sent
-            places = find_places(arrangement, plans, str(sent.folder))
+            places = find_places(write_plan, plans, str(sent.folder))
             hosts = [plan.storage_data for plan in plans]
             own = sent.begin(places, hosts, overwrite=self.overwrite)
             places = [
@@ -220,11 +220,11 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 for one, told in zip(places, own, strict=True)
             ]
         else:
-            kept = FolderSave(self.path, arrangement, sync_files=self.sync_files)
+            kept = FolderSave(self.path, write_plan, sync_files=self.sync_files)
             self._save = kept
             kept.begin()
-            places = find_places(arrangement, plans, str(kept.folder))
-        self._arrangement = arrangement
+            places = find_places(write_plan, plans, str(kept.folder))
+        self._write_plan = write_plan
         return [
             dataclasses.replace(plan, storage_data=one)
             for plan, one in zip(plans, places, strict=True)
@@ -234,7 +234,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         """Close what an earlier save began."""
         if isinstance(self._save, AddressSave):
             self._save.close()
-        self._arrangement = self._save = None
+        self._write_plan = self._save = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         """Write this rank's items.
@@ -343,8 +343,8 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         Raises:
             RunError: a file that cannot be written or renamed.
         """
-        arrangement, save = self._arrangement, self._save
-        if arrangement is None or save is None:
+        write_plan, save = self._write_plan, self._save
+        if write_plan is None or save is None:
             raise UsageError("finish() before prepare_global_plan(); a save calls both")
         folder = save.folder
         written = {result.index: result.storage_data for rank in results for result in rank}
@@ -358,15 +358,15 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         for rank, found in enumerate(results):
             for result in found:
                 one: WrittenItem = result.storage_data
-                if result.index.fqn not in arrangement.tensors:
+                if result.index.fqn not in write_plan.tensors:
                     place = FileRange(one.file, one.start_bytes)
                     name = result.index.fqn
                     items[name] = StoredItem(name, place, one.size_bytes, rank)
                     extra[one.file] = rank
                     if one.content is not None:
                         contents[one.file] = contents.get(one.file, b"") + one.content
-        arrangement = dataclasses.replace(
-            arrangement, items=items, paths=as_paths(metadata.planner_data)
+        write_plan = dataclasses.replace(
+            write_plan, items=items, paths=as_paths(metadata.planner_data)
         )
         # 2. The ends of files, and files that the format adds.
         with refusals_explained("finish a new checkpoint", folder):
@@ -380,21 +380,21 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                         target.write(memoryview(bytearray(content)), start)
                     if self.sync_files:
                         target.sync()
-            for name, final in self.format.final_files(arrangement):
+            for name, final in self.format.final_files(write_plan):
                 self._write_file(folder / name, final)
             # 3. The manifest last.
-            files = [file.stored for file in arrangement.files]
+            files = [file.stored for file in write_plan.files]
             for name, rank in extra.items():
                 files.append(StoredFile(name, (folder / name).stat().st_size, rank))
             digests = {
                 index.fqn: one.digest for index, one in written.items() if one.digest is not None
             }
             manifest = manifest_of(
-                arrangement.format,
+                write_plan.format,
                 self.save_id,
                 None,
                 tuple(files),
-                arrangement.tensors,
+                write_plan.tensors,
                 digests,
                 (),
                 {},

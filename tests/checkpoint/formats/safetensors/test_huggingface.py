@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from reshard import checkpoint
 from reshard.binding import FileRange
-from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.safetensors.header import parse_header
 from reshard.checkpoint.formats.safetensors.huggingface import (
     FORMAT,
@@ -21,6 +20,7 @@ from reshard.checkpoint.formats.safetensors.huggingface import (
     read_indexed,
     read_single,
 )
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor
 from reshard.dtypes import dtype
 from reshard.layout import Layout
 
@@ -123,8 +123,8 @@ def test_the_text_of_an_index() -> None:
         "b": PlannedTensor(dtype("float32"), Layout.whole((2,), [0], 1)),
         "a": PlannedTensor(dtype("uint8"), Layout.whole((3,), [0], 1)),
     }
-    arrangement = FORMAT.arrange(NewCheckpoint(tensors, most_file_bytes=8))
-    ((name, text),) = FORMAT.final_files(arrangement)
+    write_plan = FORMAT.plan_write(NewCheckpoint(tensors, most_file_bytes=8))
+    ((name, text),) = FORMAT.final_files(write_plan)
     assert name == "model.safetensors.index.json"
     content = json.loads(text)
     assert content == {

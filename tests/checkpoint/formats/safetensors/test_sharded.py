@@ -21,8 +21,8 @@ from checkpoint.checkpoint_files import (
     write_file,
 )
 from reshard import checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_file_name
+from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.errors import CheckpointError, CoverageError, UsageError
 from reshard.layout import Box
 from reshard.testing.strategies import partitions_into_boxes, shapes
@@ -241,8 +241,8 @@ RULES: dict[str, dict[str, list[str]]] = {"full": {}, "2": {}, "tp=2": {"rules":
 
 
 def test_files_for_storage_and_those_of_other_programs_hold_each_part_once(model: Path) -> None:
-    def plan(**arguments: Any) -> Arrangement:
-        return checkpoint.plan_conversion(model, "new", **arguments).arrangement
+    def plan(**arguments: Any) -> WritePlan:
+        return checkpoint.plan_conversion(model, "new", **arguments).write_plan
 
     rules = ["w=tp, -", "*=..."]
     assert plan(to="tp=4", rules=rules).copy_bytes == 3 * (3 * 24)

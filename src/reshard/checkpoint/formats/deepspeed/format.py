@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -21,10 +20,11 @@ from reshard.checkpoint.formats.deepspeed.files import (
     is_save,
 )
 from reshard.checkpoint.formats.format import (
+    Capability,
     CheckpointFormat,
-    Holding,
     check_against_manifest,
 )
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 from reshard.dtypes import DType
 from reshard.errors import ReshardError, UsageError
@@ -73,9 +73,9 @@ class DeepSpeedFormat(CheckpointFormat):
         checked = check_against_manifest(dataclasses.replace(found, tensors=known), manifest)
         return dataclasses.replace(checked, tensors={**found.tensors, **checked.tensors})
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The file that names the save."""
-        tag = arrangement.files[0].stored.name.partition("/")[0]
+        tag = write_plan.files[0].stored.name.partition("/")[0]
         yield self.pointer, tag.encode()
 
     def is_own_value(self, name: str, value: Any) -> bool:
@@ -102,7 +102,7 @@ class CutByRanks(DeepSpeedFormat):
     """ZeRO of a stage, which cuts over data-parallel ranks by itself."""
 
     stage: ClassVar[int]
-    can_hold = frozenset({Holding.SHARDS, Holding.WHOLE, Holding.VALUES})
+    capabilities = frozenset({Capability.SHARDS, Capability.WHOLE, Capability.VALUES})
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the save that `latest` names, or that of the folder."""
@@ -110,7 +110,7 @@ class CutByRanks(DeepSpeedFormat):
 
         return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
 
-    def place(
+    def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
         """Flat pieces of parameters and their state; what else there is, where its files are.
@@ -144,7 +144,7 @@ class CutByRanks(DeepSpeedFormat):
         plan = plan_partitions(parts, self.stage, shared, values, low)
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Files of weights, and a file of each rank's partitions."""
         from reshard.checkpoint.formats.deepspeed.arrangements.zero import ZeroArranger
 

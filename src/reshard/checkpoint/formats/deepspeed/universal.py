@@ -23,7 +23,6 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.files.folders import is_attribute_file
 from reshard.checkpoint.files.places.place_path import read_each, walk_folder
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST_UNIVERSAL,
     UNIVERSAL_FOLDER,
@@ -43,7 +42,7 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
-from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
@@ -54,6 +53,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -67,7 +67,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
     name = "deepspeed-universal"
     evidence = "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes"
 
-    can_hold = frozenset({Holding.WHOLE, Holding.VALUES})
+    capabilities = frozenset({Capability.WHOLE, Capability.VALUES})
     pointer = LATEST_UNIVERSAL
 
     def is_own(self, saved: SavedFiles) -> bool:
@@ -78,7 +78,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
         """Describe the checkpoint that `latest_universal` names, or that of the folder."""
         return _UniversalReader(path, find_files(find_tag_folder(path)), self.name).read()
 
-    def place(
+    def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
         """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
@@ -93,7 +93,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
             for name, shape in shapes.items()
         }
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Files of every parameter's state."""
         from reshard.checkpoint.formats.deepspeed.arrangements.universal import UniversalArranger
 

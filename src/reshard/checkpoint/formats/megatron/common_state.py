@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     flatten_state,
@@ -47,6 +46,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor
 from reshard.dtypes import dtype
 from reshard.text.quantities import count_text
 

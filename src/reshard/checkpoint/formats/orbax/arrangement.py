@@ -24,15 +24,6 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    PlannedTensor,
-    are_boxes,
-    check_values,
-    find_storing_ranks,
-)
 from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
@@ -58,6 +49,15 @@ from reshard.checkpoint.formats.orbax.zarr_metadata import (
     is_narrow,
     name_type,
 )
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+    WritePlan,
+    are_boxes,
+    check_values,
+    find_storing_ranks,
+)
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.runs import OWNED, PAD, RunTable
@@ -80,7 +80,7 @@ class _Grid:
     is_own: bool
 
 
-def arrange_chunks(new: NewCheckpoint) -> Arrangement:
+def arrange_chunks(new: NewCheckpoint) -> WritePlan:
     """Chunks in one file a rank.
 
     Raises:
@@ -117,7 +117,7 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
     files = [
         NewFile(StoredFile(name_data_file(slot), end, slot)) for slot, end in sorted(ends.items())
     ]
-    return Arrangement(
+    return WritePlan(
         FORMAT_NAME,
         new.mesh,
         stored,
@@ -258,17 +258,17 @@ def _make_table(length: int, step: int) -> RunTable:
     return RunTable(length, -(-length // step), rows)
 
 
-def list_final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """What is written when all chunks are: the database, the tree, its text and its shardings."""
     pairs: list[tuple[bytes, bytes | DataPlace]] = []
     leaves: list[tuple[Leaf, tuple[int, ...] | None]] = []
-    is_cut = arrangement.mesh is not None
-    narrow = arrangement.attributes.get(NARROW_TYPES)
+    is_cut = write_plan.mesh is not None
+    narrow = write_plan.attributes.get(NARROW_TYPES)
     narrow = narrow if isinstance(narrow, Mapping) else {}
-    for name, tensor in arrangement.tensors.items():
+    for name, tensor in write_plan.tensors.items():
         # JAX has no elements of 64 bits, unless it is asked to: as its arrays they would be cast.
         is_array = is_cut and tensor.dtype.name not in _WIDE_TYPES
-        leaf = Leaf(arrangement.paths[name], ARRAY if is_array else NUMPY)
+        leaf = Leaf(write_plan.paths[name], ARRAY if is_array else NUMPY)
         layout = tensor.layout
         chunk = tuple(layout.cell_shape[0].tolist())
         size = math.prod(chunk) * tensor.dtype.itemsize_bytes
@@ -284,8 +284,8 @@ def list_final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
                 data = DataPlace("", place.path, place.start_bytes, size)
                 pairs.append((f"{leaf.name}/{at}".encode(), data))
     strings: dict[str, str] = {}
-    for name, value in arrangement.values.items():
-        for path, one in flatten(arrangement.paths[name], value):
+    for name, value in write_plan.values.items():
+        for path, one in flatten(write_plan.paths[name], value):
             leaf = Leaf(path, kind_of(one) or "None")
             leaves.append((leaf, None))
             if leaf.kind == STRING:
@@ -296,27 +296,27 @@ def list_final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
                 pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), described))
                 pairs.append((f"{leaf.name}/0".encode(), scalar.tobytes()))
     identity = hashlib.blake2b(
-        repr([(name, t.layout.fingerprint) for name, t in arrangement.tensors.items()]).encode(),
+        repr([(name, t.layout.fingerprint) for name, t in write_plan.tensors.items()]).encode(),
         digest_size=16,
     )
     if pairs:
         yield from encode_database(sorted(pairs), f"d/{identity.hexdigest()}", identity.digest())
     custom = {
         key: value
-        for key, value in arrangement.attributes.items()
+        for key, value in write_plan.attributes.items()
         if key not in (RANDOM_KEYS, NARROW_TYPES)
     }
     yield METADATA_NAME, tree_bytes(leaves, _as_json(custom) or None)
     if strings:
         yield STRINGS_NAME, strings_bytes(strings)
     specs = {
-        ".".join(map(str, arrangement.paths[name])): tensor.spec
-        for name, tensor in arrangement.tensors.items()
+        ".".join(map(str, write_plan.paths[name])): tensor.spec
+        for name, tensor in write_plan.tensors.items()
     }
-    yield SHARDING_NAME, sharding_bytes(arrangement.mesh, specs)
-    keys = arrangement.attributes.get(RANDOM_KEYS)
+    yield SHARDING_NAME, sharding_bytes(write_plan.mesh, specs)
+    keys = write_plan.attributes.get(RANDOM_KEYS)
     if isinstance(keys, Mapping) and keys:
-        yield "array_metadatas/process_0", _describe_keys(arrangement, keys)
+        yield "array_metadatas/process_0", _describe_keys(write_plan, keys)
 
 
 def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
@@ -340,12 +340,12 @@ def _as_json(value: Any) -> Any:
         ) from None
 
 
-def _describe_keys(arrangement: Arrangement, keys: Mapping[str, Any]) -> bytes:
+def _describe_keys(write_plan: WritePlan, keys: Mapping[str, Any]) -> bytes:
     """What Orbax says of arrays beside Zarr: which are keys of random numbers."""
     entries = []
-    for name, tensor in arrangement.tensors.items():
+    for name, tensor in write_plan.tensors.items():
         chunk = tensor.layout.cell_shape[0].tolist()
-        leaf = ".".join(map(str, arrangement.paths[name]))
+        leaf = ".".join(map(str, write_plan.paths[name]))
         kind = {"random_key_impl": keys[name]} if name in keys else None
         one = {
             "param_name": leaf,

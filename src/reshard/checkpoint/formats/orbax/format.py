@@ -9,14 +9,14 @@ from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.places.place_path import walk_folder
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import (
+    Capability,
     CheckpointFormat,
-    Holding,
     check_against_manifest,
 )
 from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME, find_tree
 from reshard.checkpoint.formats.orbax.zarr_metadata import ZARR2_NAME, ZARR3_NAME
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import CheckpointError
 
@@ -32,7 +32,9 @@ class OrbaxFormat(CheckpointFormat):
     name = FORMAT_NAME
     training = "optax"
     evidence = "`_METADATA` of Orbax, or numbered steps with such folders"
-    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES, Holding.ATTRIBUTES})
+    capabilities = frozenset(
+        {Capability.WHOLE, Capability.SHARDS, Capability.VALUES, Capability.ATTRIBUTES}
+    )
 
     def detect(self, path: Path) -> bool:
         """Whether there is a tree in the folder, in an item of it, or in a step."""
@@ -83,17 +85,17 @@ class OrbaxFormat(CheckpointFormat):
             found += [name for name in relative if is_array or _OWN.fullmatch(name)]
         return tuple(found)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Chunks in one file a rank."""
         from reshard.checkpoint.formats.orbax.arrangement import arrange_chunks
 
         return arrange_chunks(new)
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The tree, its shardings, and the database that says where the chunks are."""
         from reshard.checkpoint.formats.orbax.arrangement import list_final_files
 
-        return list_final_files(arrangement)
+        return list_final_files(write_plan)
 
 
 FORMAT = OrbaxFormat()

@@ -20,12 +20,6 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    PlannedTensor,
-    check_values,
-)
 from reshard.checkpoint.formats.rank_files.file_names import (
     EXTRA,
     MODEL,
@@ -45,6 +39,12 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     split_state_name,
 )
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    PlannedTensor,
+    WritePlan,
+    check_values,
+)
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, RecipeError, UsageError
 from reshard.mesh import DeviceMesh
@@ -61,7 +61,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 _LAYOUT = "torch.distributed._mesh_layout"
 
 
-def arrange_rank_files(format_name: str, new: NewCheckpoint) -> Arrangement:
+def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
     """The files of all ranks, and where in them each part goes.
 
     Raises:
@@ -103,7 +103,7 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> Arrangement:
             f"{len(kept_whole)} tensors are states of single ranks, which have them whole, "
             f"whatever rules say (first: {kept_whole[0]})",
         )
-    return Arrangement(format_name, mesh, stored, tuple(files), notes, values=new.values)
+    return WritePlan(format_name, mesh, stored, tuple(files), notes, values=new.values)
 
 
 def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.rank_files.file_names import (
     FORMAT_NAME,
     MODEL,
     OPTIMIZER,
     find_rank_files,
 )
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
 
 
 class RankFilesFormat(CheckpointFormat):
@@ -25,8 +25,8 @@ class RankFilesFormat(CheckpointFormat):
     name = FORMAT_NAME
     evidence = "files of ranks, such as `model_world_size_8_rank_3.pt` or `rank3.safetensors`"
 
-    can_hold = frozenset({Holding.SHARDS, Holding.VALUES})
-    takes_cut = True
+    capabilities = frozenset({Capability.SHARDS, Capability.VALUES})
+    takes_source_sharding = True
 
     def detect(self, path: Path) -> bool:
         """Whether a folder has files of ranks with a model or an optimizer."""
@@ -40,13 +40,13 @@ class RankFilesFormat(CheckpointFormat):
 
         return read_rank_files(path)
 
-    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+    def open_sharded(self, path: Path, cut: SourceSharding) -> Checkpoint:
         """Open files whose tensors are cut as the user specifies, where the files do not."""
         from reshard.checkpoint.formats.rank_files.reader import read_rank_files
 
         return read_rank_files(path, cut)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """A file of DTensors for each rank."""
         from reshard.checkpoint.formats.rank_files.arrangement import arrange_rank_files
 

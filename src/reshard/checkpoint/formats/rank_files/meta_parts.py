@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.formats.rank_files.joining import Parts
-from reshard.checkpoint.formats.source_cut import SourceCut
+from reshard.checkpoint.formats.source_sharding import SourceSharding
 from reshard.errors import UsageError
 
 PARAMETERS = "params.json"
@@ -28,7 +28,7 @@ _RULES = (
 )
 
 
-def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> SourceCut | None:
+def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> SourceSharding | None:
     """Return how files of Meta's Llama shard its tensors; None for files of others.
 
     Raises:
@@ -55,7 +55,7 @@ def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> Sourc
     _, first = next(iter(parts[_EMBEDDING].values()))
     is_by_columns = first.shape[-1] != given.get("dim")
     embedding = f"{_EMBEDDING}={'-, mp' if is_by_columns else 'mp, -'}"
-    return SourceCut.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
+    return SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
 
 
 def _read_parameters(folder: Path) -> Mapping[str, Any] | None:

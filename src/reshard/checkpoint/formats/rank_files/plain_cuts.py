@@ -2,7 +2,7 @@
 
 Files of ranks with plain tensors do not say how they are cut. A mesh and rules do
 (`--source-mesh tp=2 --source-rule '*.weight=tp, -'`), or a recipe. Shapes of whole tensors follow
-(`formats.source_cut`). What an optimizer keeps of a parameter is cut as the parameter is.
+(`formats.source_sharding`). What an optimizer keeps of a parameter is cut as the parameter is.
 
 Where some tensors are DTensors, rules are for those whose own description lacks an axis: plain
 tensors that several ranks have, and DTensors on several meshes, each a part of the ranks
@@ -18,9 +18,9 @@ from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.rank_files.joining import Parts, bind_sharding
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart
 from reshard.checkpoint.formats.rank_files.rank_states import list_parameters
-from reshard.checkpoint.formats.source_cut import (
+from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
-    SourceCut,
+    SourceSharding,
     describe_no_lacking,
     find_layouts,
     find_missing_axes,
@@ -64,7 +64,7 @@ def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:
 
 
 def cut_lacking_parts(
-    folder: Path, parts: Mapping[str, Parts], cut: SourceCut, ranks: int
+    folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
 ) -> tuple[dict[str, StoredTensor], DeviceMesh]:
     """Return the tensors whose own description lacks an axis, cut by a mesh and rules.
 
@@ -108,7 +108,7 @@ def cut_lacking_parts(
 
 
 def cut_plain_parts(
-    folder: Path, parts: Mapping[str, Parts], cut: SourceCut, ranks: int
+    folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
 ) -> dict[str, StoredTensor]:
     """The tensors that plain parts of ranks are, by a mesh and rules.
 
@@ -174,6 +174,8 @@ def _are_alike(state: Parts, parameter: Parts) -> bool:
     )
 
 
-def _follow(sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceCut) -> ShardingSpec:
+def _follow(
+    sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceSharding
+) -> ShardingSpec:
     """The sharding of what an optimizer keeps of a parameter: the same, or none for scalars."""
     return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])

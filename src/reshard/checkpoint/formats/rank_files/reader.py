@@ -22,7 +22,7 @@ from reshard.checkpoint.formats.rank_files.rank_states import (
     list_parameters,
     read_states,
 )
-from reshard.checkpoint.formats.source_cut import SourceCut, describe_numbering
+from reshard.checkpoint.formats.source_sharding import SourceSharding, describe_numbering
 from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
@@ -32,7 +32,7 @@ from reshard.errors import FormatError, UsageError
 _FLAT = ("_flat_param", "flat_param")
 
 
-def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
+def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
     """The checkpoint that the files of ranks in a folder are.
 
     Args:

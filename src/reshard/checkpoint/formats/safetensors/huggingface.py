@@ -21,14 +21,7 @@ import numpy as np
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.files.places.place_path import read_each
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    find_kinds,
-    group_by_bytes,
-    group_by_file,
-)
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
@@ -51,6 +44,13 @@ from reshard.checkpoint.formats.safetensors.new_header import (
     place_rows,
 )
 from reshard.checkpoint.formats.safetensors.values import HeaderKind
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    WritePlan,
+    find_kinds,
+    group_by_bytes,
+    group_by_file,
+)
 from reshard.checkpoint.manifest import Manifest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
@@ -67,7 +67,7 @@ class HuggingFaceFormat(CheckpointFormat):
     name = "safetensors"
     evidence = f"`{SINGLE_FILE}`, or `{INDEX_NAME}`"
     suffixes = (SUFFIX, INDEX_NAME)
-    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
+    capabilities = frozenset({Capability.WHOLE, Capability.METADATA, Capability.FILE_LIMIT})
     single_suffixes = (SUFFIX,)
     own_metadata = OWN_METADATA
 
@@ -105,7 +105,7 @@ class HuggingFaceFormat(CheckpointFormat):
         """The index."""
         return (INDEX_NAME,)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Whole tensors in one file, or in files up to a limit."""
         metadata = {"format": "pt", **drop_convention(new.metadata)}
         kinds, kind = find_kinds(new.tensors)
@@ -117,12 +117,12 @@ class HuggingFaceFormat(CheckpointFormat):
             headers = dict.fromkeys([new.file_name], *headers.values())
         files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
         shards = [(0, name, header.rows, header.starts) for name, header in headers.items()]
-        return Arrangement(self.name, None, bind_shards(names, kinds, kind, shards), files)
+        return WritePlan(self.name, None, bind_shards(names, kinds, kind, shards), files)
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The index, where there are several files."""
-        if len(arrangement.files) > 1:
-            yield INDEX_NAME, index_text(arrangement.tensors.values()).encode()
+        if len(write_plan.files) > 1:
+            yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 
 
 FORMAT = HuggingFaceFormat()

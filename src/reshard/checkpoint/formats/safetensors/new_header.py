@@ -22,7 +22,6 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 import numpy as np
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.arrangement import NewFile
 from reshard.checkpoint.formats.safetensors.header_text import write_entries
 from reshard.checkpoint.formats.safetensors.values import (
     LARGEST_OFFSET,
@@ -34,6 +33,7 @@ from reshard.checkpoint.formats.safetensors.values import (
     shown,
     tensor_size_bytes,
 )
+from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.errors import FormatError, UsageError
 from reshard.runs import IntArray
 

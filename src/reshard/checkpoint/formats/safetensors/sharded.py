@@ -28,17 +28,7 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.files.places.place_path import read_each
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    are_boxes,
-    check_values,
-    count_copy_bytes,
-    find_kinds,
-    find_storing_ranks,
-    first_indices,
-)
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import (
     FILES_KEY,
     OWN_METADATA,
@@ -60,6 +50,16 @@ from reshard.checkpoint.formats.safetensors.new_header import (
     place_rows,
 )
 from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET, HeaderTensors
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    WritePlan,
+    are_boxes,
+    check_values,
+    count_copy_bytes,
+    find_kinds,
+    find_storing_ranks,
+    first_indices,
+)
 from reshard.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -80,7 +80,7 @@ class ShardedFormat(CheckpointFormat):
     name = "sharded-safetensors"
     evidence = f"shard files ending in `{SUFFIX}`"
     suffixes = (SUFFIX,)
-    can_hold = frozenset({Holding.SHARDS, Holding.METADATA, Holding.REPLICAS})
+    capabilities = frozenset({Capability.SHARDS, Capability.METADATA, Capability.REPLICAS})
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:
@@ -119,7 +119,7 @@ class ShardedFormat(CheckpointFormat):
         """The checkpoint in the layouts of the manifest."""
         return read_with_manifest(folder, manifest)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Shards in one file a rank.
 
         A rank's shards go into its file page-sized ones first, so that they begin on pages.
@@ -191,7 +191,7 @@ class ShardedFormat(CheckpointFormat):
                 "reshard can",
             )
         copy_bytes = count_copy_bytes(tensors) if new.replicas == "every" else 0
-        return Arrangement(
+        return WritePlan(
             self.name, new.mesh, stored_tensors, tuple(files), notes, copy_bytes=copy_bytes
         )
 

@@ -17,15 +17,6 @@ from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    PlannedTensor,
-    are_boxes,
-    check_values,
-    find_storing_ranks,
-)
 from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
@@ -35,6 +26,15 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     metadata_pickle,
 )
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+    WritePlan,
+    are_boxes,
+    check_values,
+    find_storing_ranks,
+)
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
 
@@ -78,7 +78,7 @@ class StackedPlace(NamedTuple):
 
 def arrange_chunks(
     new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = None
-) -> Arrangement:
+) -> WritePlan:
     """Chunks in one file a rank, and what is no tensor in the first.
 
     `places` says which tensors are stored in others, by name, for formats that stack layers.
@@ -122,7 +122,7 @@ def arrange_chunks(
         binding = Binding(layout, addresses[name], {})
         spec = tensors[name].spec if layout is tensors[name].layout else None
         stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
-    return Arrangement(
+    return WritePlan(
         FORMAT_NAME,
         new.mesh,
         stored,
@@ -134,15 +134,15 @@ def arrange_chunks(
 
 
 def metadata_bytes(
-    arrangement: Arrangement,
+    write_plan: WritePlan,
     places: Mapping[str, StackedPlace] | None = None,
     objects: Mapping[str, StoredBytes] | None = None,
 ) -> bytes:
-    """The `.metadata` of an arrangement, with `places` as in `arrange_chunks`.
+    """The `.metadata` of a write plan, with `places` as in `arrange_chunks`.
 
     `objects` are further bytes that are no tensors.
     """
-    tensors: Mapping[str, DcpTensor] = _ChunkedTensors(arrangement)
+    tensors: Mapping[str, DcpTensor] = _ChunkedTensors(write_plan)
     if places:
         joined: dict[str, DcpTensor] = {}
         for name, tensor in tensors.items():
@@ -154,12 +154,12 @@ def metadata_bytes(
         tensors = joined
     items = {
         name: StoredBytes(item.place.path, item.place.start_bytes, item.size_bytes, item.transforms)
-        for name, item in arrangement.items.items()
+        for name, item in write_plan.items.items()
     }
     items |= objects or {}
     # A name without a known place stood at the top of the state dict, as PyTorch would say.
-    paths = {name: arrangement.paths.get(name, (name,)) for name in (*tensors, *items)}
-    return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=arrangement.attributes))
+    paths = {name: write_plan.paths.get(name, (name,)) for name in (*tensors, *items)}
+    return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=write_plan.attributes))
 
 
 def _ones(place: StackedPlace | None) -> tuple[int, ...]:
@@ -174,13 +174,13 @@ def _put_into(box: Box, place: StackedPlace) -> Box:
 
 
 class _ChunkedTensors(Mapping[str, DcpTensor]):
-    """The tensors of an arrangement with their chunks, each made when it is asked for."""
+    """The tensors of a write plan with their chunks, each made when it is asked for."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        self._tensors = arrangement.tensors
+    def __init__(self, write_plan: WritePlan) -> None:
+        self._tensors = write_plan.tensors
         self._archives = {
             file.stored.name: file.archives
-            for file in arrangement.files
+            for file in write_plan.files
             if isinstance(file, ArchiveFile)
         }
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.formats.source_cut import SourceCut
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
 
 
 class TorchDcpFormat(CheckpointFormat):
@@ -23,12 +23,18 @@ class TorchDcpFormat(CheckpointFormat):
     name = FORMAT_NAME
     evidence = f"`{METADATA_NAME}` of PyTorch"
     suffixes = (SUFFIX,)
-    can_hold = frozenset(
-        {Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.VALUES, Holding.ATTRIBUTES}
+    capabilities = frozenset(
+        {
+            Capability.WHOLE,
+            Capability.SHARDS,
+            Capability.ITEMS,
+            Capability.VALUES,
+            Capability.ATTRIBUTES,
+        }
     )
     # Megatron's `common.pt` beside the archives is part of its checkpoints.
     carries_weights = True
-    takes_cut = True
+    takes_source_sharding = True
 
     def detect(self, path: Path) -> bool:
         """Whether the metadata are there, or `path` is one of them."""
@@ -42,7 +48,7 @@ class TorchDcpFormat(CheckpointFormat):
 
         return read(path if path.is_dir() else path.parent)
 
-    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+    def open_sharded(self, path: Path, cut: SourceSharding) -> Checkpoint:
         """Open a save without collectives whose metadata lack an axis that `cut` has."""
         from reshard.checkpoint.formats.torch_dcp.reader import read
 
@@ -68,19 +74,19 @@ class TorchDcpFormat(CheckpointFormat):
         has_metadata = (checkpoint.folder / METADATA_NAME).exists()
         return () if has_metadata else rank_metadata_names(checkpoint.folder)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Chunks in one file a rank, and what is no tensor in the first."""
         from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_chunks
         from reshard.checkpoint.formats.torch_dcp.new_values import add_values
 
         return add_values(arrange_chunks(new), new.values, new.paths)
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """`.metadata`, which says where everything is."""
         from reshard.checkpoint.formats.torch_dcp.arrangement import metadata_bytes
         from reshard.checkpoint.formats.torch_dcp.new_values import with_value_items
 
-        yield METADATA_NAME, metadata_bytes(with_value_items(arrangement))
+        yield METADATA_NAME, metadata_bytes(with_value_items(write_plan))
 
 
 FORMAT = TorchDcpFormat()

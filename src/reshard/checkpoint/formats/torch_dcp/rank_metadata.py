@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint.formats.source_cut import (
+from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
-    SourceCut,
+    SourceSharding,
     describe_no_lacking,
     find_missing_axes,
     select_by_rules,
@@ -134,7 +134,7 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
 
 
 def cut_lacking_tensors(
-    folder: Path, tensors: Mapping[str, DcpTensor], cut: SourceCut, ranks: int
+    folder: Path, tensors: Mapping[str, DcpTensor], cut: SourceSharding, ranks: int
 ) -> tuple[dict[str, DcpTensor], DeviceMesh]:
     """Return tensors of which ranks have the same boxes, cut by a mesh and rules instead.
 

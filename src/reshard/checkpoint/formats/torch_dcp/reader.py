@@ -30,8 +30,8 @@ from reshard.checkpoint.contents import (
     StoredTensor,
 )
 from reshard.checkpoint.files.descriptors import read_up_to
-from reshard.checkpoint.formats.source_cut import (
-    SourceCut,
+from reshard.checkpoint.formats.source_sharding import (
+    SourceSharding,
     describe_no_lacking,
     describe_numbering,
     select_by_rules,
@@ -60,7 +60,7 @@ LARGEST_METADATA_BYTES = 1 << 30
 LARGEST_COMPARED_BYTES = 1 << 20
 
 
-def read(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
+def read(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
     """Describe the checkpoint in a folder with `.metadata`, from its files alone.
 
     With `cut`, a save without collectives whose metadata lack an axis is cut by it.
@@ -132,7 +132,7 @@ def read(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
 
 
 def _cut_tensors(
-    folder: Path, metadata: DcpMetadata, cut: SourceCut, ranks: int
+    folder: Path, metadata: DcpMetadata, cut: SourceSharding, ranks: int
 ) -> tuple[DcpMetadata, DeviceMesh]:
     """Return the metadata with tensors whose descriptions lack an axis cut by a user's rules.
 

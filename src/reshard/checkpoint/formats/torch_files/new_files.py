@@ -21,7 +21,6 @@ from typing import Any
 from reshard.binding import View
 from reshard.checkpoint.blocks.strided_spans import extent
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.arrangement import NewFile
 from reshard.checkpoint.formats.torch_files.archive_writing import expect_writable, tensor_call
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
@@ -32,6 +31,7 @@ from reshard.checkpoint.formats.torch_files.zip_writing import (
     local_header,
     padded_extra,
 )
+from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 

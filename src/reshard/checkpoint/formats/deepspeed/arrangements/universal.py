@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.arrangements.new_states import VERSION, stage_member
 from reshard.checkpoint.formats.deepspeed.arrangements.zero import Arranger
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, state_name
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 
 MASTER_FILE = "fp32"
 PARAMETER = "param"
@@ -29,7 +29,7 @@ class UniversalArranger(Arranger):
         self.parts.expect_no_experts("universal checkpoints")
         self.tag = f"{self.tag}_universal"
 
-    def arrange(self, format_name: str) -> Arrangement:
+    def arrange(self, format_name: str) -> WritePlan:
         """The files of weights, of each parameter, and of the optimizer."""
         self._write_weights()
         for name, keys in self.parts.states.items():

@@ -14,7 +14,6 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import (
     FlatPlan,
     is_flat,
@@ -50,6 +49,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     split_state_name,
     state_name,
 )
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, WritePlan
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
@@ -121,7 +121,7 @@ class FileSet:
         mesh: DeviceMesh | None,
         values: Mapping[str, Any],
         notes: Iterable[str],
-    ) -> Arrangement:
+    ) -> WritePlan:
         """All files, with the tensors bound to them, and the values that are in them."""
         stored = {}
         for name, slots in self._places.items():
@@ -135,7 +135,7 @@ class FileSet:
                 addresses[slot] = FileRange(file, start)
             binding = Binding(planned.layout, addresses, {})
             stored[name] = StoredTensor(name, planned.dtype, binding)
-        return Arrangement(
+        return WritePlan(
             format_name,
             mesh,
             stored,
@@ -188,7 +188,7 @@ class ZeroArranger(Arranger):
         self.plan = plan_partitions(self.parts, stage, self.shared, self.values, self.low)
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
-    def arrange(self, format_name: str) -> Arrangement:
+    def arrange(self, format_name: str) -> WritePlan:
         """The files of weights and of partitions."""
         for rank in range(self.ranks if self.stage == 3 else 1):
             self._write_weights(rank)

@@ -20,13 +20,6 @@ from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    PlannedTensor,
-    check_values,
-)
 from reshard.checkpoint.formats.megatron.buckets import plan_buffer
 from reshard.checkpoint.formats.megatron.common_state import (
     DEFAULTS,
@@ -62,6 +55,13 @@ from reshard.checkpoint.formats.megatron.module_order import order_key
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+    WritePlan,
+    check_values,
+)
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError
 from reshard.layout import Layout
@@ -94,7 +94,7 @@ class _PartPlace(NamedTuple):
 _Own = tuple[_ChunkParts, str]
 
 
-def arrange(new: NewCheckpoint) -> Arrangement:
+def arrange(new: NewCheckpoint) -> WritePlan:
     """A folder for each model-parallel place, with its rank's files.
 
     Raises:
@@ -142,7 +142,7 @@ class _Arranger:
         found = self.values.get("iteration", 0)
         return found if type(found) is int and 0 <= found < 10**7 else 0
 
-    def arrange(self) -> Arrangement:
+    def arrange(self) -> WritePlan:
         """All files, and where in them each tensor is."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
@@ -159,7 +159,7 @@ class _Arranger:
             )
             for name, tensor in self.new.tensors.items()
         }
-        return Arrangement(
+        return WritePlan(
             FORMAT_NAME,
             self.new.mesh,
             tensors,
@@ -386,9 +386,9 @@ class _Arranger:
         return found
 
 
-def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """The file that names the last step."""
-    found = arrangement.values.get("iteration", 0)
+    found = write_plan.values.get("iteration", 0)
     yield TRACKER_NAME, str(found if type(found) is int else 0).encode()
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import (
+    Capability,
     CheckpointFormat,
-    Holding,
     check_against_manifest,
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, find_iteration
@@ -20,6 +19,7 @@ from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     OPTIMIZER_NAME,
     list_rank_folders,
 )
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -50,9 +50,9 @@ class MegatronLegacyFormat(CheckpointFormat):
 
         return read(find_iteration(path) or path)
 
-    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES})
+    capabilities = frozenset({Capability.WHOLE, Capability.SHARDS, Capability.VALUES})
 
-    def place(
+    def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout]:
         """The parts that Megatron's ranks have: a mesh of tp, pp and ep."""
@@ -66,17 +66,17 @@ class MegatronLegacyFormat(CheckpointFormat):
 
         return new_files.place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """A folder for each model-parallel rank."""
         from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
 
         return new_files.arrange(new)
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The file that names the last step."""
         from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
 
-        return new_files.final_files(arrangement)
+        return new_files.final_files(write_plan)
 
     def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
         """Name norms and experts as the reader does, by whichever layers they were written."""

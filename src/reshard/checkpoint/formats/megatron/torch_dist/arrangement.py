@@ -18,11 +18,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-)
 from reshard.checkpoint.formats.megatron.common_state import (
     COMMON_STEP,
     DEFAULTS,
@@ -60,12 +55,17 @@ from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    WritePlan,
+)
 
 OBJECTS_NAME = "__0_1.distcp"
 _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
 
 
-def arrange(new: NewCheckpoint) -> Arrangement:
+def arrange(new: NewCheckpoint) -> WritePlan:
     """Chunks in one file a rank, and extra states that the source lacks in one more.
 
     Raises:
@@ -90,12 +90,12 @@ def arrange(new: NewCheckpoint) -> Arrangement:
     )
 
 
-def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """`common.pt`, `metadata.json`, and `.metadata` last."""
-    places = _find_all_places(arrangement.tensors, arrangement.values)
-    _, objects = _extra_states(places, arrangement.items)
+    places = _find_all_places(write_plan.tensors, write_plan.values)
+    _, objects = _extra_states(places, write_plan.items)
     is_stacked = any(place.counts for place in places.values())
-    yield COMMON_NAME, saved_bytes(_common_state(arrangement, is_stacked))
+    yield COMMON_NAME, saved_bytes(_common_state(write_plan, is_stacked))
     config = {
         "sharded_backend": BACKEND,
         "sharded_backend_version": 1,
@@ -103,7 +103,7 @@ def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         "common_backend_version": 1,
     }
     yield CONFIG_NAME, json.dumps(config).encode()
-    yield METADATA_NAME, metadata_bytes(arrangement, places, objects)
+    yield METADATA_NAME, metadata_bytes(write_plan, places, objects)
 
 
 def _is_distributed(values: Mapping[str, Any]) -> bool:
@@ -161,18 +161,18 @@ def _extra_states(
     return content, objects
 
 
-def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
+def _common_state(write_plan: WritePlan, is_stacked: bool) -> dict[str, Any]:
     """The nested state of `common.pt`."""
     values = {
         name: value
-        for name, value in arrangement.values.items()
+        for name, value in write_plan.values.items()
         if not name.startswith("optimizer.")
     }
-    state = nest_values(with_parallelism(values, _axis_sizes(arrangement)), arrangement.paths)
+    state = nest_values(with_parallelism(values, _axis_sizes(write_plan)), write_plan.paths)
     state = {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
     is_distributed = _is_distributed(values)
-    if any(split_state_name(name) for name in arrangement.tensors):
-        state["optimizer"] = _optimizer_state(arrangement, is_distributed)
+    if any(split_state_name(name) for name in write_plan.tensors):
+        state["optimizer"] = _optimizer_state(write_plan, is_distributed)
     content: dict[str, Any] = {
         "singleton_local_shards": False,
         "non_homogeneous_layers": not is_stacked,
@@ -186,27 +186,27 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
     return state
 
 
-def _axis_sizes(arrangement: Arrangement) -> dict[str, int]:
-    mesh = arrangement.mesh
+def _axis_sizes(write_plan: WritePlan) -> dict[str, int]:
+    mesh = write_plan.mesh
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
 
 
-def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any, Any]:
+def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, Any]:
     """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
-    groups, step = groups_of(arrangement.values), step_of(arrangement.values)
+    groups, step = groups_of(write_plan.values), step_of(write_plan.values)
 
     def make(of_experts: bool) -> dict[str, Any]:
         own = split_groups(groups, step, of_experts=of_experts)
         inner: dict[str, Any] = {"param_groups": own}
-        if not is_distributed and COMMON_STEP in arrangement.values:
+        if not is_distributed and COMMON_STEP in write_plan.values:
             inner["state"] = {"common_step": step}
         found: dict[str, Any] = {"optimizer": inner}
-        found |= scaler_state(arrangement.values)
+        found |= scaler_state(write_plan.values)
         if is_distributed:
             found["param_state_sharding_type"] = "fully_reshardable"
         return found
 
-    has_experts = any(map(is_expert, arrangement.tensors))
-    if has_experts and _axis_sizes(arrangement).get("ep", 1) > 1:
+    has_experts = any(map(is_expert, write_plan.tensors))
+    if has_experts and _axis_sizes(write_plan).get("ep", 1) > 1:
         return {0: make(False), 1: make(True)}
     return make(False)

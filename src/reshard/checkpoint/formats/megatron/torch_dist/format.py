@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
 from reshard.checkpoint.formats.megatron.torch_dist.files import (
     COMMON_NAME,
@@ -17,6 +16,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.files import (
     backend_of,
 )
 from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME, SUFFIX
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 
 
@@ -27,8 +27,14 @@ class TorchDistFormat(CheckpointFormat):
     training = "megatron"
     evidence = f"`{CONFIG_NAME}` of Megatron beside `{METADATA_NAME}`"
     suffixes = (SUFFIX,)
-    can_hold = frozenset(
-        {Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.ATTRIBUTES, Holding.VALUES}
+    capabilities = frozenset(
+        {
+            Capability.WHOLE,
+            Capability.SHARDS,
+            Capability.ITEMS,
+            Capability.ATTRIBUTES,
+            Capability.VALUES,
+        }
     )
 
     def detect(self, path: Path) -> bool:
@@ -67,17 +73,17 @@ class TorchDistFormat(CheckpointFormat):
         """The states beside the tensors."""
         return (COMMON_NAME, CONFIG_NAME)
 
-    def arrange(self, new: NewCheckpoint) -> Arrangement:
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Chunks in one file a rank."""
         from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
 
         return new_files.arrange(new)
 
-    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """The states beside the tensors, and `.metadata`."""
         from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
 
-        return new_files.final_files(arrangement)
+        return new_files.final_files(write_plan)
 
 
 FORMAT = TorchDistFormat()

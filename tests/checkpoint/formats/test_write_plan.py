@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    NewCheckpoint,
-    NewFile,
-    PlannedTensor,
-    are_boxes,
-    first_indices,
-)
 from reshard.checkpoint.formats.safetensors import huggingface, sharded
 from reshard.checkpoint.formats.safetensors.header import parse_header
 from reshard.checkpoint.formats.safetensors.values import LENGTH_BYTES
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+    WritePlan,
+    are_boxes,
+    first_indices,
+)
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
@@ -42,12 +42,12 @@ def planned(mesh: reshard.DeviceMesh, text: str, shape: tuple[int, ...]) -> Plan
 
 def arrange_shards(
     tensors: Mapping[str, PlannedTensor], mesh: reshard.DeviceMesh | None, replicas: str = "once"
-) -> Arrangement:
-    return sharded.FORMAT.arrange(NewCheckpoint(tensors, mesh, replicas=replicas))
+) -> WritePlan:
+    return sharded.FORMAT.plan_write(NewCheckpoint(tensors, mesh, replicas=replicas))
 
 
-def storing(arrangement: Arrangement, name: str) -> tuple[int, ...]:
-    return arrangement.tensors[name].stored_slots
+def storing(write_plan: WritePlan, name: str) -> tuple[int, ...]:
+    return write_plan.tensors[name].stored_slots
 
 
 def arranged(
@@ -81,20 +81,20 @@ def test_empty_shards_are_not_stored_unless_all_are_empty() -> None:
 def test_copies_are_spread_over_the_ranks() -> None:
     mesh = reshard.DeviceMesh.of(dp=4)
     tensors = {f"t{n}": planned(mesh, "-", (100,)) for n in range(8)}
-    arrangement = arrange_shards(tensors, mesh)
-    counts = Counter(storing(arrangement, name) for name in tensors)
+    write_plan = arrange_shards(tensors, mesh)
+    counts = Counter(storing(write_plan, name) for name in tensors)
     assert set(counts.values()) == {2}
     assert len(counts) == 4
 
 
 def test_a_file_for_each_rank_that_stores_something() -> None:
     mesh = reshard.DeviceMesh("mesh", (2,), ("tp",), (5, 2))
-    arrangement = arrange_shards({"w": planned(mesh, "tp", (5,))}, mesh)
-    assert [(file.stored.rank, file.stored.name) for file in arrangement.files] == [
+    write_plan = arrange_shards({"w": planned(mesh, "tp", (5,))}, mesh)
+    assert [(file.stored.rank, file.stored.name) for file in write_plan.files] == [
         (2, "shard-00003-model-00001-of-00001.safetensors"),
         (5, "shard-00006-model-00001-of-00001.safetensors"),
     ]
-    for file in arrangement.files:
+    for file in write_plan.files:
         content = first_bytes(file)
         parse_header(content[LENGTH_BYTES:], file.stored.size_bytes, file.stored.name)
         assert len(content) % 4096 == 0
@@ -103,14 +103,14 @@ def test_a_file_for_each_rank_that_stores_something() -> None:
 def test_one_shard_that_is_no_box_takes_the_whole_checkpoint_out_of_the_convention() -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     tensors = {"w": planned(mesh, "tp", (8,)), "glu": planned(mesh, "tp@stride2", (8,))}
-    arrangement = arrange_shards(tensors, mesh)
-    assert len(arrangement.notes) == 1
-    assert "glu" in arrangement.notes[0]
-    assert not any(b"DCP_SHARDING_INFO" in first_bytes(file) for file in arrangement.files)
+    write_plan = arrange_shards(tensors, mesh)
+    assert len(write_plan.notes) == 1
+    assert "glu" in write_plan.notes[0]
+    assert not any(b"DCP_SHARDING_INFO" in first_bytes(file) for file in write_plan.files)
     del tensors["glu"]
-    arrangement = arrange_shards(tensors, mesh)
-    assert arrangement.notes == ()
-    assert all(b"DCP_SHARDING_INFO" in first_bytes(file) for file in arrangement.files)
+    write_plan = arrange_shards(tensors, mesh)
+    assert write_plan.notes == ()
+    assert all(b"DCP_SHARDING_INFO" in first_bytes(file) for file in write_plan.files)
 
 
 def test_layouts_of_strategies_that_a_manifest_can_describe() -> None:
@@ -146,7 +146,7 @@ def test_another_word_for_replicas() -> None:
 
 def test_nothing_at_all_is_still_a_file() -> None:
     assert len(arrange_shards({}, None).files) == 1
-    assert len(huggingface.FORMAT.arrange(NewCheckpoint({})).files) == 1
+    assert len(huggingface.FORMAT.plan_write(NewCheckpoint({})).files) == 1
 
 
 @given(shapes().flatmap(layouts_of), st.data())

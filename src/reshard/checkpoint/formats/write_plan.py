@@ -2,7 +2,7 @@
 
 1. A conversion says what the new checkpoint holds (`NewCheckpoint`): tensors in their layouts,
    and what else the source has.
-2. Its format answers with an `Arrangement`: files of known sizes, and where in them each rank's
+2. Its format answers with an `WritePlan`: files of known sizes, and where in them each rank's
    shards lie. Elements are written there by anyone, in any order.
 3. A file may have bytes that are known beforehand, such as a header, and bytes that follow from
    the checksums of its elements, which are written last (`NewFile`).
@@ -105,7 +105,7 @@ class NewFile:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class WritePlan:
     """The new checkpoint: tensors bound to files. `notes` are for the user.
 
     `items` are bytes that are no tensors, where they will be; `paths`, `attributes` and `values` as

@@ -44,7 +44,7 @@ _MAX_AXES = 5
 
 
 @dataclass(frozen=True)
-class SourceCut:
+class SourceSharding:
     """A mesh of the source's ranks, and rules or a recipe for its tensors.
 
     Attributes:
@@ -81,10 +81,10 @@ class SourceCut:
         rules: Iterable[Rule | str] = (),
         recipe: Recipe | None = None,
         config: Mapping[str, Any] | None = None,
-    ) -> SourceCut:
+    ) -> SourceSharding:
         """The same from texts.
 
-        >>> print(SourceCut.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
+        >>> print(SourceSharding.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
         tp, -
         """
         found = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.parse(mesh)
@@ -122,7 +122,7 @@ class DescribedPart:
     group: object = None
 
 
-def select_by_rules(names: Iterable[str], cut: SourceCut) -> list[str]:
+def select_by_rules(names: Iterable[str], cut: SourceSharding) -> list[str]:
     """Return the names that a rule of a cut matches, or one of its recipe."""
     rules = [*cut.rules, *(cut.recipe.rules if cut.recipe is not None else ())]
     return [name for name in names if any(rule.matches(name) for rule in rules)]
@@ -143,7 +143,7 @@ def describe_no_lacking(folder: object, lacking: Collection[str]) -> str:
 
 
 def find_missing_axes(
-    parts: Mapping[str, Mapping[int, DescribedPart]], cut: SourceCut, folder: object
+    parts: Mapping[str, Mapping[int, DescribedPart]], cut: SourceSharding, folder: object
 ) -> tuple[dict[str, tuple[ShardingSpec, Layout]], DeviceMesh]:
     """Return the sharding and layout of tensors whose own descriptions lack an axis.
 
@@ -183,7 +183,7 @@ def find_missing_axes(
     raise FormatError(f"{folder}: tensor {problem}")
 
 
-def describe_numbering(cut: SourceCut, mesh: DeviceMesh) -> tuple[str, ...]:
+def describe_numbering(cut: SourceSharding, mesh: DeviceMesh) -> tuple[str, ...]:
     """Return a note where the ranks of a cut's mesh were counted in another order of its axes."""
     if mesh.devices == cut.mesh.devices:
         return ()

@@ -13,7 +13,7 @@ import torch
 
 from checkpoint.checkpoint_files import tensor, write_file
 from reshard import checkpoint
-from reshard.checkpoint.formats.unknown import (
+from reshard.checkpoint.formats.detection_errors import (
     describe_folder,
     describe_missing,
     find_kind,
