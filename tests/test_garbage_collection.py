@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from reshard import garbage_collection
 from reshard.garbage_collection import paused_collection
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_kept() -> Iterator[None]:
-    """Give back for a test what `conftest.py` keeps from the collector."""
+def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Return to the collector what `conftest.py` froze, as in a process that freezes nothing."""
+    monkeypatch.setattr(garbage_collection, "_freezing", False)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -62,3 +64,13 @@ def test_what_others_keep_from_the_collector_stays_kept() -> None:
         assert 0 < gc.get_freeze_count() <= frozen
     finally:
         gc.unfreeze()
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting them takes time in proportion to their number."""
+    counts = iter([0, 0, 12])
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
+    for _ in range(5):
+        with paused_collection(are_kept=True):
+            pass
+    assert not [*counts]

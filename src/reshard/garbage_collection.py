@@ -11,6 +11,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_freezing = False
+"""Whether this process was seen to keep objects from the collector."""
+
 
 @contextmanager
 def paused_collection(*, are_kept: bool = False) -> Iterator[None]:
@@ -36,8 +39,18 @@ def paused_collection(*, are_kept: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        # Others may keep objects from the collector, which would be given back too.
-        if are_kept and not gc.get_freeze_count():
+        if are_kept and not _has_frozen_objects():
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+
+
+def _has_frozen_objects() -> bool:
+    """Return whether `gc.unfreeze` could return objects to the collector that others froze.
+
+    `gc.get_freeze_count` walks over all frozen objects, 100 ms for a million: so a process in
+    which it was positive once is not asked again.
+    """
+    global _freezing
+    _freezing = _freezing or gc.get_freeze_count() > 0
+    return _freezing
