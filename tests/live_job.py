@@ -97,13 +97,13 @@ def main() -> None:
 
     import reshard.spmd
     import reshard.torch  # noqa: F401
-    from reshard.garbage_collection import paused_collection
+    from reshard._contexts import pause_gc
 
     sys.path.append(str(Path(__file__).parent))
     # Collections in the ranks pass over what is here, and leave its pages shared.
     gc.freeze()
     # Counts what is frozen once here, and not in each of the ranks.
-    with paused_collection(are_kept=True):
+    with pause_gc(are_kept=True):
         pass
     for line in sys.stdin:
         job = os.fork()

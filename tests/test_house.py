@@ -178,7 +178,8 @@ def test_tests_lie_as_what_they_test() -> None:
     for path in TESTS.rglob("test_*.py"):
         place = path.relative_to(TESTS)
         folder, name = SOURCE / place.parent, place.stem.removeprefix("test_")
-        is_there = (folder / name).is_dir() or (folder / f"{name}.py").exists()
+        modules = (folder / f"{name}.py", folder / f"_{name}.py")
+        is_there = (folder / name).is_dir() or any(module.exists() for module in modules)
         if folder.is_dir() and not is_there:
             found.add(str(place))
     assert found - {*EXCEPTIONS["tests_of_more_than_a_module"]} == set()

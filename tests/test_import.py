@@ -140,7 +140,7 @@ def test_nothing_else_looks_public() -> None:
     )
     names = set(in_a_new_process(program).split())
     modules = {name for name in names if isinstance(getattr(reshard, name, None), types.ModuleType)}
-    known = {"annotations", "load_later", "sys", "TYPE_CHECKING"}
+    known = {"annotations", "attach", "sys", "TYPE_CHECKING"}
     # The others are loaded when they are asked for.
     assert {"Layout", "spec"} <= names - modules - known <= set(PUBLIC)
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 
 import reshard
+from reshard._interning import Interned
 from reshard.block_rules import BlockCyclic
 from reshard.cut_rules import Ceil, Nested
-from reshard.interning import Interned
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import RunTable

@@ -48,7 +48,7 @@ def lazy_names(module: str) -> dict[str, str]:
     file = source_of(module)
     calls = [] if file is None or file.name != "__init__.py" else ast.walk(parse(file))
     for node in calls:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_later":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
             names = node.args[1]
             if isinstance(names, ast.Dict):
                 return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from reshard.later_names import load_later
+from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard import checkpoint
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 # So that importing reshard stays quick, and a command's help needs no NumPy.
-__getattr__, __dir__ = load_later(
+__getattr__, __dir__ = attach(
     __name__,
     {
         "Axis": "reshard.mesh",

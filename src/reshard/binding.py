@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import LayoutError, expect_kind
-from reshard.integers import as_integer, as_integers
+from reshard._validation import check_int, check_ints, check_type
+from reshard.errors import LayoutError
 from reshard.layout import Layout
 
 REPLICAS = ("once", "every")
@@ -36,15 +36,15 @@ class View:
     strides: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        offset = as_integer(self.offset, "offset of a view", LayoutError)
-        strides = as_integers(self.strides, "strides of a view", LayoutError, least=None)
+        offset = check_int(self.offset, "offset of a view", LayoutError)
+        strides = check_ints(self.strides, "strides of a view", LayoutError, minimum=None)
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "strides", strides)
 
     @classmethod
     def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
         """The dense view of `shape`, last dimension fastest."""
-        shape = as_integers(shape, "shape", LayoutError)
+        shape = check_ints(shape, "shape", LayoutError)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(offset, tuple(strides))
 
@@ -53,7 +53,7 @@ class View:
 
         Raises LayoutError for a shape of another number of dimensions.
         """
-        shape = as_integers(shape, "shape", LayoutError)
+        shape = check_ints(shape, "shape", LayoutError)
         if len(shape) != len(self.strides):
             raise LayoutError(
                 f"a view of {len(self.strides)} strides for a shard of shape {list(shape)}; give "
@@ -74,7 +74,7 @@ class RankMemory:
     rank: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", as_integer(self.rank, "rank", LayoutError))
+        object.__setattr__(self, "rank", check_int(self.rank, "rank", LayoutError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class FileRange:
     start_bytes: int
 
     def __post_init__(self) -> None:
-        start = as_integer(self.start_bytes, "start_bytes", LayoutError)
+        start = check_int(self.start_bytes, "start_bytes", LayoutError)
         object.__setattr__(self, "start_bytes", start)
 
 
@@ -188,7 +188,7 @@ class Binding:
 
     def __post_init__(self) -> None:
         hint = "such as spec.layout((4096, 4096))"
-        expect_kind(self.layout, Layout, "layout", hint, LayoutError)
+        check_type(self.layout, Layout, "layout", hint, LayoutError)
         # Of many thousand ranks or tensors, none needs to be looked at for these.
         own = isinstance(self.addresses, OwnRanks | FileRanges) and (
             self.addresses.layout is self.layout
@@ -196,8 +196,8 @@ class Binding:
         if own and not self.views:
             return
         hint = "give {rank: RankMemory(rank)}, or use Binding.to_ranks(layout)"
-        expect_kind(self.addresses, Mapping, "addresses", hint, LayoutError)
-        expect_kind(self.views, Mapping, "views", "give {rank: View(...)}, or {}", LayoutError)
+        check_type(self.addresses, Mapping, "addresses", hint, LayoutError)
+        check_type(self.views, Mapping, "views", "give {rank: View(...)}, or {}", LayoutError)
         holders = set(self.layout.holders)
         for slot, address in self.addresses.items():
             if slot not in holders:

@@ -62,7 +62,7 @@ class Strided(CutRule):
     name: ClassVar[str] = "stride"
 
     def __post_init__(self) -> None:
-        set_number(self, "stride", "stride", least=1)
+        set_number(self, "stride", "stride", minimum=1)
         if self.local_lengths is not None:
             set_numbers(self, "local_lengths", "local lengths")
 
@@ -208,7 +208,7 @@ class Grouped(CutRule):
     name: ClassVar[str] = "groups"
 
     def __post_init__(self) -> None:
-        set_number(self, "size", "indices of a group", least=1)
+        set_number(self, "size", "indices of a group", minimum=1)
         expect_rule(self.rule)
 
     def _cut(self, length: int, parts: int) -> RunTable:
@@ -336,7 +336,7 @@ class BlockCyclic(CutRule):
     name: ClassVar[str] = "cyclic"
 
     def __post_init__(self) -> None:
-        set_number(self, "block", "block", least=1)
+        set_number(self, "block", "block", minimum=1)
         set_number(self, "first", "first part")
 
     def _cut(self, length: int, parts: int) -> RunTable:

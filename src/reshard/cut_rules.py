@@ -40,8 +40,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from reshard._validation import check_int, check_ints
 from reshard.errors import RuleError
-from reshard.integers import as_integer, as_integers
 from reshard.runs import FRESH_HALO, HALO, OWNED, PAD, IntArray, Run, RunTable
 
 
@@ -53,15 +53,15 @@ def bracketed(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def set_number(rule: CutRule, name: str, what: str, least: int = 0) -> None:
+def set_number(rule: CutRule, name: str, what: str, minimum: int = 0) -> None:
     """Check a field of a rule that is being built, and make it an int."""
-    number = as_integer(getattr(rule, name), what, RuleError, least)
+    number = check_int(getattr(rule, name), what, RuleError, minimum)
     object.__setattr__(rule, name, number)
 
 
 def set_numbers(rule: CutRule, name: str, what: str) -> None:
     """Check a field of a rule that is being built, and make it a tuple of ints from 0 up."""
-    object.__setattr__(rule, name, as_integers(getattr(rule, name), what, RuleError))
+    object.__setattr__(rule, name, check_ints(getattr(rule, name), what, RuleError))
 
 
 def set_number_lists(rule: CutRule, name: str, what: str) -> None:
@@ -71,7 +71,7 @@ def set_number_lists(rule: CutRule, name: str, what: str) -> None:
         raise RuleError(
             f"{what} {lists!r} must be a list with a list of whole numbers in each place"
         )
-    object.__setattr__(rule, name, tuple(as_integers(one, what, RuleError) for one in lists))
+    object.__setattr__(rule, name, tuple(check_ints(one, what, RuleError) for one in lists))
 
 
 def expect_rule(rule: object) -> None:
@@ -108,8 +108,8 @@ class CutRule:
         Raises RuleError where the rule does not fit them, or they are no whole numbers.
         """
         return self._cut(
-            as_integer(length, "length of a dimension", RuleError),
-            as_integer(parts, "number of parts", RuleError, least=1),
+            check_int(length, "length of a dimension", RuleError),
+            check_int(parts, "number of parts", RuleError, minimum=1),
         )
 
     def _cut(self, length: int, parts: int) -> RunTable:
@@ -173,7 +173,7 @@ class Ceil(CutRule):
     name: ClassVar[str] = "unit"
 
     def __post_init__(self) -> None:
-        set_number(self, "unit", "unit", least=1)
+        set_number(self, "unit", "unit", minimum=1)
 
     def _cut(self, length: int, parts: int) -> RunTable:
         return table_of_sizes(length, ceil_sizes(length, parts, self.unit))
@@ -224,7 +224,7 @@ class Sizes(CutRule):
     @classmethod
     def from_offsets(cls, offsets: Sequence[int]) -> Sizes:
         """The cut at `offsets`, of shape `(parts + 1,)`: from 0 up to the length."""
-        offsets = as_integers(offsets, "offsets", RuleError)
+        offsets = check_ints(offsets, "offsets", RuleError)
         if len(offsets) < 2 or offsets[0] != 0:
             raise RuleError(f"offsets {list(offsets)} must begin with 0 and end with the length")
         return cls(tuple(b - a for a, b in itertools.pairwise(offsets)))
@@ -289,7 +289,7 @@ class Heads(CutRule):
     name: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
-        set_number(self, "count", "heads", least=1)
+        set_number(self, "count", "heads", minimum=1)
 
     def _cut(self, length: int, parts: int) -> RunTable:
         width, rest = divmod(length, self.count)
@@ -328,7 +328,7 @@ class Padded(CutRule):
     name: ClassVar[str] = "pad"
 
     def __post_init__(self) -> None:
-        set_number(self, "multiple", "multiple", least=1)
+        set_number(self, "multiple", "multiple", minimum=1)
 
     def _cut(self, length: int, parts: int) -> RunTable:
         local = ceil_divide(ceil_divide(length, parts), self.multiple) * self.multiple

@@ -122,21 +122,3 @@ class LinkError(RunError):
 
 class InterruptedRunError(RunError):
     """Stopped by the user; the same command continues where it stopped."""
-
-
-def expect_kind(
-    value: object, kind: type, what: str, hint: str, error: type[ReshardError] = UsageError
-) -> None:
-    """Raise `error` for a value that is not of a kind.
-
-    Args:
-        what: the value is, for the message: "target".
-        hint: how to make what was expected.
-
-    >>> expect_kind("tp, -", dict, "ranks", "give {rank: array}")
-    Traceback (most recent call last):
-        ...
-    reshard.errors.UsageError: ranks 'tp, -' is no dict; give {rank: array}
-    """
-    if not isinstance(value, kind):
-        raise error(f"{what} {value!r} is no {kind.__name__}; {hint}")

@@ -33,10 +33,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._interning import Interned
+from reshard._validation import (
+    MAX_ELEMENTS,
+    MAX_RANKS,
+    check_int,
+    check_int_array,
+    check_ints,
+    check_type,
+)
 from reshard.cuts_text import cuts_text
-from reshard.errors import LayoutError, expect_kind
-from reshard.integers import LARGEST, LARGEST_RANKS, as_integer, as_integer_array, as_integers
-from reshard.interning import Interned
+from reshard.errors import LayoutError
 from reshard.runs import OWNED, PAD, IntArray, RunTable, distinct
 
 REDUCTIONS = ("sum", "max", "min", "mean", "product")
@@ -123,11 +130,11 @@ class Layout(Interned):
         contributions: int = 1,
         reduction: str | None = None,
     ) -> None:
-        self.shape = as_integers(shape, "shape", LayoutError)
+        self.shape = check_ints(shape, "shape", LayoutError)
         self.tables = tuple(tables)
-        self.slots = as_integer(slots, "number of ranks", LayoutError)
-        slot = as_integer_array(cell_slot, "ranks of cells", LayoutError).reshape(-1)
-        part = as_integer_array(cell_part, "parts of cells", LayoutError)
+        self.slots = check_int(slots, "number of ranks", LayoutError)
+        slot = check_int_array(cell_slot, "ranks of cells", LayoutError).reshape(-1)
+        part = check_int_array(cell_part, "parts of cells", LayoutError)
         if part.size != len(slot) * len(self.shape):
             raise LayoutError(
                 f"parts of cells of shape {list(part.shape)} for {len(slot)} cells of a tensor of "
@@ -138,8 +145,8 @@ class Layout(Interned):
         if contribution is None:
             carried = np.zeros(len(slot), dtype=np.int64)
         else:
-            carried = as_integer_array(contribution, "contributions", LayoutError).reshape(-1)
-        self.contributions = as_integer(contributions, "contributions", LayoutError)
+            carried = check_int_array(contribution, "contributions", LayoutError).reshape(-1)
+        self.contributions = check_int(contributions, "contributions", LayoutError)
         self.reduction = reduction
         self._check(slot, part, carried)
         self.placement = Placement(slot, part, carried)
@@ -155,9 +162,9 @@ class Layout(Interned):
             raise LayoutError(
                 f"run tables of lengths {list(lengths)} for a tensor of shape {list(self.shape)}"
             )
-        if self.slots > LARGEST_RANKS:
+        if self.slots > MAX_RANKS:
             raise LayoutError(
-                f"a layout over {self.slots} ranks; at most {LARGEST_RANKS} are supported"
+                f"a layout over {self.slots} ranks; at most {MAX_RANKS} are supported"
             )
         if len(slot) and (slot.min() < 0 or slot.max() >= self.slots):
             raise LayoutError(
@@ -192,17 +199,17 @@ class Layout(Interned):
         """Raise LayoutError where elements of all ranks together could not be counted."""
         # As if every cell were the largest: of what people lay out, that is always enough.
         largest = math.prod(table.longest_local for table in self.tables)
-        if max(largest * len(part), math.prod(self.shape)) <= LARGEST:
+        if max(largest * len(part), math.prod(self.shape)) <= MAX_ELEMENTS:
             return
         # Counted cell by cell; in floats, since the sum may not fit 64 bits.
         lengths = [table.local_lengths.astype(np.float64) for table in self.tables]
         each = math.prod((column[part[:, d]] for d, column in enumerate(lengths)), start=1.0)
         held = float(np.sum(each))
-        if max(held, math.prod(self.shape)) > LARGEST:
+        if max(held, math.prod(self.shape)) > MAX_ELEMENTS:
             raise LayoutError(
                 f"a tensor of shape {list(self.shape)} has {math.prod(self.shape):,} elements, "
-                f"{held:.2g} on all ranks together; at most {LARGEST:,} are supported, so that "
-                "their bytes fit 64 bits"
+                f"{held:.2g} on all ranks together; at most {MAX_ELEMENTS:,} are supported, so "
+                "that their bytes fit 64 bits"
             )
 
     def interning_key(self) -> object:
@@ -221,16 +228,16 @@ class Layout(Interned):
         >>> Layout.replicated((2, 3), 4).local_shape(3)
         (2, 3)
         """
-        slots = as_integer(slots, "number of ranks", LayoutError)
+        slots = check_int(slots, "number of ranks", LayoutError)
         # A count that is far too large must fail in the checks, and not list all those ranks first.
-        return cls.whole(shape, range(min(slots, LARGEST_RANKS + 1)), slots)
+        return cls.whole(shape, range(min(slots, MAX_RANKS + 1)), slots)
 
     @classmethod
     def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
         """The whole tensor on the ranks `holders` of `slots` ranks, nothing on the others."""
-        shape = as_integers(shape, "shape", LayoutError)
+        shape = check_ints(shape, "shape", LayoutError)
         tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
-        holders = as_integers(holders, "ranks", LayoutError)
+        holders = check_ints(holders, "ranks", LayoutError)
         return cls(shape, tables, slots, holders, np.zeros((len(holders), len(tables)), np.int64))
 
     @classmethod
@@ -243,8 +250,8 @@ class Layout(Interned):
         >>> Layout.from_boxes((2, 4), halves) is Layout.from_boxes((2, 4), halves, slots=2)
         True
         """
-        shape = as_integers(shape, "shape", LayoutError)
-        expect_kind(boxes, Iterable, "boxes", "give a list of (rank, Box)", LayoutError)
+        shape = check_ints(shape, "shape", LayoutError)
+        check_type(boxes, Iterable, "boxes", "give a list of (rank, Box)", LayoutError)
         return cls._of_boxes(shape, [_check_box(pair, shape) for pair in boxes], slots)
 
     @classmethod
@@ -280,8 +287,8 @@ class Layout(Interned):
         >>> Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)}).boxes(1)
         (Box(start=(1, 2), stop=(2, 4)), Box(start=(2, 0), stop=(4, 4)))
         """
-        shape = as_integers(shape, "shape", LayoutError)
-        dims = len(shape) if dims is None else as_integer(dims, "leading dimensions", LayoutError)
+        shape = check_ints(shape, "shape", LayoutError)
+        dims = len(shape) if dims is None else check_int(dims, "leading dimensions", LayoutError)
         if dims > len(shape):
             raise LayoutError(f"the leading {dims} dimensions of {list(shape)}, which has fewer")
         if not isinstance(ranges, Mapping):
@@ -289,8 +296,8 @@ class Layout(Interned):
         total = math.prod(shape[:dims])
         boxes: list[tuple[int, Box]] = []
         for slot, bounds in ranges.items():
-            slot = as_integer(slot, "rank", LayoutError)
-            ends = as_integers(bounds, f"range of rank {slot}", LayoutError, least=None)
+            slot = check_int(slot, "rank", LayoutError)
+            ends = check_ints(bounds, f"range of rank {slot}", LayoutError, minimum=None)
             if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= total:
                 raise LayoutError(
                     f"range {':'.join(map(str, ends))} of rank {slot} does not lie in the {total} "
@@ -334,7 +341,7 @@ class Layout(Interned):
 
     def cells_of(self, slot: int) -> range:
         """The cells of one rank. Raises LayoutError for a rank that is not there."""
-        slot = as_integer(slot, "rank", LayoutError)
+        slot = check_int(slot, "rank", LayoutError)
         if slot >= self.slots:
             raise LayoutError(f"rank {slot} of a layout over ranks 0 to {self.slots - 1}")
         # Cells are sorted by rank.
@@ -447,10 +454,10 @@ def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
     if type(start) is type(stop) is tuple and {*map(type, (slot, *start, *stop))} == {int}:
         box = given if type(given) is Box else Box(start, stop)
     else:
-        slot = as_integer(slot, "rank", LayoutError)
+        slot = check_int(slot, "rank", LayoutError)
         box = Box(
-            as_integers(start, "start of a box", LayoutError, least=None),
-            as_integers(stop, "stop of a box", LayoutError, least=None),
+            check_ints(start, "start of a box", LayoutError, minimum=None),
+            check_ints(stop, "stop of a box", LayoutError, minimum=None),
         )
     if len(box.start) != len(box.stop):
         raise LayoutError(

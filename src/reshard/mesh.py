@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from reshard._interning import Interned
+from reshard._validation import MAX_RANKS, check_int, check_ints
 from reshard.errors import MeshError, NotationError
-from reshard.integers import LARGEST_RANKS, as_integer, as_integers
-from reshard.interning import Interned
 from reshard.runs import IntArray
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -54,7 +54,9 @@ class Axis:
                 raise MeshError(f"sub-axis of {self.name!r} with pre {self.pre} needs a size")
             return
         for field in ("pre", "size"):
-            number = as_integer(getattr(self, field), f"{field} of a sub-axis", MeshError, least=-1)
+            number = check_int(
+                getattr(self, field), f"{field} of a sub-axis", MeshError, minimum=-1
+            )
             object.__setattr__(self, field, number)
         if self.pre < 1 or self.size < 1:
             raise MeshError(f"sub-axis {self}: pre and size must be at least 1")
@@ -130,7 +132,7 @@ class DeviceMesh(Interned):
         if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
             raise MeshError(f"axis names {axis_names!r}; give a list of them, such as ['dp', 'tp']")
         self.name = name
-        self.shape = as_integers(shape, "shape of a mesh", MeshError, least=None)
+        self.shape = check_ints(shape, "shape of a mesh", MeshError, minimum=None)
         self.axis_names = tuple(axis_names)
         if len(self.shape) != len(self.axis_names):
             raise MeshError(
@@ -145,22 +147,22 @@ class DeviceMesh(Interned):
         if len(set(self.axis_names)) != len(self.axis_names):
             raise MeshError(f"axis names {list(self.axis_names)} must differ from each other")
         self.size = math.prod(self.shape)
-        if self.size > LARGEST_RANKS:
+        if self.size > MAX_RANKS:
             raise MeshError(
                 f"a mesh of {self.size} devices ({' x '.join(map(str, self.shape))}); at most "
-                f"{LARGEST_RANKS} are supported"
+                f"{MAX_RANKS} are supported"
             )
         given = range(self.size) if devices is None else devices
-        self.devices = as_integers(given, "devices", MeshError, least=None)
+        self.devices = check_ints(given, "devices", MeshError, minimum=None)
         if len(self.devices) != self.size:
             raise MeshError(
                 f"{len(self.devices)} devices for a mesh of {self.size} "
                 f"({' x '.join(map(str, self.shape))}); give one for each place, in row-major order"
             )
-        in_range = min(self.devices) >= 0 and max(self.devices) < LARGEST_RANKS
+        in_range = min(self.devices) >= 0 and max(self.devices) < MAX_RANKS
         if len(set(self.devices)) != self.size or not in_range:
             raise MeshError(
-                f"devices {list(self.devices)} must be ranks from 0 up and below {LARGEST_RANKS}, "
+                f"devices {list(self.devices)} must be ranks from 0 up and below {MAX_RANKS}, "
                 "each in one place"
             )
 
@@ -170,7 +172,7 @@ class DeviceMesh(Interned):
     ) -> DeviceMesh:
         """A mesh from its axes, major to minor: `DeviceMesh.of(dp=2, tp=4)`."""
         for axis, size in axes.items():
-            as_integer(size, f"size of axis {axis!r}", MeshError)
+            check_int(size, f"size of axis {axis!r}", MeshError)
         shape = tuple(axes.values())
         return cls(name, shape, tuple(axes), devices)
 

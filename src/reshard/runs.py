@@ -36,9 +36,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from reshard._interning import Interned
+from reshard._validation import MAX_ELEMENTS, check_int, check_int_array
 from reshard.errors import LayoutError
-from reshard.integers import LARGEST, as_integer, as_integer_array
-from reshard.interning import Interned
 
 # Of two roles the larger one wins where a part is cut again: a copy is fresh only if both are.
 OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
@@ -113,13 +113,13 @@ class RunTable(Interned):
     def __init__(
         self, dimension_length: int, parts: int, rows: Iterable[Sequence[int]] | IntArray
     ) -> None:
-        dimension_length = as_integer(dimension_length, "dimension length", LayoutError)
-        parts = as_integer(parts, "number of parts", LayoutError, least=1)
+        dimension_length = check_int(dimension_length, "dimension length", LayoutError)
+        parts = check_int(parts, "number of parts", LayoutError, minimum=1)
         if isinstance(rows, np.ndarray):
             matrix = rows.astype(np.int64, copy=False)
         else:
             listed = [tuple(Run(*row)) for row in rows]
-            matrix = as_integer_array(listed, "runs", LayoutError).reshape(-1, 8)
+            matrix = check_int_array(listed, "runs", LayoutError).reshape(-1, 8)
         if len(matrix):
             _check_magnitudes(matrix)
         self._build(dimension_length, parts, matrix)
@@ -358,10 +358,10 @@ def _check_magnitudes(matrix: IntArray) -> None:
         # The product may exceed 64 bits; a float keeps its magnitude, which is all that counts.
         far = np.abs(steps).astype(np.float64) * repeat[:, np.newaxis]
         high = max(high, int(far.max()))
-    if int(repeat.min()) < 0 or high > LARGEST or low < -LARGEST:
+    if int(repeat.min()) < 0 or high > MAX_ELEMENTS or low < -MAX_ELEMENTS:
         raise LayoutError(
-            f"a run table with numbers from {low} to {high}; positions must be at most {LARGEST}, "
-            "and a run repeats 0 times or more"
+            f"a run table with numbers from {low} to {high}; positions must be at most "
+            f"{MAX_ELEMENTS}, and a run repeats 0 times or more"
         )
     # As floats, which do not overflow.
     runs = int(repeat.sum(dtype=np.float64))

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from reshard._interning import Interned
+from reshard._validation import check_int, check_ints
 from reshard.cut_rules import Ceil, CutRule, Nested, expect_rule
 from reshard.errors import SpecError
-from reshard.integers import as_integer, as_integers
-from reshard.interning import Interned
 from reshard.layout import REDUCTIONS, Layout
 from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import IntArray, RunTable
@@ -126,7 +126,7 @@ class DimSpec(Interned):
         if not isinstance(is_open, bool | np.bool_):
             raise SpecError(f"is_open {is_open!r}; give True or False")
         self.is_open = bool(is_open)
-        self.priority = as_integer(priority, "priority", SpecError)
+        self.priority = check_int(priority, "priority", SpecError)
 
     def interning_key(self) -> object:
         return (self.levels, self.is_open, self.priority)
@@ -259,7 +259,7 @@ class ShardingSpec(Interned):
         found: dict[str, tuple[int, ...]] = {}
         for axis, chosen in pairs:
             size = self.mesh.axis_size(Axis(axis))
-            given = as_integers(chosen, f"coordinates of axis {axis}", SpecError, least=None)
+            given = check_ints(chosen, f"coordinates of axis {axis}", SpecError, minimum=None)
             coordinates = tuple(sorted(set(given)))
             if axis in found:
                 raise SpecError(
@@ -353,7 +353,7 @@ class ShardingSpec(Interned):
         >>> ShardingSpec(mesh, [DimSpec(["x"])]).layout((4,)).boxes(5)
         (Box(start=(0,), stop=(2,)),)
         """
-        shape = as_integers(shape, "shape", SpecError)
+        shape = check_ints(shape, "shape", SpecError)
         if len(shape) != self.ndim:
             raise SpecError(
                 f"`{self}` is for tensors of {self.ndim} dimensions, not for shape {list(shape)}; "

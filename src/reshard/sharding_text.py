@@ -20,8 +20,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from reshard._validation import check_int
 from reshard.errors import LayoutError, NotationError
-from reshard.integers import as_integer
 from reshard.layout import REDUCTIONS
 from reshard.mesh import DeviceMesh
 from reshard.rule_text import parse_rule, split_outside_brackets
@@ -55,7 +55,7 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
     if not isinstance(text, str):
         raise NotationError(f"sharding {text!r}; give it as a text, such as 'dp, tp'")
     if ndim is not None:
-        ndim = as_integer(ndim, "ndim")
+        ndim = check_int(ndim, "ndim")
     try:
         return _parse(mesh, text, ndim)
     except LayoutError as error:

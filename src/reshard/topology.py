@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from reshard._interning import Interned
+from reshard._validation import MAX_RANKS, check_int, check_int_array
 from reshard.errors import LayoutError
-from reshard.integers import LARGEST_RANKS, as_integer, as_integer_array
-from reshard.interning import Interned
 from reshard.runs import IntArray
 
 
@@ -265,11 +265,10 @@ class Topology(Interned):
         if hosts_per_rack is not None:
             sizes["hosts_per_rack"] = hosts_per_rack
         for name, size in sizes.items():
-            as_integer(size, name, LayoutError, least=1)
-        if hosts * ranks_per_host > LARGEST_RANKS:
+            check_int(size, name, LayoutError, minimum=1)
+        if hosts * ranks_per_host > MAX_RANKS:
             raise LayoutError(
-                f"{hosts} hosts of {ranks_per_host} ranks; at most {LARGEST_RANKS} ranks are "
-                "supported"
+                f"{hosts} hosts of {ranks_per_host} ranks; at most {MAX_RANKS} ranks are supported"
             )
         return cls(
             np.repeat(np.arange(hosts), ranks_per_host),
@@ -309,7 +308,7 @@ class Topology(Interned):
 
         Raises LayoutError for a rank that is not there.
         """
-        found = as_integer_array(ranks, "ranks", LayoutError)
+        found = check_int_array(ranks, "ranks", LayoutError)
         bad = found[(found < 0) | (found >= self.ranks)]
         if bad.size:
             raise LayoutError(
@@ -321,7 +320,7 @@ class Topology(Interned):
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
         """The ranks on a host, in order. Raises LayoutError for a host that is not there."""
-        host = as_integer(host, "host", LayoutError)
+        host = check_int(host, "host", LayoutError)
         if host >= self.hosts:
             raise LayoutError(f"host {host} of a topology over hosts 0 to {self.hosts - 1}")
         return tuple(np.flatnonzero(self.rank_host == host).tolist())
@@ -334,7 +333,7 @@ class Topology(Interned):
 def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
     """The number of the box each thing is in, checked: 0 to n - 1, none left out."""
     # A copy, since it becomes read-only.
-    numbers = as_integer_array(values, f"{what}s", LayoutError).copy()
+    numbers = check_int_array(values, f"{what}s", LayoutError).copy()
     if numbers.ndim != 1 or not len(numbers):
         raise LayoutError(
             f"{what}s {values!r}: a whole number for each {of}, and at least one {of}, was expected"

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+from reshard._lazy import attach
 from reshard.errors import UsageError
-from reshard.later_names import load_later
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,7 +108,7 @@ __all__ = [
 ]
 
 # The command starts quickly, and asks for a few of them.
-__getattr__, __dir__ = load_later(
+__getattr__, __dir__ = attach(
     __name__,
     {
         "apply": "reshard.checkpoint.deltas.application",

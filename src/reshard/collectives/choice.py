@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reshard._validation import check_type
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError, expect_kind
+from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.plan import plan
 from reshard.sharding import ShardingSpec
@@ -112,7 +113,7 @@ def choose(
     """
     if extra_bytes is not None and extra_bytes < 0:
         raise UsageError(f"extra_bytes={extra_bytes}: a limit of memory; give 0 or more, or None")
-    expect_kind(topology, Topology, "topology", "such as load_preset('h100-8').topology()")
+    check_type(topology, Topology, "topology", "such as load_preset('h100-8').topology()")
     kind = as_dtype(dtype)
     program = find_program(source, target, shape)
     change = LayoutChange(source.layout(program.shape), target.layout(program.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.later_names import load_later
+from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.cost.collective import collective_cost
@@ -41,7 +41,7 @@ __all__ = [
     "slowest_link",
 ]
 
-__getattr__, __dir__ = load_later(
+__getattr__, __dir__ = attach(
     __name__,
     {
         "Estimate": "reshard.cost.estimate",

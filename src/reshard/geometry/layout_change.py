@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._interning import Interned
 from reshard.errors import LayoutError, PlanError
 from reshard.geometry.coalescing import join_boxes
 from reshard.geometry.contributions import contribution_sources, mean_scale
@@ -26,7 +27,6 @@ from reshard.geometry.overlap import Overlap, RoutePieces
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.geometry.transfers import Transfers, expand
 from reshard.geometry.verification import verify_transfers
-from reshard.interning import Interned
 from reshard.layout import Layout
 from reshard.runs import IntArray
 

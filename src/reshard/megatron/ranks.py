@@ -25,8 +25,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from reshard._validation import check_int
 from reshard.errors import MeshError
-from reshard.integers import as_integer
 from reshard.mesh import DeviceMesh
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -70,9 +70,9 @@ class MegatronRanks:
         if self.etp is None:
             object.__setattr__(self, "etp", self.tp)
         for name in ("tp", "pp", "dp", "cp", "ep", "etp"):
-            size = as_integer(getattr(self, name), f"parallel size {name}", MeshError, least=1)
+            size = check_int(getattr(self, name), f"parallel size {name}", MeshError, minimum=1)
             object.__setattr__(self, name, size)
-        object.__setattr__(self, "offset", as_integer(self.offset, "first rank", MeshError))
+        object.__setattr__(self, "offset", check_int(self.offset, "first rank", MeshError))
         share = self.expert_tp * self.ep * self.pp
         if self.world_size % share:
             raise MeshError(

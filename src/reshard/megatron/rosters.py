@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from reshard._validation import check_int, check_ints
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError
-from reshard.integers import as_integer, as_integers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.parameters import MegatronParameter, Shape
 from reshard.megatron.ranks import places_along
@@ -54,18 +54,18 @@ class LocalParameter:
         """
         sizes = getattr(parameter, "partition_sizes", None)
         return cls(
-            shape=as_integers(parameter.shape, "shape of a parameter", SpecError),
+            shape=check_ints(parameter.shape, "shape of a parameter", SpecError),
             tensor_model_parallel=bool(getattr(parameter, "tensor_model_parallel", False)),
             # Megatron marks a parameter that is not cut with the dimension -1.
-            partition_dim=as_integer(
-                getattr(parameter, "partition_dim", 0), "partition_dim", SpecError, least=-1
+            partition_dim=check_int(
+                getattr(parameter, "partition_dim", 0), "partition_dim", SpecError, minimum=-1
             ),
-            partition_stride=as_integer(
+            partition_stride=check_int(
                 getattr(parameter, "partition_stride", 1), "partition_stride", SpecError
             ),
             partition_sizes=None
             if sizes is None
-            else as_integers(sizes, "partition_sizes", SpecError),
+            else check_ints(sizes, "partition_sizes", SpecError),
             is_expert=not bool(getattr(parameter, "allreduce", True)),
             dtype=as_dtype(parameter.dtype).name,
         )

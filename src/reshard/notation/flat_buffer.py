@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from reshard._validation import check_int, check_ints
 from reshard.cut_rules import ceil_divide
 from reshard.errors import NotationError
-from reshard.integers import as_integer, as_integers
 from reshard.layout import Layout
 
 
@@ -75,7 +75,7 @@ class FlatBuffer:
     ) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         given = tuple(
-            (name, as_integers(shape, f"the shape of {name!r} in a flat buffer", NotationError))
+            (name, check_ints(shape, f"the shape of {name!r} in a flat buffer", NotationError))
             for name, shape in pairs
         )
         object.__setattr__(self, "tensors", given)
@@ -84,7 +84,7 @@ class FlatBuffer:
             ("alignment", alignment),
             ("rank_multiple", rank_multiple),
         ):
-            number = as_integer(value, f"a flat buffer's {name}", NotationError, least=1)
+            number = check_int(value, f"a flat buffer's {name}", NotationError, minimum=1)
             object.__setattr__(self, name, number)
         counts = Counter(name for name, _ in given)
         twice = [name for name, count in counts.items() if count > 1]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
-from reshard.errors import LayoutError, NotationError, expect_kind
-from reshard.integers import as_integers
+from reshard._validation import check_ints, check_type
+from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -180,9 +180,9 @@ def read_sharding(
     >>> reading.notation.name, str(reading.sharding)
     ('native', 'y, x')
     """
-    expect_kind(text, str, "sharding", "give a text; sharding_of takes objects", NotationError)
+    check_type(text, str, "sharding", "give a text; sharding_of takes objects", NotationError)
     if shape is not None:
-        shape = as_integers(shape, "shape", NotationError)
+        shape = check_ints(shape, "shape", NotationError)
     chosen, rest = _find_named(text, notation)
     if chosen is not None:
         return ParsedSharding(chosen, chosen.parse(rest, mesh, shape))
@@ -217,7 +217,7 @@ def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
     if not isinstance(notation, str) or notation not in NOTATIONS:
         raise NotationError(f"no notation {notation!r}; {_list_examples()}")
     hint = "only a spec has a text in other notations"
-    expect_kind(sharding, ShardingSpec, "sharding", hint, NotationError)
+    check_type(sharding, ShardingSpec, "sharding", hint, NotationError)
     return NOTATIONS[notation].text(sharding)
 
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard._validation import check_int, check_ints
 from reshard.block_rules import BlockCyclic
 from reshard.errors import LayoutError, NotationError
-from reshard.integers import as_integer, as_integers
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
@@ -81,7 +81,7 @@ class Descriptor:
             value = getattr(self, name)
             # Only these may be None: a matrix of any size, a leading dimension that nobody gave.
             if value is not None or name not in ("m", "n", "lld"):
-                number = as_integer(value, f"a descriptor's {name}", NotationError, least=bound)
+                number = check_int(value, f"a descriptor's {name}", NotationError, minimum=bound)
                 object.__setattr__(self, name, number)
 
     @classmethod
@@ -91,7 +91,7 @@ class Descriptor:
         Raises:
             NotationError: another length, or a matrix that is not dense and in memory.
         """
-        values = as_integers(entries, "a descriptor", NotationError, least=None)
+        values = check_ints(entries, "a descriptor", NotationError, minimum=None)
         if len(values) != len(_ENTRIES):
             raise NotationError(
                 f"a descriptor of {len(values)} numbers; a dense one has 9, {' '.join(_ENTRIES)}"

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard._interning import Interned
+from reshard._validation import check_ints, check_type
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import LayoutError, PlanError, expect_kind
+from reshard.errors import LayoutError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.integers import as_integers
-from reshard.interning import Interned
 from reshard.layout import Layout
 from reshard.plans.estimates import change_estimate
 from reshard.plans.job import Job
@@ -166,7 +166,7 @@ class Plan(Interned):
                 it not, or that the receiver held already; or more that moves than must.
         """
         if transfers is not None:
-            expect_kind(transfers, Transfers, "transfers", "such as plan.transfers", PlanError)
+            check_type(transfers, Transfers, "transfers", "such as plan.transfers", PlanError)
         self.change.verify(self.transfers if transfers is None else transfers)
 
     def run(
@@ -219,7 +219,7 @@ def plan(
     given = {"source": source, "target": target}
     # A spec is for any shape: it takes the given one, or that of the layout beside it.
     known = [one.shape for one in given.values() if isinstance(one, Layout)]
-    size = as_integers(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
+    size = check_ints(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
     before, after = (_as_layout(name, one, size) for name, one in given.items())
     return Plan(before, after, None if dtype is None else as_dtype(dtype))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.later_names import load_later
+from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.recipes.assignment import Assignment, assign
@@ -72,7 +72,7 @@ __all__ = [
     "strategy_names",
 ]
 
-__getattr__, __dir__ = load_later(
+__getattr__, __dir__ = attach(
     __name__,
     {
         "Assignment": "reshard.recipes.assignment",

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from reshard._validation import check_used
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.config.expressions import parse_expression
@@ -31,7 +32,6 @@ from reshard.recipes.fusion import Fusion
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering, check_cut
 from reshard.rule_text import split_outside_brackets
-from reshard.unread_arguments import expect_read
 
 # The names that axes of data parallelism and of weights divided among its ranks have.
 STORAGE_AXES = ("fsdp", "dp")
@@ -211,7 +211,7 @@ class Recipe:
             else:
                 reason = "no rule of the recipe reads it"
             option = f"the option {name!r} of the recipe {self.name!r}"
-            expect_read(option, not decided.isdisjoint(effective), reason)
+            check_used(option, not decided.isdisjoint(effective), reason)
 
     def _find_axes(self, rule: Rule, option: str) -> set[str]:
         """Return the axes over which a rule shards by an option; none if it does not read it."""

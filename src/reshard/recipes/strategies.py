@@ -22,9 +22,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from reshard._validation import check_int
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
-from reshard.integers import as_integer
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
@@ -63,7 +63,7 @@ class Strategy:
     def __call__(
         self, tensors: Tensors, world_size: int, config: Config | None = None
     ) -> dict[str, Layout]:
-        world_size = as_integer(world_size, "world size", least=1)
+        world_size = check_int(world_size, "world size", minimum=1)
         layouts = self.function(tensors, world_size, config)
         for name in [*tensors, *layouts]:
             if name not in layouts or name not in tensors:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+from reshard._interning import Interned
 from reshard.dtypes import DType
 from reshard.errors import SpecError
-from reshard.interning import Interned
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
 

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from reshard._validation import check_int
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import MissingExtraError, RunError, UsageError
-from reshard.integers import as_integer
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourceTensor
 from reshard.torch.loaders.pretended_ranks import pretend_rank
@@ -74,8 +74,8 @@ def layouts(
         RunError: transformers refuses the model or the parallelism, in its own words.
     """
     given = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
-    sizes = {axis: as_integer(given[axis], axis, UsageError, least=1) for axis in _AXES}
-    ep = as_integer(ep, "ep", UsageError, least=1)
+    sizes = {axis: check_int(given[axis], axis, UsageError, minimum=1) for axis in _AXES}
+    ep = check_int(ep, "ep", UsageError, minimum=1)
     engine = _import_transformers()
     with explain_errors("read the config"):
         made = _read_config(engine, config)

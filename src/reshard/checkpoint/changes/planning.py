@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard._validation import check_used
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
 from reshard.checkpoint.changes.casts import CastColumns, CastComputed, CastTensor
@@ -43,7 +44,6 @@ from reshard.recipes.quantization.weights import (
     quantization_config,
 )
 from reshard.text.quantities import count_text
-from reshard.unread_arguments import expect_read
 
 # Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
 # and others call theirs. Routers, norms and embeddings are none of them.
@@ -236,7 +236,7 @@ class _Change:
         if is_other or self.weights or self.computed:
             kept = self._change_each(dequantize, quantize is not None)
             is_quantized = any(isinstance(one, Float8Weight) for one in self.computed.values())
-            expect_read(
+            check_used(
                 f"quantize={quantize!r}",
                 quantize is None or is_quantized,
                 f"nothing in {self.checkpoint.folder} is the matrix of a layer, such as "

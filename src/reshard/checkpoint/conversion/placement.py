@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from reshard._validation import check_used
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.engines.cuts import cut_by_engine
@@ -36,7 +37,6 @@ from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.fused_sharding import fused_spec
 from reshard.recipes.strategies import strategy as find_strategy
-from reshard.unread_arguments import expect_read
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _expect_placed_by_format(request: ConversionRequest) -> None:
     """Refuse rules, options and a strategy, if the target's format places tensors by itself."""
     reader = f"the format {request.target_format.name} specifies by itself what each rank stores"
     # A recipe may be there for its names, or for the comparison with the model class.
-    expect_read("rules", not request.rules, reader)
-    expect_read(f"strategy={request.strategy!r}", request.strategy is None, reader)
+    check_used("rules", not request.rules, reader)
+    check_used(f"strategy={request.strategy!r}", request.strategy is None, reader)
     _expect_no_options(request, reader)
 
 
@@ -108,7 +108,7 @@ def _expect_kept(source: Checkpoint, layouts: Mapping[str, Layout]) -> None:
 
 def _expect_no_options(request: ConversionRequest, reader: str) -> None:
     for name, value in parse_options(request.options).items():
-        expect_read(f"the option {name}={value}", False, reader)
+        check_used(f"the option {name}={value}", False, reader)
 
 
 def _plan_tensors(

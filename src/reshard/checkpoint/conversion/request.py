@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict, cast
 
+from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
 from reshard.checkpoint.conversion.processes import Processes
 from reshard.checkpoint.copy_checks import parse_check
@@ -25,7 +26,6 @@ from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.training.styles import TrainingStyle, training_style
 from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
-from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
 from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
@@ -34,7 +34,6 @@ from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.recipes.strategies import by_recipe, strategy
-from reshard.unread_arguments import expect_read
 
 Target = str | int | DeviceMesh
 RecipeName = str | os.PathLike[str] | Recipe
@@ -348,7 +347,7 @@ class ConversionRequest:
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
         mesh, ranks = _parse_target(self._target)
         if mesh is None or isinstance(self._target, DeviceMesh):
-            expect_read(
+            check_used(
                 f"mesh_order={self.mesh_order!r}",
                 self.mesh_order is None,
                 "axes are put in order where `to` is the text of a mesh, such as 'tp=2,pp=2'",
@@ -480,8 +479,8 @@ def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:
     if text.isdigit():
         if int(text) < 1:
             raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
-        if int(text) > LARGEST_RANKS:
-            raise UsageError(f"{to} ranks: at most {LARGEST_RANKS} are supported")
+        if int(text) > MAX_RANKS:
+            raise UsageError(f"{to} ranks: at most {MAX_RANKS} are supported")
         return None, int(text)
     if "=" not in text:
         raise UsageError(

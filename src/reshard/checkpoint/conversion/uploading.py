@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._validation import check_used
 from reshard.checkpoint.blocks.batches import BatchWriter
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.touched_ranges import touched_ranges
@@ -50,7 +51,6 @@ from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
-from reshard.unread_arguments import expect_read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -410,7 +410,7 @@ def begun_target(
 
 def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) -> None:
     """Refuse a staging folder for a target that has its own. Raises `UsageError`."""
-    expect_read(
+    check_used(
         f"staging {staging!r}",
         staging is None or isinstance(target, PlacePath),
         "files for a target that is an address wait there, and those of a folder wait in a folder "

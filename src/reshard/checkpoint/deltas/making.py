@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._validation import check_used
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.batches import BatchReader, Section
 from reshard.checkpoint.blocks.block_io import Workspace, WorkspaceSize, open_sources
@@ -50,7 +51,6 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import UsageError
 from reshard.runs import IntArray
-from reshard.unread_arguments import expect_read
 
 _PIECE_BYTES = 1 << 20
 
@@ -164,7 +164,7 @@ class _Making:
     def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool, trusts: bool) -> None:
         self.a, self.b, self._compressed, self._trusts = a, b, compressed, trusts
         before, after = TensorColumns.of(a.tensors), TensorColumns.of(b.tensors)
-        expect_read(
+        check_used(
             "trust_digests",
             not trusts or before.digests is not None or after.digests is not None,
             "neither checkpoint has a manifest with digests",

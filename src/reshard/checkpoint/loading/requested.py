@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.defaults import choose_recipe_by_default
@@ -30,7 +31,6 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.unread_arguments import expect_read
 
 
 def load(
@@ -124,7 +124,7 @@ def _find_layouts(
         if name in RequestArguments.__annotations__ and name not in CutArguments.__annotations__:
             is_default = value == getattr(ConversionRequest, name)
             reader = "`load` returns elements as they are stored, and only `convert` reads it"
-            expect_read(f"{name}={value!r}", is_default, reader)
+            check_used(f"{name}={value!r}", is_default, reader)
     if arguments.get("to") is None and arguments.get("layout") is None:
         arguments = {**arguments, "to": "full"}
     request = ConversionRequest(**arguments)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from reshard._validation import check_used
 from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -37,7 +38,6 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
 from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
-from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
@@ -113,7 +113,7 @@ def convert(
 
 def expect_wait_read(wait_for_ranks: float | None, dry_run: bool) -> None:
     """Refuse a time to wait for processes if there are none. Raises `UsageError`."""
-    expect_read(
+    check_used(
         f"--wait-for-ranks {wait_for_ranks}",
         wait_for_ranks is None or ("WORLD_SIZE" in os.environ and not dry_run),
         "processes that torchrun starts wait for each other"

@@ -6,6 +6,7 @@ import re
 
 import click
 
+from reshard._validation import MAX_RANKS, check_used
 from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
@@ -14,10 +15,8 @@ from reshard.collectives.lowering import SYSTEMS, WITHOUT_JOINT_STEPS
 from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS
 from reshard.cost.preset_file import load_preset, shipped_presets
 from reshard.errors import UsageError
-from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding
-from reshard.unread_arguments import expect_read
 
 
 class _Explain(click.Command):
@@ -135,12 +134,12 @@ def explain(
     # Some systems have no joint all-to-all: the default is what they can express.
     default_steps = CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT
     explanation = explanation_of(before, after, shape, dtype, steps or default_steps, machine)
-    expect_read(
+    check_used(
         f"--steps {steps}",
         steps is None or explanation.program is not None or explanation.is_on_same_devices,
         f"there is no program of collectives: {explanation.why_no_program}",
     )
-    expect_read(
+    check_used(
         f"--topology {topology}",
         machine is None or lower is None or report_path is not None,
         "--lower prints the program alone, without times",
@@ -184,10 +183,10 @@ def ranks_of(text: str) -> list[int]:
     for word in text.split(","):
         match = _RANKS.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < LARGEST_RANKS:
+        if not first <= last < MAX_RANKS:
             raise UsageError(
                 f"{word.strip()!r} in the ranks {text!r}; write numbers and ranges such as "
-                f"0,2,4-7, below {LARGEST_RANKS:,}"
+                f"0,2,4-7, below {MAX_RANKS:,}"
             )
         ranks += range(first, last + 1)
     return ranks

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard._validation import check_used
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
@@ -40,7 +41,6 @@ from reshard.recipes.rank_order import describe_groups
 from reshard.text.folded_names import FoldedName, fold_names
 from reshard.text.quantities import bytes_text, count_text, table, table_lines
 from reshard.text.rank_sets import rank_text
-from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns
@@ -124,8 +124,8 @@ def inspect(
     from reshard.checkpoint.copy_checks import compare_copies
 
     check_picture(drawn, as_json, quiet)
-    expect_read("--all", not (shows_all and quiet), "with --quiet nothing is listed")
-    expect_read(
+    check_used("--all", not (shows_all and quiet), "with --quiet nothing is listed")
+    check_used(
         f"--threads {threads}",
         threads is None or digest,
         "reading headers takes one thread, and --digest, which reads every byte, takes several",

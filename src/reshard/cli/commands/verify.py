@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard._validation import check_used
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     adapter_option,
@@ -27,7 +28,6 @@ from reshard.cli.sources import open_source
 from reshard.cli.targets import config_option
 from reshard.errors import UsageError
 from reshard.text.quantities import bytes_text, count_text, duration_text
-from reshard.unread_arguments import expect_read
 
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import Comparison
@@ -134,7 +134,7 @@ def verify(
     from reshard.checkpoint.naming.selection import TensorSelection
     from reshard.checkpoint.pretrained.comparison import compare_pretrained
 
-    expect_read("--all", not (shows_all and quiet), "with --quiet nothing is listed")
+    check_used("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
     second = open_source(right, check_copies=check_copies, allow=allow)

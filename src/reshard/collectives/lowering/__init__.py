@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.later_names import load_later
+from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.collectives.lowering.jax import jax_module
@@ -35,7 +35,7 @@ __all__ = [
     "shardy_module",
 ]
 
-__getattr__, __dir__ = load_later(
+__getattr__, __dir__ = attach(
     __name__,
     {
         "LOWERINGS": "reshard.collectives.lowering.lowerings",

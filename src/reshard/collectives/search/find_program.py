@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from reshard._validation import check_int, check_ints, check_type
 from reshard.collectives.program import Program
 from reshard.collectives.search.constructive import constructive_search, path_cost
 from reshard.collectives.search.exact import budgeted_search, exact_search
@@ -20,8 +21,7 @@ from reshard.collectives.search.states import State
 from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import Exchange, Permute, Step
-from reshard.errors import PlanError, SpecError, UsageError, expect_kind
-from reshard.integers import as_integer, as_integers
+from reshard.errors import PlanError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 
 Search = Callable[[Problem], tuple[State, ...] | None]
@@ -71,9 +71,9 @@ def find_program(
             raise UsageError(f"unknown {what} {name!r}; it is one of {', '.join(known)}")
     for side, sharding in (("source", source), ("target", target)):
         hint = "a program is between two specs: reshard.spec(mesh, 'tp, -')"
-        expect_kind(sharding, ShardingSpec, side, hint, SpecError)
-    limit = None if live_shard is None else as_integer(live_shard, "live_shard")
-    return _find(source, target, as_integers(shape, "shape", SpecError), steps, search, limit)
+        check_type(sharding, ShardingSpec, side, hint, SpecError)
+    limit = None if live_shard is None else check_int(live_shard, "live_shard")
+    return _find(source, target, check_ints(shape, "shape", SpecError), steps, search, limit)
 
 
 @lru_cache(maxsize=4096)

@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_ints
 from reshard.errors import LayoutError, NotationError
-from reshard.integers import as_integers
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor.calls import PlacementCall, is_numbers, read_calls
@@ -75,7 +75,7 @@ class RaggedShard:
     def __post_init__(self) -> None:
         for name in ("dims", "local_units"):
             what = f"{name} of a RaggedShard"
-            numbers = as_integers(getattr(self, name), what, NotationError, least=None)
+            numbers = check_ints(getattr(self, name), what, NotationError, minimum=None)
             object.__setattr__(self, name, numbers)
         if not self.dims or self.dims != tuple(range(len(self.dims))):
             raise NotationError(

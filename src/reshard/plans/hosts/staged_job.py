@@ -32,9 +32,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from reshard._validation import check_type
 from reshard.binding import Binding, RankMemory
 from reshard.cost.estimate import Estimate
-from reshard.errors import PlanError, expect_kind
+from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.estimates import across_part, stages_estimate
@@ -92,8 +93,8 @@ class StagedJob:
     topology: Topology
 
     def __post_init__(self) -> None:
-        expect_kind(self.job, Job, "job", "make one: reshard.Job([...])", PlanError)
-        expect_kind(self.topology, Topology, "topology", "give the hosts of the ranks", PlanError)
+        check_type(self.job, Job, "job", "make one: reshard.Job([...])", PlanError)
+        check_type(self.topology, Topology, "topology", "give the hosts of the ranks", PlanError)
         for item in self.job.items:
             for binding in (item.source, item.target):
                 _check_binding(item.name, binding)

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.integers import as_integer
 from reshard.runs import IntArray
 
 Bytes = TypeVar("Bytes", int, IntArray)
@@ -66,7 +66,7 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     >>> limit_message_bytes(100)
     16
     """
-    extra_bytes = as_integer(extra_bytes, "extra_bytes")
+    extra_bytes = check_int(extra_bytes, "extra_bytes")
     places = _LEAST_MESSAGES * max(peers, 1)
     each = extra_bytes // places // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     least_each = min(align(-(-moved_bytes // MOST_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)

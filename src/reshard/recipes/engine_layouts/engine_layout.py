@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from reshard._validation import check_int, check_ints, check_type
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import LayoutError, UsageError, expect_kind
-from reshard.integers import as_integer, as_integers
+from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout
@@ -56,9 +56,9 @@ class RankLayout:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", as_integer(self.rank, "rank", LayoutError))
+        object.__setattr__(self, "rank", check_int(self.rank, "rank", LayoutError))
         hint = "give {name: ParameterLayout}"
-        expect_kind(self.parameters, Mapping, "parameters", hint, LayoutError)
+        check_type(self.parameters, Mapping, "parameters", hint, LayoutError)
         for name, parameter in self.parameters.items():
             if not isinstance(parameter, ParameterLayout) or parameter.name != name:
                 raise LayoutError(f"parameter {name!r} is {parameter!r}; {hint} by its own name")
@@ -138,10 +138,10 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         for what, text in (("engine", self.engine), ("version", self.version)):
-            expect_kind(text, str, what, "give a text, such as 'vllm'", LayoutError)
-        expect_kind(self.mesh, DeviceMesh, "mesh", "such as DeviceMesh.of(tp=2)", LayoutError)
+            check_type(text, str, what, "give a text, such as 'vllm'", LayoutError)
+        check_type(self.mesh, DeviceMesh, "mesh", "such as DeviceMesh.of(tp=2)", LayoutError)
         hint = "give {name: (dtype, shape)}"
-        expect_kind(self.sources, Mapping, "sources", hint, LayoutError)
+        check_type(self.sources, Mapping, "sources", hint, LayoutError)
         object.__setattr__(
             self,
             "sources",
@@ -221,7 +221,7 @@ def _as_source(name: str, source: Any) -> SourceTensor:
         raise LayoutError(
             f"source {name!r} is {source!r}; give its dtype and shape, such as ('bfloat16', (4, 8))"
         ) from None
-    return SourceTensor(as_dtype(kind), as_integers(shape, f"shape of {name!r}", LayoutError))
+    return SourceTensor(as_dtype(kind), check_ints(shape, f"shape of {name!r}", LayoutError))
 
 
 def _check_reach(rank: int, parameter: ParameterLayout, sizes: Mapping[str, int]) -> None:

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard._validation import check_ints, check_type
 from reshard.binding import Binding, TensorName, View
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import LayoutError, expect_kind
-from reshard.integers import as_integers
+from reshard.errors import LayoutError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts.patterns import (
     ComputedPattern,
@@ -57,9 +57,9 @@ class ParameterLayout:
     sources: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        expect_kind(self.name, str, "name of a parameter", "give a text", LayoutError)
+        check_type(self.name, str, "name of a parameter", "give a text", LayoutError)
         hint = "use ParameterLayout.of(name, shape, dtype, pieces)"
-        expect_kind(self.pattern, ParameterPattern, "pattern", hint, LayoutError)
+        check_type(self.pattern, ParameterPattern, "pattern", hint, LayoutError)
         object.__setattr__(self, "sources", tuple(self.sources))
         if len(self.sources) != self.pattern.sources:
             raise LayoutError(
@@ -88,7 +88,7 @@ class ParameterLayout:
         Raises:
             LayoutError: regions that overlap, leave a part out or do not lie in the parameter.
         """
-        shape = as_integers(shape, f"shape of {name!r}", LayoutError)
+        shape = check_ints(shape, f"shape of {name!r}", LayoutError)
         pieces = list(pieces)
         # Sources are numbered by where their pieces begin: the order given makes no difference.
         order = sorted(range(len(pieces)), key=lambda i: pieces[i].box)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._interning import Interned
+from reshard._validation import check_ints
 from reshard.binding import View
 from reshard.dtypes import DType
 from reshard.errors import LayoutError
 from reshard.geometry.box_intersections import Boxes, intersecting_boxes
-from reshard.integers import as_integers
-from reshard.interning import Interned
 from reshard.layout import Box
 from reshard.recipes.engine_layouts.pieces import Constant
 from reshard.runs import IntArray
@@ -82,7 +82,7 @@ class ParameterPattern(Interned):
         constants: Sequence[Constant] = (),
         unfilled: Sequence[Box] = (),
     ) -> None:
-        self.shape = as_integers(shape, "shape", LayoutError)
+        self.shape = check_ints(shape, "shape", LayoutError)
         self.dtype = dtype
         dims = len(self.shape)
         given = [np.asarray(column, dtype=np.int64) for column in columns]

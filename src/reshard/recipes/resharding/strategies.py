@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
-from reshard.integers import as_integer
 from reshard.layout import Layout
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -115,7 +115,7 @@ class ReshardingStrategy:
             PlanError: a source that leaves out an element.
         """
         _check_metadata(metadata)
-        ranks = as_integer(target_world_size, "target world size", least=1)
+        ranks = check_int(target_world_size, "target world size", minimum=1)
         dtypes = {name: as_dtype(one.dtype) for name, one in metadata.items()}
         tensors = {name: (dtypes[name], one.layout.shape) for name, one in metadata.items()}
         layouts = self.policy(tensors, ranks, config)
@@ -272,7 +272,7 @@ class ParallelReshardingStrategy(ReshardingStrategy):
     threads: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", as_integer(self.threads, "threads", least=1))
+        object.__setattr__(self, "threads", check_int(self.threads, "threads", minimum=1))
 
 
 def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import UsageError, expect_kind
+from reshard._validation import check_type
+from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import PAD
@@ -54,8 +55,8 @@ def mesh_picture(
     | 21 | 22 | 23 |   |
     +----+----+----+   v
     """
-    expect_kind(mesh, DeviceMesh, "mesh", "make one: reshard.DeviceMesh.of(dp=2, tp=4)")
-    expect_kind(contents, Mapping, "contents", "give {rank: [line, ...]}, see element_texts")
+    check_type(mesh, DeviceMesh, "mesh", "make one: reshard.DeviceMesh.of(dp=2, tp=4)")
+    check_type(contents, Mapping, "contents", "give {rank: [line, ...]}, see element_texts")
     if mesh.size > MOST_DEVICES:
         raise UsageError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be drawn")
     columns = mesh.shape[-1] if mesh.shape else 1
@@ -88,7 +89,7 @@ def element_texts(layout: Layout) -> dict[int, list[str]]:
     >>> element_texts(layout)
     {0: ['11 12', '21 22'], 1: ['13 14', '23 24']}
     """
-    expect_kind(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
+    check_type(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
     joint = "," if any(size > 9 for size in layout.shape) else ""
     names = np.empty(layout.shape, dtype=object)
     for index in np.ndindex(layout.shape):

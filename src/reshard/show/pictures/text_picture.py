@@ -19,9 +19,9 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 
-from reshard.errors import UsageError, expect_kind
+from reshard._validation import check_int, check_type
+from reshard.errors import UsageError
 from reshard.geometry.transfers import Transfers
-from reshard.integers import as_integer
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.show.pictures.drawing import Place, Sketch, sketch
@@ -135,7 +135,7 @@ def change_picture(
     for layout in (source, target):
         _check(layout, width, height)
     if plan is not None:
-        expect_kind(plan, Plan, "plan", "give reshard.plan(source, target)")
+        check_type(plan, Plan, "plan", "give reshard.plan(source, target)")
     if source.shape != target.shape:
         raise UsageError(
             f"a source of shape {list(source.shape)} and a target of shape {list(target.shape)}; "
@@ -147,7 +147,7 @@ def change_picture(
             "reshard.plan(source, target)"
         )
     stacked_height = 2 * height if stacked_height is None else stacked_height
-    if as_integer(stacked_height, "stacked_height") < 2 * LEAST_HEIGHT:
+    if check_int(stacked_height, "stacked_height") < 2 * LEAST_HEIGHT:
         raise UsageError(
             f"stacked_height {stacked_height}: two pictures need at least {2 * LEAST_HEIGHT} lines"
         )
@@ -203,8 +203,8 @@ def movement_text(plan: Plan) -> str:
 
 
 def _check(layout: object, width: int, height: int) -> None:
-    expect_kind(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
-    width, height = as_integer(width, "width"), as_integer(height, "height")
+    check_type(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
+    width, height = check_int(width, "width"), check_int(height, "height")
     if width < LEAST_WIDTH:
         raise UsageError(f"width {width}: a picture needs at least {LEAST_WIDTH} columns")
     if height < LEAST_HEIGHT:

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+from reshard._interning import Interned
 from reshard.errors import NotationError, SpecError
-from reshard.interning import Interned
 from reshard.layout import REDUCTIONS
 
 Mapping = tuple[tuple[int, ...], ...]

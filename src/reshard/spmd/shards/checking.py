@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.context_values import set_inside
+from reshard._contexts import set_context
 from reshard.errors import ShardError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import library_of
@@ -52,7 +52,7 @@ def checking() -> Iterator[None]:
     3.0
     """
     comparer = _Comparer()
-    with set_inside(_is_checking, True), recording(comparer):
+    with set_context(_is_checking, True), recording(comparer):
         yield
         if comparer.runner is not None:
             _compare(comparer.runner, "operation", "the end of sp.checking()")

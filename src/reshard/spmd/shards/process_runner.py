@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from reshard._contexts import set_context
 from reshard.collectives.steps import Exchange
-from reshard.context_values import set_inside
 from reshard.errors import MeshError, ReshardError, RunError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -142,11 +142,11 @@ class OverProcesses(Runner):
                 is_here = any(one.device.type != "cpu" for one in shards)
                 return sequence.begin(partial(move, shards), is_here).wait
 
-            with set_inside(_agreed, _Agreed(self, sequence.group)):
+            with set_context(_agreed, _Agreed(self, sequence.group)):
                 yield begin
 
     def unagreed(self) -> AbstractContextManager[None]:
-        return set_inside(_agreed, None)
+        return set_context(_agreed, None)
 
     def known(self, error: Exception) -> Exception:
         rank_group(self.group).note_known(error)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
-from reshard.context_values import set_inside
+from reshard._contexts import set_context
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -265,7 +265,7 @@ def running(runner: Runner) -> Iterator[Runner]:
             f"running {runner!r}, a {type(runner).__name__}; give sp.in_process('numpy') or "
             "sp.over_processes()"
         )
-    with set_inside(_chosen, runner):
+    with set_context(_chosen, runner):
         yield runner
 
 

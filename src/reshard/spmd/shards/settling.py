@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
-from reshard.context_values import set_inside
+from reshard._contexts import set_context
 
 _settles: ContextVar[bool] = ContextVar("settles", default=True)
 
@@ -20,7 +20,7 @@ def unsettled() -> AbstractContextManager[None]:
     ...     settles()
     False
     """
-    return set_inside(_settles, False)
+    return set_context(_settles, False)
 
 
 def settles() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
-from reshard.context_values import set_inside
+from reshard._contexts import set_context
 
 _is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
 
@@ -21,7 +21,7 @@ def supposed_elements() -> AbstractContextManager[None]:
     ...     supposes_elements()
     True
     """
-    return set_inside(_is_supposed, True)
+    return set_context(_is_supposed, True)
 
 
 def supposes_elements() -> bool:

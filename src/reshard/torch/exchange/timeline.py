@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import IO, Any
 
-from reshard.context_values import set_inside
+from reshard._contexts import set_context
 
 _CATEGORY = "reshard"
 _CURRENT: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
@@ -59,7 +59,7 @@ class Timeline:
 
     def recording(self) -> AbstractContextManager[None]:
         """What this thread does is recorded."""
-        return set_inside(_CURRENT, self)
+        return set_context(_CURRENT, self)
 
     @contextmanager
     def span(self, name: str, details: Details | None = None) -> Iterator[None]:

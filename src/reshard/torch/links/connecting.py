@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from reshard._validation import check_int
 from reshard.errors import LinkError, ReshardError, UsageError
-from reshard.integers import as_integer
 from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import TRAINER, Announcement, announce, find_trainer, leave
 from reshard.torch.links.link import Side, WeightLink, tell_reason
@@ -56,9 +56,9 @@ def connect(
     """
     if side not in ("trainer", "engine"):
         raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
-    ranks = as_integer(ranks, "ranks", least=1)
-    rank = as_integer(rank, "rank")
-    engines = as_integer(engines, "engines")
+    ranks = check_int(ranks, "ranks", minimum=1)
+    rank = check_int(rank, "rank")
+    engines = check_int(engines, "engines")
     if rank >= ranks:
         raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
     if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):

@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
+from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LinkError, ReshardError, RunError, UsageError
-from reshard.integers import as_integer
 from reshard.layout import Box, Layout
 from reshard.torch.links.connecting import connect
 from reshard.torch.links.link import WeightLink
@@ -93,7 +93,7 @@ class StreamEnd:
         insecure: bool = False,
     ) -> None:
         self._insecure = insecure
-        self.bucket_size = as_integer(bucket_size, "bucket_size", UsageError, least=_LEAST_BYTES)
+        self.bucket_size = check_int(bucket_size, "bucket_size", UsageError, minimum=_LEAST_BYTES)
         self.is_master, self._host, self._timeout_s = is_master, host, timeout_s
         self._link: WeightLink | None = None
         self._sync: WeightSync | None = None

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from reshard._validation import check_int
 from reshard.errors import UsageError
-from reshard.integers import as_integer
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
     ...     print(dist.get_rank(), dist.get_world_size())
     3 8
     """
-    ranks = as_integer(ranks, "number of ranks", UsageError, least=1)
-    rank = as_integer(rank, "rank", UsageError)
+    ranks = check_int(ranks, "number of ranks", UsageError, minimum=1)
+    rank = check_int(rank, "rank", UsageError)
     if rank >= ranks:
         raise UsageError(f"rank {rank} of {ranks}; ranks count from 0 to {ranks - 1}")
     if dist.is_initialized():

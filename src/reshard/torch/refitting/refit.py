@@ -22,8 +22,8 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
+from reshard._contexts import pause_gc
 from reshard.errors import ReshardError, RunError, UsageError
-from reshard.garbage_collection import paused_collection
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, share
 from reshard.torch.exchange.changes import ChangedOnly
@@ -218,7 +218,7 @@ class Refit:
         check_member(group)
         check_real(group)
         among = rank_group(group)
-        with among.turn(), paused_collection(are_kept=True):
+        with among.turn(), pause_gc(freeze=True):
             return cls._prepare(
                 among,
                 source,

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import reshard.errors
+from reshard._validation import check_ints
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, ReshardError, RunError, UsageError
-from reshard.integers import as_integers
 from reshard.plans.documents.serialization import from_json
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
@@ -156,7 +156,7 @@ def _list_sources(
             kind, shape = source
         except (TypeError, ValueError):
             raise UsageError(f"source {name!r} is {source!r}; give its dtype and shape") from None
-        found[name] = (as_dtype(kind).name, as_integers(shape, f"shape of {name!r}", UsageError))
+        found[name] = (as_dtype(kind).name, check_ints(shape, f"shape of {name!r}", UsageError))
     return found
 
 

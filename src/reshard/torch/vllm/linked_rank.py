@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from reshard._validation import check_ints
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, LinkError, RunError, UsageError
-from reshard.integers import as_integers
 from reshard.recipes.engine_layouts import SourceTensor
 from reshard.torch.links.connecting import connect
 from reshard.torch.links.sync import SyncReport
@@ -144,7 +144,7 @@ def find_sources(model_config: Any, sources: Mapping[str, Any] | str) -> dict[st
                 raise UsageError(
                     f"source {name!r} is {source!r}; give its dtype and shape"
                 ) from None
-            whole = as_integers(shape, f"shape of {name!r}", UsageError)
+            whole = check_ints(shape, f"shape of {name!r}", UsageError)
             found[name] = SourceTensor(as_dtype(kind), whole)
         return found
     if sources == "checkpoint":

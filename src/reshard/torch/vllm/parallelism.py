@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from reshard._validation import check_int
 from reshard.errors import UsageError
-from reshard.integers import as_integer
 from reshard.mesh import DeviceMesh
 
 
@@ -49,7 +49,7 @@ class VllmParallelism:
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "ep", "dp"):
-            size = as_integer(getattr(self, axis), f"size of {axis}", UsageError, least=1)
+            size = check_int(getattr(self, axis), f"size of {axis}", UsageError, minimum=1)
             object.__setattr__(self, axis, size)
         if self.ep not in (1, self.tp * self.dp):
             raise UsageError(

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard._validation import MAX_RANKS
 from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
 from reshard.errors import ReshardError
-from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
@@ -77,7 +77,7 @@ def _axes(entry: Any) -> str:
 
 def _make_mesh(shape: list[int], names: Any, devices: Any) -> DeviceMesh:
     mesh = DeviceMesh("mesh", shape, [str(name) for name in names])
-    if devices is None or mesh.size > LARGEST_RANKS:
+    if devices is None or mesh.size > MAX_RANKS:
         return mesh
     ids = list(_list_ids(devices["mesh"]))
     # Ids of devices that are no ranks from 0 on say nothing of an order of ranks.

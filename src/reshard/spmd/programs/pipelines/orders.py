@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from reshard._validation import check_int
 from reshard.errors import UsageError
-from reshard.integers import as_integer
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 
 ORDERS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -65,9 +65,9 @@ def pipeline_schedule(
     """
     if order not in ORDERS:
         raise UsageError(f"order {order!r}.\nExpected one of {', '.join(ORDERS)}.")
-    n_ranks = as_integer(n_ranks, "number of ranks", least=1)
-    n_microbatches = as_integer(n_microbatches, "number of microbatches", least=1)
-    per_rank = as_integer(stages_per_rank, "stages_per_rank", least=1)
+    n_ranks = check_int(n_ranks, "number of ranks", minimum=1)
+    n_microbatches = check_int(n_microbatches, "number of microbatches", minimum=1)
+    per_rank = check_int(stages_per_rank, "stages_per_rank", minimum=1)
     expected = 2 if order == "zb-v" else 1
     if order != "interleaved" and per_rank != expected:
         raise UsageError(

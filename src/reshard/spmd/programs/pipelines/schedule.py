@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from reshard._validation import check_int
 from reshard.errors import PlanError
-from reshard.integers import as_integer
 
 
 class Work(Enum):
@@ -67,8 +67,8 @@ class PipelineSchedule:
     n_microbatches: int
 
     def __post_init__(self) -> None:
-        as_integer(self.n_stages, "number of stages", least=1)
-        as_integer(self.n_microbatches, "number of microbatches", least=1)
+        check_int(self.n_stages, "number of stages", minimum=1)
+        check_int(self.n_microbatches, "number of microbatches", minimum=1)
         _check_tasks(self)
         _ = self.run_order
 

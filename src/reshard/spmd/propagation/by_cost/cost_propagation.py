@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard._contexts import pause_gc
 from reshard.errors import UsageError
-from reshard.garbage_collection import paused_collection
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING
@@ -69,7 +69,7 @@ class CostedGraph:
     others_s: Mapping[str, float]
 
 
-@paused_collection()
+@pause_gc()
 def propagate_by_cost(
     graph: Graph,
     annotations: Mapping[int, ShardingSpec],

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 
 import reshard
 from cli.command_runs import run_here, write_model
+from reshard._validation import check_used
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.errors import UsageError
-from reshard.unread_arguments import expect_read
 
 LAYER = "model.layers.0.self_attn"
 LLAMA: dict[str, tuple[int, ...]] = {
@@ -265,4 +265,4 @@ def test_a_table_of_names_does_not_read_a_recipe(places: dict[str, Path]) -> Non
 
 
 def test_what_is_read_passes() -> None:
-    expect_read("--threads 2", True, "it is for --digest")
+    check_used("--threads 2", True, "it is for --digest")

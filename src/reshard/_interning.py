@@ -1,8 +1,8 @@
-"""Values that exist once: equal means identical.
+"""Interned (hash-consed) values: equal values are the same object.
 
-Layouts are compared and looked up far more often than they are built, and some are
-large. An interned class keeps one object per key, so equality is identity, hashing is
-free, and a result can be cached by the objects it was computed from.
+Layouts are compared and looked up far more often than they are built, and some are large. An
+interned class keeps one object per key, so equality is identity, hashing takes constant time,
+and results can be cached by the objects they were computed from.
 
 >>> class Point(Interned):
 ...     def __init__(self, x: int) -> None:
@@ -28,15 +28,15 @@ class _InterningType(type):
         value = super().__call__(*args, **kwargs)
         key = (cls, value.interning_key())
         with _lock:
-            # Where threads build one value at once, the first is everybody's.
+            # If several threads build the same value at once, all get the first.
             return _values.setdefault(key, value)
 
 
 class Interned(metaclass=_InterningType):
     """A base class whose equal values are one object.
 
-    A subclass builds and validates itself as usual and answers `interning_key()`: a hashable
-    value that says everything about it. It must not change after it is built.
+    A subclass builds and validates itself as usual and defines `interning_key()`, a hashable
+    value that determines the object completely. Instances must not change once built.
     """
 
     def interning_key(self) -> object:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.later_names import load_later
+from reshard._lazy import attach
 
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGES = [
     ".".join(path.relative_to(SOURCE).with_suffix("").parts[:-1])
     for path in sorted((SOURCE / "reshard").rglob("__init__.py"))
-    if "load_later(" in path.read_text()
+    if "attach(" in path.read_text()
 ]
 
 
@@ -24,7 +24,7 @@ def table_of(package: str) -> dict[str, str]:
     """The table that a package gives, as it is written."""
     tree = ast.parse((SOURCE / package.replace(".", "/") / "__init__.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (found,) = (call for call in calls if ast.unparse(call.func) == "load_later")
+    (found,) = (call for call in calls if ast.unparse(call.func) == "attach")
     table: dict[str, str] = ast.literal_eval(found.args[1])
     return table
 
@@ -49,7 +49,7 @@ def test_a_name_is_loaded_once() -> None:
     sys.modules[package.__name__] = package
     try:
         table = {"parse": "ast", "tree": "ast:parse"}
-        load, list_names = load_later(package.__name__, table)
+        load, list_names = attach(package.__name__, table)
         assert load("parse") is load("tree") is vars(package)["tree"]
         assert {"parse", "tree"} <= {*list_names()}
     finally:
@@ -57,6 +57,6 @@ def test_a_name_is_loaded_once() -> None:
 
 
 def test_another_name_is_an_attribute_error() -> None:
-    load, _ = load_later("reshard", {})
+    load, _ = attach("reshard", {})
     with pytest.raises(AttributeError, match="module 'reshard' has no attribute 'nothing'"):
         load("nothing")

@@ -1,20 +1,47 @@
-"""Garbage collection waits, and goes on as it was."""
+"""Context managers: context variables, and a pause of the garbage collector."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import pytest
 
-from reshard import garbage_collection
-from reshard.garbage_collection import paused_collection
+from reshard import _contexts
+from reshard._contexts import pause_gc, set_context
+
+
+def test_blocks_nest_and_end_by_errors() -> None:
+    unit: ContextVar[str] = ContextVar("unit", default="bytes")
+
+    def fail() -> None:
+        with set_context(unit, "rows"):
+            with set_context(unit, "columns"):
+                assert unit.get() == "columns"
+            assert unit.get() == "rows"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert unit.get() == "bytes"
+
+
+def test_another_thread_has_its_own_value() -> None:
+    unit: ContextVar[str] = ContextVar("unit", default="bytes")
+    seen: list[str] = []
+    with set_context(unit, "rows"):
+        thread = threading.Thread(target=lambda: seen.append(unit.get()))
+        thread.start()
+        thread.join()
+    assert seen == ["bytes"]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Return to the collector what `conftest.py` froze, as in a process that freezes nothing."""
-    monkeypatch.setattr(garbage_collection, "_freezing", False)
+    monkeypatch.setattr(_contexts, "_freezing", False)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -24,9 +51,9 @@ def test_it_goes_on_also_behind_an_error() -> None:
     assert gc.isenabled()
 
     def fail() -> None:
-        with paused_collection():
+        with pause_gc():
             assert not gc.isenabled()
-            with paused_collection():
+            with pause_gc():
                 pass
             # The outer one is still there.
             assert not gc.isenabled()
@@ -40,7 +67,7 @@ def test_it_goes_on_also_behind_an_error() -> None:
 def test_who_has_turned_it_off_finds_it_off() -> None:
     gc.disable()
     try:
-        with paused_collection():
+        with pause_gc():
             pass
         assert not gc.isenabled()
     finally:
@@ -48,7 +75,7 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
 
 
 def test_what_was_made_counts_as_old_and_is_not_looked_through_again() -> None:
-    with paused_collection(are_kept=True):
+    with pause_gc(freeze=True):
         made = [[number] for number in range(10)]
     old = {id(one) for one in gc.get_objects(generation=2)}
     assert all(id(one) in old for one in made)
@@ -58,7 +85,7 @@ def test_what_others_keep_from_the_collector_stays_kept() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with paused_collection(are_kept=True):
+        with pause_gc(freeze=True):
             pass
         # Some of it may have been freed meanwhile.
         assert 0 < gc.get_freeze_count() <= frozen
@@ -71,6 +98,6 @@ def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
     counts = iter([0, 0, 12])
     monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
     for _ in range(5):
-        with paused_collection(are_kept=True):
+        with pause_gc(freeze=True):
             pass
     assert not [*counts]
