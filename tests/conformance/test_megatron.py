@@ -19,8 +19,7 @@ from conformance.refits import cut, moved, operations, side, whole
 from reshard.cut_rules import CutRule
 from reshard.dtypes import dtype
 from reshard.errors import SpecError
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
+from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
 from reshard.megatron.tensor_pairs import TensorPair, reconcile, reconcile_all

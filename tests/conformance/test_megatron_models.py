@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
-from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.names import MegatronNames, PipelineLayers
+from reshard.megatron.parameters import LocalParameter, MegatronParameter, gather_parameters
 from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.rosters import LocalParameter, gather_parameters
 from reshard.megatron.tensor_pairs import reconcile_all
 
 Array = NDArray[np.int64]

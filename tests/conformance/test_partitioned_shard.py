@@ -14,7 +14,7 @@ import pytest
 
 import reshard
 from conformance.checked_movement import Side, check, rows
-from reshard.notation.dtensor.text import parse_partitioned
+from reshard.notation.dtensor import parse_partitioned
 
 Ranges = list[tuple[int, int]]
 

@@ -14,7 +14,7 @@ import pytest
 import reshard
 from conformance.checked_movement import Side, check
 from reshard.errors import LayoutError
-from reshard.notation.dtensor.ragged import parse_ragged
+from reshard.notation.ragged import parse_ragged
 
 RANKS = 4
 Units = tuple[int, ...]

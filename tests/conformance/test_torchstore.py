@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import reshard
 from conformance.checked_movement import check_geometry
 from reshard.layout import Layout
-from reshard.notation.dtensor.text import parse_dtensor
+from reshard.notation.dtensor import parse_dtensor
 
 SHAPE = (512, 512)
 BLOCK = 128 * 128

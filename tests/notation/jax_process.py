@@ -15,8 +15,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from reshard.notation.jax import parse_jax
-    from reshard.notation.jax_objects import sharding_of_jax, to_named_sharding
+    from reshard.notation.jax import parse_jax, sharding_of_jax, to_named_sharding
 
     spec_type = jax.sharding.PartitionSpec
     entries = [
@@ -69,7 +68,7 @@ def other_objects() -> dict[str, Any]:
 
     from reshard.errors import LayoutError
     from reshard.mesh import DeviceMesh
-    from reshard.notation.jax_objects import (
+    from reshard.notation.jax import (
         is_jax,
         mesh_of,
         sharding_of_jax,

@@ -25,8 +25,9 @@ from reshard.errors import (
     SpecError,
 )
 from reshard.mesh import DeviceMesh
-from reshard.notation.jax import jax_text, parse_jax
-from reshard.notation.jax_objects import (
+from reshard.notation.jax import (
+    jax_text,
+    parse_jax,
     sharding_of_jax,
     to_named_sharding,
     to_partition_spec,
@@ -195,7 +196,7 @@ def test_reading_and_writing_texts_does_not_load_jax() -> None:
         "import sys\n"
         "from reshard.mesh import DeviceMesh\n"
         "from reshard.notation.jax import jax_text, parse_jax\n"
-        "from reshard.notation.jax_objects import is_jax\n"
+        "from reshard.notation.jax import is_jax\n"
         "print(jax_text(parse_jax('P(None)', DeviceMesh.of(x=2))), is_jax(1))\n"
         "print('jax' in sys.modules)\n"
     )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
-from reshard.recipes.coupling.coupling import Coupling
+from reshard.recipes.coupling import Coupling
+from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.numbering import Numbering
 from reshard.sharding_text import spec
 
 MESH = DeviceMesh.of(dp=2, tp=4)

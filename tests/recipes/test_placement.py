@@ -9,9 +9,9 @@ import pytest
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.numbering import Numbering
 from reshard.sharding_text import spec
 
 NUMBERS = {"layer": Numbering("pp", "layers", "balanced"), "expert": Numbering("ep", "experts")}

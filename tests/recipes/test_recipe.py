@@ -11,12 +11,12 @@ from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 from reshard.recipes import recipe_file
 from reshard.recipes.assignment import assign
-from reshard.recipes.coupling.coupling import Coupling
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.coupling import Coupling
+from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.library import SHIPPED, choose_recipe, load_recipe, shipped_recipes
+from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.numbering import Numbering
 
 TEXT = """
 name = "mine"

@@ -12,9 +12,8 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.megatron import parse_megatron
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, load_recipe
-from reshard.recipes.name_patterns import find_by_pattern, find_foreign_name
+from reshard.recipes.naming import Fusion, find_by_pattern, find_foreign_name
 
 # Codestral's sizes, and Nemotron-H's, Granite 4's and Qwen3-Next's of one layer each.
 MAMBA2 = {

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
-from reshard.recipes.coupling.allowances import ALLOWANCES
+from reshard.recipes.overrides import ALLOWANCES
 from selection import keep_covering
 
 SHAPES = {

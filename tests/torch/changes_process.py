@@ -21,7 +21,7 @@ import reshard
 from rank_cases import run_cases
 from refit_models import expect, refused
 from reshard.errors import PlanError, RunError, ShardError
-from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.notation.partitioned import PartitionedShard
 from reshard.torch import BlockQuantized, PartitionedTensor, Refit, Transform
 from reshard.torch.exchange import changes
 from selection import choose

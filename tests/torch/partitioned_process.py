@@ -27,7 +27,7 @@ import reshard
 from rank_endings import end_last
 from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.notation import sharding_of
-from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.notation.partitioned import PartitionedShard
 from reshard.torch.distributed_tensor import sharding_of_placements
 from reshard.torch.partitioned import partitioned_tensor
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor

@@ -20,7 +20,7 @@ from rank_cases import run_cases
 from refit_models import expect, part, refused
 from reshard.checkpoint import convert
 from reshard.errors import PlanError, RunError, ShardError
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 from reshard.torch import Refit
 from selection import choose
 

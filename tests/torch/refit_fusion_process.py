@@ -1,7 +1,7 @@
 """One rank of a job of four: fused parameters to and from separate ones, against whole values.
 
 What a fused parameter is made of is written with reshapes of whole tensors here, and what a rank
-has of it by NumPy's rules: nothing comes from `reshard.recipes.fusion`.
+has of it by NumPy's rules: nothing comes from `reshard.recipes.naming`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import MegatronRanks
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 from reshard.torch import BlockQuantized, MegatronModel, Refit, refit
 
 HEAD, HIDDEN, INNER = 4, 6, 10

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import reshard
 from refit_models import Values, expect_same, laid_out, module_of, whole, zeros
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
+from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.ranks import MegatronRanks
 from reshard.recipes.assignment import assign
 from reshard.recipes.library import load_recipe

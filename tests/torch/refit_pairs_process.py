@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from rank_cases import run_cases
 from refit_models import expect, expect_same, module_of
 from reshard.errors import ShardError
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
+from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.ranks import MegatronRanks
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.torch import MegatronModel, Refit, refit

@@ -17,12 +17,11 @@ import torch.distributed as dist
 import reshard
 from refit_models import Values, expect, expect_same, laid_out, module_of, whole, zeros
 from reshard.errors import ShardError
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
+from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.ranks import MegatronRanks
 from reshard.recipes.assignment import assign
-from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe
+from reshard.recipes.naming import Fusion
 from reshard.torch import MegatronModel, by_recipe, refit
 from selection import choose
 

@@ -21,8 +21,8 @@ from rank_cases import run_cases
 from refit_models import expect, refused, whole
 from reshard.errors import ShardError
 from reshard.layout import Layout
-from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe
+from reshard.recipes.naming import Fusion
 from reshard.torch import MegatronModel, Refit, by_recipe, refit
 
 

@@ -61,7 +61,7 @@ from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.training.plain_differences import differing_values
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
 from reshard.errors import FormatError, UsageError
-from reshard.recipes.coupling.allowances import DIFFERING_COPIES
+from reshard.recipes.overrides import DIFFERING_COPIES
 
 Compared = str | os.PathLike[str] | Checkpoint | Conversion
 

@@ -53,7 +53,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import CoverageError, MissingExtraError, UsageError
 from reshard.layout import Box, Layout
-from reshard.recipes.coupling.allowances import DIFFERING_COPIES
+from reshard.recipes.overrides import DIFFERING_COPIES
 from reshard.runs import OWNED
 from reshard.text.quantities import count_text
 from reshard.text.rank_sets import ranks_text

@@ -25,8 +25,8 @@ def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> Engin
         UsageError: a layout of other ranks than those of the mesh.
         ReshardError: a layout that cannot be derived or read.
     """
+    from reshard.recipes.engine_layouts.document import read_layout_file
     from reshard.recipes.engine_layouts.engines import ENGINES, derive_layout
-    from reshard.recipes.engine_layouts.layout_file import read_layout_file
 
     derived = against in ENGINES
     engine = derive_layout(against, checkpoint, mesh) if derived else read_layout_file(against)

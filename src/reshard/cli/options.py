@@ -17,7 +17,7 @@ from reshard.checkpoint.training.styles import STYLES
 from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES, cast_type
 from reshard.errors import UsageError
-from reshard.recipes.coupling.allowances import ALLOWANCES, DIFFERING_COPIES, FORMER_ALLOWANCES
+from reshard.recipes.overrides import ALLOWANCES, DIFFERING_COPIES, FORMER_ALLOWANCES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

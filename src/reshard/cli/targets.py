@@ -15,7 +15,7 @@ import click
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import DIFFERING_COPIES
+from reshard.recipes.overrides import DIFFERING_COPIES
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
@@ -73,8 +73,8 @@ def _plan_for_vllm(
     from reshard.checkpoint.training.model_sets import expect_one_model, find_model_sets
     from reshard.checkpoint.training.state import shapes_without_state
     from reshard.elements.casting import cast_type
+    from reshard.recipes.engine_layouts.document import read_layout_file
     from reshard.recipes.engine_layouts.engines import derive_layout
-    from reshard.recipes.engine_layouts.layout_file import read_layout_file
     from reshard.recipes.rank_order import describe_order
 
     selection = TensorSelection(**selected)

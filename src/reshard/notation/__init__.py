@@ -1,15 +1,15 @@
 """Shardings in the words of other systems: their texts and live objects, both ways.
 
-Start at `registry`: a row for each notation, and which one a text is written in. A notation is a
-module, `mlir`, `jax`, `hlo`, `shardy`, `scalapack`, `megatron`, or a part of `dtensor/`, PyTorch's;
-each has `parse_NAME` and `NAME_text`, and some more:
+Start at `registry`: a row for each notation, and the notation that a text is written in. A notation
+is a module (`mlir`, `jax`, `hlo`, `shardy`, `scalapack`, `megatron`, `dtensor`, `partitioned`,
+`ragged`) with `parse_NAME` and `NAME_text`, and in `jax` and `dtensor` also functions for live
+objects; torch and jax are not imported for them.
 
-    vocabulary, mesh_order, scanner    what several of them share
-    dtensor.objects, jax_objects       live objects of torch and jax, which are not imported
-    objects                            `sharding_of`: of a live object of any system
-    flat_buffer                        the long buffers of ZeRO and FSDP
+    parsing         what several of them share: a scanner, and what a notation can express
+    objects         `sharding_of`: the sharding of a live object of any system
+    flat_buffer     the long buffers of ZeRO and FSDP
 
-Every public name of theirs is one of this package, loaded when it is first used.
+Every public name of theirs is a name of this package, loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -27,25 +27,20 @@ from reshard.notation.registry import (
 )
 
 if TYPE_CHECKING:
-    from reshard.notation.dtensor.objects import sharding_of_dtensor, to_placements
-    from reshard.notation.dtensor.partitioned import PartitionedShard
-    from reshard.notation.dtensor.ragged import (
-        RaggedShard,
-        parse_ragged,
-        ragged_layout,
-        ragged_text,
-    )
-    from reshard.notation.dtensor.text import (
+    from reshard.notation.dtensor import (
         dtensor_text,
         parse_dtensor,
         parse_partitioned,
         partitioned_text,
+        sharding_of_dtensor,
         sharding_of_placements,
+        to_placements,
     )
     from reshard.notation.flat_buffer import FlatBuffer
     from reshard.notation.hlo import hlo_text, parse_hlo
-    from reshard.notation.jax import jax_text, parse_jax
-    from reshard.notation.jax_objects import (
+    from reshard.notation.jax import (
+        jax_text,
+        parse_jax,
         sharding_of_jax,
         to_named_sharding,
         to_partition_spec,
@@ -58,8 +53,15 @@ if TYPE_CHECKING:
         parse_mlir,
         parse_mlir_mesh,
     )
-    from reshard.notation.native import native_text, parse_native
     from reshard.notation.objects import sharding_of
+    from reshard.notation.partitioned import PartitionedShard
+    from reshard.notation.ragged import (
+        RaggedShard,
+        parse_ragged,
+        ragged_layout,
+        ragged_text,
+    )
+    from reshard.notation.registry import native_text, parse_native
     from reshard.notation.scalapack import (
         Descriptor,
         parse_scalapack,

@@ -29,8 +29,7 @@ import numpy as np
 
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.notation.scanner import Scanner, reading
-from reshard.notation.vocabulary import Vocabulary
+from reshard.notation.parsing import Scanner, Vocabulary, reading
 from reshard.sharding import DimSpec, ShardingSpec
 
 _VOCABULARY = Vocabulary("HLO", reductions=("sum",), has_sub_axes=True)

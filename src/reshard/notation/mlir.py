@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from reshard.cut_rules import Ceil, CutRule, Halo, Sizes
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.notation.scanner import Scanner, reading, symbol_text
-from reshard.notation.vocabulary import Vocabulary
+from reshard.notation.parsing import Scanner, Vocabulary, reading, symbol_text
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 _REDUCTIONS = {

@@ -23,15 +23,12 @@ from typing import Any
 
 from reshard.errors import NotationError
 from reshard.layout import Layout
-from reshard.megatron.groups import MegatronGrids
-from reshard.megatron.parameters import MegatronParameter
-from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.rosters import LocalParameter
+from reshard.megatron.parameters import LocalParameter, MegatronParameter
+from reshard.megatron.ranks import MegatronGrids, MegatronRanks
 from reshard.mesh import DeviceMesh
-from reshard.notation import jax_objects
-from reshard.notation.dtensor import objects as dtensor_objects
-from reshard.notation.dtensor.partitioned import PartitionedShard
-from reshard.notation.dtensor.text import sharding_of_placements
+from reshard.notation import dtensor, jax
+from reshard.notation.dtensor import sharding_of_placements
+from reshard.notation.partitioned import PartitionedShard
 from reshard.sharding import ShardingSpec
 
 
@@ -60,13 +57,13 @@ def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None
         return value
     if isinstance(value, MegatronParameter):
         return value.spec()
-    if jax_objects.is_jax(value):
-        return jax_objects.sharding_of_jax(value, _as_mesh(mesh), shape)
+    if jax.is_jax(value):
+        return jax.sharding_of_jax(value, _as_mesh(mesh), shape)
     if hasattr(value, "placements"):
-        return dtensor_objects.sharding_of_dtensor(value)
+        return dtensor.sharding_of_dtensor(value)
     if isinstance(getattr(value, "placement", None), PartitionedShard):
         # A `PartitionedTensor` of reshard.torch, whose splits all its ranks know.
-        own_mesh = dtensor_objects.mesh_of(value.mesh)
+        own_mesh = dtensor.mesh_of(value.mesh)
         return sharding_of_placements(own_mesh, [value.placement], value.local.ndim)
     if isinstance(getattr(value, "spec", None), ShardingSpec):
         spec: ShardingSpec = value.spec
@@ -93,10 +90,10 @@ def _as_mesh(mesh: Any) -> DeviceMesh | None:
     """A mesh of reshard, torch or jax as one of ours."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
-    if jax_objects.is_jax(mesh):
-        return jax_objects.mesh_of(mesh)
+    if jax.is_jax(mesh):
+        return jax.mesh_of(mesh)
     if hasattr(mesh, "mesh_dim_names"):
-        return dtensor_objects.mesh_of(mesh)
+        return dtensor.mesh_of(mesh)
     raise NotationError(
         f"mesh={mesh!r} of type {type(mesh).__name__}; give a mesh of reshard, torch or jax, or "
         "MegatronRanks for a parameter of Megatron"

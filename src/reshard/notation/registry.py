@@ -2,14 +2,19 @@
 
 Which notation is a text written in?
 
-1. A prefix says it outright: `jax:P('x', None)`. So does the caller's `notation`.
+1. A prefix names it, `jax:P('x', None)`, or the caller's `notation` does.
 2. Otherwise each notation looks for what only its own texts have: `[[0], [1]]` is MLIR's,
    `Replicate()` is DTensor's. One that finds it reads the text.
 3. Where none does, the text is native (`reshard.sharding_text`). Where several do, or nobody
    can read it, the error shows an example of each.
 
 To add a notation: a module with `parse_NAME(text, mesh, shape)` and `NAME_text(sharding)`, and a
-row in `NOTATIONS` that says where it is. The module is loaded when it is used.
+row in `NOTATIONS` with its module, which is loaded when it is used.
+
+The native notation as one among others: `dp tp, -`.
+
+Its reader is `reshard.sharding_text`, which every part of the package can use; here it takes a mesh
+and a shape as the readers of all notations do.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.sharding_text import spec
 
 NATIVE = "native"
 
@@ -87,7 +93,7 @@ _NO_PLACEMENT = r"^(?![\s\S]*(?:DeviceMesh|Shard)\()[\s\S]*?"
 NOTATIONS = {
     notation.name: notation
     for notation in (
-        Notation(NATIVE, "reshard.notation.native", "dp tp, -", None),
+        Notation(NATIVE, "reshard.notation.registry", "dp tp, -", None),
         Notation(
             "mlir",
             "reshard.notation.mlir",
@@ -116,20 +122,20 @@ NOTATIONS = {
         ),
         Notation(
             "dtensor",
-            "reshard.notation.dtensor.text",
+            "reshard.notation.dtensor",
             "[Shard(0), Replicate()]",
             rf"{_NO_OTHER_SHARD}[\s\S]*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
             rf"\b[RP]*_?S\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
         ),
         Notation(
             "partitioned",
-            "reshard.notation.dtensor.text",
+            "reshard.notation.dtensor",
             "PartitionedShard(0, 2, (4, 6))",
             r"\bPartitionedShard\(",
         ),
         Notation(
             "ragged",
-            "reshard.notation.dtensor.ragged",
+            "reshard.notation.ragged",
             "RaggedShard(dims=(0,), local_units=(1, 3))",
             r"\b_?(?:Strided)?RaggedShard\(",
         ),
@@ -240,12 +246,11 @@ def _list_examples() -> str:
 
 # What the modules of notations have for users beside `parse_NAME` and `NAME_text`.
 _OTHER_NAMES = {
-    "reshard.notation.dtensor.objects": ("sharding_of_dtensor", "to_placements"),
-    "reshard.notation.dtensor.partitioned": ("PartitionedShard",),
-    "reshard.notation.dtensor.ragged": ("RaggedShard", "ragged_layout"),
-    "reshard.notation.dtensor.text": ("sharding_of_placements",),
+    "reshard.notation.dtensor": ("sharding_of_dtensor", "sharding_of_placements", "to_placements"),
+    "reshard.notation.partitioned": ("PartitionedShard",),
+    "reshard.notation.ragged": ("RaggedShard", "ragged_layout"),
     "reshard.notation.flat_buffer": ("FlatBuffer",),
-    "reshard.notation.jax_objects": ("sharding_of_jax", "to_named_sharding", "to_partition_spec"),
+    "reshard.notation.jax": ("sharding_of_jax", "to_named_sharding", "to_partition_spec"),
     "reshard.notation.mlir": ("mlir_mesh_text", "mlir_operation_text", "parse_mlir_mesh"),
     "reshard.notation.objects": ("sharding_of",),
     "reshard.notation.scalapack": ("Descriptor", "process_grid"),
@@ -273,3 +278,24 @@ def load_public_name(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'reshard.notation' has no attribute {name!r}")
     return getattr(import_module(module), name)
+
+
+def parse_native(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that a text in the native notation writes.
+
+    Raises:
+        NotationError: text that cannot be read, or no mesh.
+
+    >>> print(parse_native("x, ...", DeviceMesh.of(x=2), (4, 2, 2)))
+    x, -, -
+    """
+    if mesh is None:
+        raise NotationError(f"`{text}` names mesh axes; give a mesh, such as `--mesh dp=2,tp=4`")
+    return spec(mesh, text, ndim=None if shape is None else len(shape))
+
+
+def native_text(sharding: ShardingSpec) -> str:
+    """The native text of a sharding."""
+    return str(sharding)

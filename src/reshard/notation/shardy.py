@@ -27,9 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from reshard.errors import MeshError, NotationError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.notation.mesh_order import in_mesh_order
-from reshard.notation.scanner import Scanner, reading, symbol_text
-from reshard.notation.vocabulary import Vocabulary
+from reshard.notation.parsing import Scanner, Vocabulary, in_mesh_order, reading, symbol_text
 from reshard.sharding import DimSpec, ShardingSpec
 
 _REDUCTIONS = ("sum", "max", "min")

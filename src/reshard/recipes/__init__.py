@@ -1,16 +1,18 @@
 """Recipes and strategies: from the names of a model's tensors to their layouts.
 
-    recipe, rules, recipe_file           a recipe, its rules, and the TOML file they are in
-    config/                              numbers and conditions of config.json in rules
-    coupling/                            cuts that an operator needs together
+    recipe, rules, recipe_file           a recipe, its rules, and the TOML file that holds them
+    expressions                          numbers and conditions of config.json in rules
+    coupling                             shards that an operator needs together
     shipped/, library                    the recipes that come with reshard: one file each
     assignment                           rules and a mesh give every tensor a layout
-    shardings/, local_names              its parts: mesh axes, layers and experts, their ranks
-    fusion, name_patterns                names of other programs, and fused parameters
-    quantization/                        stored tensors of quantised weights, cut together
+    axis_mapping, layer_placement        its parts: mesh axes, and the ranks of layers and experts
+    adapters                             low-rank adapters, sharded as their base weights
+    naming                               names of other programs, and fused parameters
+    quantization, quantized_sharding     stored tensors of quantised weights, sharded together
     strategies                           layouts without rules: whole tensors in turn, by size
+    resharding                           strategies that also carry it out, over arrays
+    rank_order, overrides                the order of ranks; errors that a user may accept
     engine_layouts/                      what the loaders of engines do with a checkpoint
-    resharding/                          strategies that also carry it out, over arrays
 
 Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.
 """
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from reshard.recipes.engine_layouts.engines import derive_layout, register_engine
     from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
     from reshard.recipes.recipe import Recipe
-    from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
-    from reshard.recipes.resharding.strategies import (
+    from reshard.recipes.resharding import (
+        ReshardingPlan,
+        ReshardingResult,
         ReshardingStrategy,
         TensorMetadata,
         create_strategy,
@@ -82,17 +85,17 @@ __getattr__, __dir__ = attach(
         "ParameterLayout": "reshard.recipes.engine_layouts",
         "RankLayout": "reshard.recipes.engine_layouts",
         "Recipe": "reshard.recipes.recipe",
-        "ReshardingPlan": "reshard.recipes.resharding.redistributions",
-        "ReshardingResult": "reshard.recipes.resharding.redistributions",
-        "ReshardingStrategy": "reshard.recipes.resharding.strategies",
+        "ReshardingPlan": "reshard.recipes.resharding",
+        "ReshardingResult": "reshard.recipes.resharding",
+        "ReshardingStrategy": "reshard.recipes.resharding",
         "Rule": "reshard.recipes.rules",
         "SourcePiece": "reshard.recipes.engine_layouts",
         "SourceTensor": "reshard.recipes.engine_layouts",
         "Strategy": "reshard.recipes.strategies",
-        "TensorMetadata": "reshard.recipes.resharding.strategies",
+        "TensorMetadata": "reshard.recipes.resharding",
         "assign": "reshard.recipes.assignment",
         "choose_recipe": "reshard.recipes.library",
-        "create_strategy": "reshard.recipes.resharding.strategies",
+        "create_strategy": "reshard.recipes.resharding",
         "derive_layout": "reshard.recipes.engine_layouts.engines",
         "load_recipe": "reshard.recipes.library",
         "register_engine": "reshard.recipes.engine_layouts.engines",

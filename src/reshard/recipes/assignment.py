@@ -13,13 +13,13 @@
 4. The number of a layer or an expert in the name determines the coordinate of an axis at which
    the tensor is held. If layers are divided by bytes, those of all layers are counted first.
 5. The stored tensors of a quantised weight are sharded by the rule for the weight, at their
-   groups (see `reshard.recipes.quantization.folding`).
+   groups (see `reshard.recipes.quantized_sharding`).
 6. Adapters are sharded like the weights that they change (see
-   `reshard.recipes.shardings.adapters`).
+   `reshard.recipes.adapters`).
 7. The layout of every tensor is built, so a rule that does not fit is an error before anything
    is read.
 8. It is an error if ranks could not compute with what they hold
-   (`reshard.recipes.coupling.inspection`), or if no rule matches a tensor. A user who allows it
+   (`reshard.recipes.coupling`), or if no rule matches a tensor. A user who allows it
    gets a list instead, and unknown tensors are replicated.
 """
 
@@ -38,18 +38,8 @@ from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError, UncomputableError, UnmatchedError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
-from reshard.recipes.config.variables import expand, fill_in, variables
-from reshard.recipes.coupling.allowances import describe_unknown, parse_allowed
-from reshard.recipes.coupling.cut_marks import marks_of
-from reshard.recipes.coupling.held_blocks import HeldBlock, HeldBlockReader
-from reshard.recipes.coupling.inspection import Inspection
-from reshard.recipes.quantization.folding import FoldedWeights
-from reshard.recipes.quantization.weights import find_quantized
-from reshard.recipes.recipe import REPLICA_AXES, Recipe
-from reshard.recipes.rules import Rule, RuleList
-from reshard.recipes.shardings.adapters import LowRankAdapters
-from reshard.recipes.shardings.axis_mapping import (
+from reshard.recipes.adapters import LowRankAdapters
+from reshard.recipes.axis_mapping import (
     AxisMapping,
     find_used_axes,
     joint_size,
@@ -57,7 +47,21 @@ from reshard.recipes.shardings.axis_mapping import (
     map_sharding,
     read_sharding,
 )
-from reshard.recipes.shardings.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
+from reshard.recipes.coupling import HeldBlock, HeldBlockReader, Inspection, marks_of
+from reshard.recipes.expressions import (
+    NO_NUMBERS,
+    Numbers,
+    expand,
+    fill_in,
+    parse_expression,
+    variables,
+)
+from reshard.recipes.layer_placement import BY_BYTES, Places, check_cut, sizes_by_weight
+from reshard.recipes.overrides import describe_unknown, parse_allowed
+from reshard.recipes.quantization import find_quantized
+from reshard.recipes.quantized_sharding import FoldedWeights
+from reshard.recipes.recipe import REPLICA_AXES, Recipe
+from reshard.recipes.rules import Rule, RuleList
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
 
@@ -116,6 +120,44 @@ class Assignment:
         for (layout, itemsize), count in counts.items():
             np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1) * itemsize * count)
         return {rank: int(size) for rank, size in enumerate(total)}
+
+    def local_names(self, rank: int) -> dict[str, str]:
+        """Return the name that a rank gives each tensor it holds, by the tensor's name.
+
+        A module on one rank often has only its own layers and experts and counts them from 0: on
+        stage 1 of 2, `model.layers.0` is layer 16 of 32. Numbers are renumbered in rising order.
+
+        Args:
+            rank: in the layouts.
+
+        >>> from reshard.recipes.library import load_recipe
+        >>> shapes = {f"model.layers.{i}.input_layernorm.weight": (4,) for i in range(4)}
+        >>> config = {"num_hidden_layers": 4}
+        >>> found = assign(shapes, DeviceMesh.of(pp=2), (), load_recipe("llama"), config)
+        >>> found.local_names(1)["model.layers.2.input_layernorm.weight"]
+        'model.layers.0.input_layernorm.weight'
+        """
+        held = [
+            name
+            for name, layout in self.layouts.items()
+            if rank < layout.slots and layout.cells_of(rank)
+        ]
+        numbers = {
+            name: self.matched[name].numbers_in(name) or {} for name in held if name in self.matched
+        }
+        counted: dict[str, set[int]] = {}
+        for found in numbers.values():
+            for counter, number in found.items():
+                counted.setdefault(counter, set()).add(number)
+        local = {
+            counter: {number: index for index, number in enumerate(sorted(held_numbers))}
+            for counter, held_numbers in counted.items()
+        }
+        names = dict(zip(held, held, strict=True))
+        for name, found in numbers.items():
+            renumbered = {counter: local[counter][number] for counter, number in found.items()}
+            names[name] = self.matched[name].with_numbers(name, renumbered)
+        return names
 
 
 class _Match(NamedTuple):

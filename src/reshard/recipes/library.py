@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import RecipeError
 from reshard.plugins import RECIPES, Plugin, describe_broken, load_plugins
-from reshard.recipes.config.expressions import Config, parse_expression
+from reshard.recipes.expressions import Config, parse_expression
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
 from reshard.recipes.rules import Rule

@@ -1,18 +1,17 @@
-"""Recipes: rules that say how the tensors of a kind of model are cut.
+"""Recipes: rules for how the tensors of a kind of model are sharded.
 
-A recipe is a list of rules under a name. It is data, stored in a TOML file (see
-`reshard.recipes.recipe_file`), and says nothing of a mesh but the names of its own axes: `tp`,
-`fsdp`, `ep`... On a mesh, each of them is mapped to some of the mesh's axes:
+A recipe is a named list of rules in a TOML file (`reshard.recipes.recipe_file`). Its rules are
+written over axes of its own: `tp`, `fsdp`, `ep`... Over a mesh, each recipe axis is mapped to
 
-1. to those that the user names for it, if any;
-2. to the mesh's axis of the same name;
-3. to those of its stand-in: experts are cut over `tp` where the mesh has no `etp`;
-4. to none: the axis then falls out of the rules, and what it would have cut is not cut.
+1. the mesh axes that the user names for it, if any;
+2. the mesh axis of the same name;
+3. the axes of its stand-in: experts are sharded over `tp` on a mesh without `etp`;
+4. no axis: the recipe axis is dropped from the rules, and nothing is sharded over it.
 
-So one recipe serves every mesh, and an axis it knows nothing of holds copies.
+So a recipe serves every mesh; a mesh axis that it does not know holds copies.
 
-A recipe may also say what its tensors are called elsewhere (`Recipe.naming`), as a table of names
-and of fused parameters for each convention.
+A recipe may also list the names of its tensors in other programs (`Recipe.naming`), as a table of
+names and of fused parameters for each convention.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from dataclasses import dataclass, field
 from reshard._validation import check_used
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.recipes.config.expressions import parse_expression
-from reshard.recipes.config.variables import variables
-from reshard.recipes.coupling.coupling import Coupling
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.coupling import Coupling
+from reshard.recipes.expressions import parse_expression, variables
+from reshard.recipes.layer_placement import Numbering, check_cut
+from reshard.recipes.naming import Fusion
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.numbering import Numbering, check_cut
 from reshard.rule_text import split_outside_brackets
 
 # The names that axes of data parallelism and of weights divided among its ranks have.

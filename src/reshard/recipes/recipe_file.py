@@ -21,12 +21,12 @@
     count = "num_hidden_layers"         # how many there are, by config.json,
     cut = "balanced"                    # optional: by which rule ("ceil"), or "bytes"
     beyond_last = true                  # optional: later ones live with the last (false)
-    behind = ["mtp.*"]                  # optional: names of which all live with the last
+    behind = ["mtp.*"]                  # optional: names whose tensors all live with the last
 
     [coupled.heads]                     # optional: what an operator needs cut together,
     query = "num_attention_heads"       # the unit first: how many there are, by config.json,
-    key_value = "num_key_value_heads"   # for rules that say tp@{heads.query} (see
-                                        # `reshard.recipes.coupling.coupling`)
+    key_value = "num_key_value_heads"   # for rules with tp@{heads.query} (see
+                                        # `reshard.recipes.coupling`)
 
     [sizes]                             # optional: expressions that several rules use
     inner = "num_heads * head_dim"
@@ -48,9 +48,9 @@ cuts, stand-ins, numbers, sizes and members of couplings come over those of the 
 axes, storage axes and replica axes, if it has any, replace the other's.
 
 A table of fused members may have `shares`, `groups`, `dimension`, `stacked`, `transposed`
-and `when` (`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of
-config.json (`reshard.recipes.config.expressions`), all but counts also numbers; conditions are of
-`reshard.recipes.config.conditions`.
+and `when` (`reshard.recipes.naming`). Counts, shares, groups and stacked are expressions of
+config.json (`reshard.recipes.expressions`), all but counts also numbers; conditions are of
+`reshard.recipes.expressions`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from reshard.errors import RecipeError
-from reshard.recipes.coupling.coupling import Coupling
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.coupling import Coupling
+from reshard.recipes.layer_placement import Numbering
+from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import REPLICA_AXES, STORAGE_AXES, Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.numbering import Numbering
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
 _OPTIONAL_KEYS = (

@@ -7,9 +7,9 @@ whose pattern matches a tensor decides it::
     *.output.dense.weight=-, tp
     *=...                              every other tensor, of any rank, is not cut
 
-A number in a name can be given a name in the pattern, `*layers.{layer}.mlp.up_proj.weight`. The
-recipe says what it numbers, and that chooses where on the mesh the tensor lives (see
-`reshard.recipes.shardings.numbering`).
+A pattern may name a number of a tensor's name: `*layers.{layer}.mlp.up_proj.weight`. The recipe
+defines what the number counts, which determines the ranks that hold the tensor (see
+`reshard.recipes.layer_placement`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from reshard.errors import RecipeError, UsageError
-from reshard.recipes.config.conditions import Condition, parse_condition
-from reshard.recipes.config.expressions import NO_NUMBERS, Config, Numbers
-from reshard.recipes.config.variables import variables
+from reshard.recipes.expressions import (
+    NO_NUMBERS,
+    Condition,
+    Config,
+    Numbers,
+    parse_condition,
+    variables,
+)
 
 ENDS = ("first", "last")
 _NUMBER = re.compile(r"\{([^{}]*)\}")
@@ -48,11 +53,11 @@ class Rule:
             `{layer}` for a number.
         spec: the native text of a sharding (see `reshard.sharding_text`). `...` stands for the
             missing `-`, and expressions of the model's config.json in braces for their numbers
-            (see `reshard.recipes.config.expressions`).
+            (see `reshard.recipes.expressions`).
         at: with which of what a recipe numbers the tensor lives, where its name has no number:
             `(("layer", ("first", "last")),)`.
         when: a condition on the model's config.json under which alone the rule counts (see
-            `reshard.recipes.config.conditions`).
+            `reshard.recipes.expressions`).
         note: what a user should know where this rule decides a tensor.
 
     Raises:
@@ -151,7 +156,7 @@ class Rule:
 
     @property
     def condition(self) -> Condition | None:
-        """What `when` says."""
+        """Return the parsed `when`, or None if absent."""
         return None if self.when is None else parse_condition(self.when)
 
     def counts(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
@@ -265,7 +270,7 @@ def _is_number(part: str) -> bool:
 def _tells_numbers(pattern: str) -> bool:
     """Whether a pattern may match one component that is a number, and not another.
 
-    A digit behind a letter is in no such component.
+    A digit after a letter is never in such a component.
 
     >>> [_tells_numbers(text) for text in ("*.w1.{layer}.norm[12]", "*.0.w", "*.[0-3].w", "a.?")]
     [False, True, True, True]

@@ -30,7 +30,7 @@ from reshard.collectives.lowering.shard_module import (
 )
 from reshard.errors import LayoutError, NotationError
 from reshard.notation.mlir import parse_mlir_mesh
-from reshard.notation.scanner import Scanner
+from reshard.notation.parsing import Scanner
 from reshard.testing.shard_types import TypeCheck
 
 _GRID = r"shard\.grid\b[^)\n]*\)?"

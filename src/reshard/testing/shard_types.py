@@ -35,7 +35,7 @@ from reshard.collectives.lowering.shard_module import (
     TensorType,
 )
 from reshard.errors import LayoutError, NotationError
-from reshard.notation.scanner import symbol_text
+from reshard.notation.parsing import symbol_text
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 

@@ -1,6 +1,6 @@
 """DTensors of torch as layouts: how a live one is cut, and the part of this process.
 
-Placements are read by `reshard.notation.dtensor.text`, which says what they mean.
+Placements are read by `reshard.notation.dtensor`, which says what they mean.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor import objects as dtensor_objects
-from reshard.notation.dtensor import text as dtensor
+from reshard.notation import dtensor
 from reshard.sharding import ShardingSpec
 
 # Torch works out the ranks of a mesh each time they are asked for, which takes longer than all
@@ -29,7 +28,7 @@ def mesh_of(torch_mesh: Any) -> DeviceMesh:
     known = _MESHES.setdefault(torch_mesh, {})
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank not in known:
-        known[rank] = dtensor_objects.mesh_of(torch_mesh)
+        known[rank] = dtensor.mesh_of(torch_mesh)
     return known[rank]
 
 
@@ -45,7 +44,7 @@ def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int
 
 def sharding_of_dtensor(tensor: DTensor) -> ShardingSpec:
     """How a DTensor is cut. Raises as `sharding_of_placements`."""
-    return dtensor_objects.sharding_of_dtensor(tensor, mesh_of(tensor.device_mesh))
+    return dtensor.sharding_of_dtensor(tensor, mesh_of(tensor.device_mesh))
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

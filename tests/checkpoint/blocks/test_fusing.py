@@ -213,7 +213,7 @@ def test_experts_stored_input_by_output(tmp_path: Path, family: str) -> None:
 
 def test_alternating_members_are_one_box_again(tmp_path: Path) -> None:
     """Gate and up of gpt-oss, taken apart and put together in another order of dimensions."""
-    from reshard.recipes.fusion import Fusion
+    from reshard.recipes.naming import Fusion
 
     whole = {"a": tensor("int16", (EXPERTS, HIDDEN, 2 * WIDTH))}
     source = folder_with(tmp_path / "source", whole, {})

@@ -33,7 +33,7 @@ from reshard.checkpoint.training.plain_state import find_groups, in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 
 # Two key/value heads of four rows; each serves two of the four query heads.
 CONFIG = {

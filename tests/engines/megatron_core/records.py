@@ -9,9 +9,7 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.recipes import assign, load_recipe
-from reshard.recipes.fusion import Fusion
-from reshard.recipes.name_patterns import Meaning, find_by_pattern
-from reshard.recipes.shardings.fused_sharding import fused_spec
+from reshard.recipes.naming import Fusion, Meaning, find_by_pattern, fused_spec
 
 # For each tensor in Megatron's names, the boxes `[start, stop]` that every rank has.
 Held = dict[str, dict[str, list[Any]]]

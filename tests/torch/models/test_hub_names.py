@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import RecipeError, UsageError
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 from reshard.torch.models.hub_names import are_megatrons, find_hub_names, pattern_of
 from reshard.torch.models.naming import meaning, member_pattern
 

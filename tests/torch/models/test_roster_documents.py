@@ -15,12 +15,10 @@ from reshard.layout import Layout
 
 torch = pytest.importorskip("torch")
 
-from reshard.megatron.groups import MegatronGrids  # noqa: E402
-from reshard.megatron.layers import PipelineLayers  # noqa: E402
-from reshard.megatron.names import MegatronNames  # noqa: E402
-from reshard.megatron.ranks import MegatronRanks  # noqa: E402
-from reshard.megatron.rosters import LocalParameter  # noqa: E402
-from reshard.recipes.fusion import Fusion  # noqa: E402
+from reshard.megatron.names import MegatronNames, PipelineLayers  # noqa: E402
+from reshard.megatron.parameters import LocalParameter  # noqa: E402
+from reshard.megatron.ranks import MegatronGrids, MegatronRanks  # noqa: E402
+from reshard.recipes.naming import Fusion  # noqa: E402
 from reshard.torch.models.entries import Entry, EntryKind, NameColumns  # noqa: E402
 from reshard.torch.models.roster_documents import (  # noqa: E402
     read_names,

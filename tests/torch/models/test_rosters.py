@@ -15,8 +15,8 @@ from reshard.layout import Layout
 torch = pytest.importorskip("torch")
 
 from reshard.megatron.names import MegatronNames  # noqa: E402
+from reshard.megatron.parameters import LocalParameter  # noqa: E402
 from reshard.megatron.ranks import MegatronRanks  # noqa: E402
-from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.entries import Entry  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402

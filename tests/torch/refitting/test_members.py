@@ -13,7 +13,7 @@ from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided
 from reshard.cut_rules import Balanced, Ceil, CutRule, Padded
 from reshard.errors import ShardError
 from reshard.layout import Box, Layout
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 from reshard.runs import RunTable
 from reshard.sharding import DimSpec, Level, ShardingSpec
 

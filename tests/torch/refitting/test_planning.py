@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import ShardError
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 
 torch = pytest.importorskip("torch")
 

@@ -25,7 +25,7 @@ from reshard.checkpoint.architectures.differences import Shape, TensorDifference
 from reshard.checkpoint.architectures.records import find_recorded_differences
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, MissingExtraError, RunError, UncomputableError
-from reshard.recipes.quantization.weights import find_quantized, quantization_config
+from reshard.recipes.quantization import find_quantized, quantization_config
 from reshard.text.quantities import count_text, first_text
 
 _MAX_LISTED = 4

@@ -2,7 +2,7 @@
 
 ::
 
-    head_dim|hidden_size//num_attention_heads      a number, as in `reshard.recipes.config`
+    head_dim|hidden_size//num_attention_heads      a number, as in `reshard.recipes.expressions`
     attention_bias                                 a condition on the config, as there
     num_heads<>kv_heads, a==b                      two numbers of the config compared
     n>=first_k_dense_replace, n<max_window_layers  the first number of a name, compared
@@ -19,8 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from reshard.errors import RecipeError
-from reshard.recipes.config.conditions import parse_condition
-from reshard.recipes.config.expressions import Key, parse_expression
+from reshard.recipes.expressions import Key, parse_condition, parse_expression
 
 Config = Mapping[str, Any]
 _COMPARED = re.compile(r"(?P<left>[^<>=!]+)(?P<sign><>|==|>=|<)(?P<right>[^<>=!]+)")

@@ -29,7 +29,7 @@ from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import StoredTensor
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 
 MOST_BOXES = 100_000
 

@@ -28,7 +28,7 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.opening import open_checkpoint, read_adapter_config
 from reshard.elements.casting import is_castable
 from reshard.errors import UsageError
-from reshard.recipes.shardings.adapters import LowRankAdapters
+from reshard.recipes.adapters import LowRankAdapters
 from reshard.text.quantities import count_text
 
 _MERGED_TYPES = ("float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@
 4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
 
 What the stored tensors of a method mean is in `_PARTS`, by the method's name in
-`reshard.recipes.quantization.methods`.
+`reshard.recipes.quantization`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from reshard.elements.decoding import unpack_e2m1, unpack_integers
 from reshard.elements.float8 import decode_float8
 from reshard.errors import UsageError
 from reshard.layout import Box
-from reshard.recipes.quantization.group_cuts import StoredDimension
-from reshard.recipes.quantization.weights import QuantizedWeight
+from reshard.recipes.quantization import QuantizedWeight, StoredDimension
 
 # Elements of a stretch: 1 MiB in float32.
 _STRETCH = 1 << 18

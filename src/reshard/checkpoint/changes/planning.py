@@ -32,15 +32,13 @@ from reshard.elements.block_scaling import QUANTIZATIONS
 from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
 from reshard.errors import CheckpointError, RecipeError, UsageError
 from reshard.layout import Layout
-from reshard.recipes.coupling.allowances import UNSCALED
-from reshard.recipes.quantization.codes import (
+from reshard.recipes.overrides import UNSCALED
+from reshard.recipes.quantization import (
+    QuantizedWeight,
     describe_lacking,
     find_lacking,
-    list_codes,
-)
-from reshard.recipes.quantization.weights import (
-    QuantizedWeight,
     find_quantized,
+    list_codes,
     quantization_config,
 )
 from reshard.text.quantities import count_text

@@ -25,8 +25,8 @@ from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import IDLE_AXES
 from reshard.recipes.library import choose_recipe, describe_unknown_model, suggest_rules
+from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.recipe import REPLICA_AXES
 
 

@@ -32,10 +32,10 @@ from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.coupling.allowances import IDLE_AXES
+from reshard.recipes.naming import fused_spec
+from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.fused_sharding import fused_spec
 from reshard.recipes.strategies import strategy as find_strategy
 
 

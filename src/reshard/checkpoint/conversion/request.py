@@ -27,9 +27,9 @@ from reshard.checkpoint.training.styles import TrainingStyle, training_style
 from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
+from reshard.recipes.engine_layouts.document import read_layout_file
+from reshard.recipes.overrides import parse_allowed
 from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule, parse_rules

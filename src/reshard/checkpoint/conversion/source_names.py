@@ -24,8 +24,8 @@ from reshard.checkpoint.naming.renaming import (
     names_of,
 )
 from reshard.errors import UsageError
-from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, describe_unknown_model, load_recipe
+from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe, parse_options
 
 

@@ -36,8 +36,8 @@ from reshard.checkpoint.pretrained.model_folder import (
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
-from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
+from reshard.recipes.overrides import parse_allowed
 from reshard.text.quantities import count_text
 
 

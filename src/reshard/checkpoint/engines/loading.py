@@ -15,7 +15,7 @@ from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.recipes.engine_layouts import EngineLayout
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
+from reshard.recipes.engine_layouts.document import read_layout_file
 
 
 def load_parameters(

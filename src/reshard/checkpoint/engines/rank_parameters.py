@@ -33,7 +33,7 @@ from reshard.recipes.engine_layouts import (
     SourcePiece,
     SourceTensor,
 )
-from reshard.recipes.engine_layouts.strided_regions import find_steps
+from reshard.recipes.engine_layouts.source_layouts import find_steps
 from reshard.text.quantities import first_text
 
 

@@ -44,7 +44,7 @@ from reshard.checkpoint.formats.registry import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import DIFFERING_COPIES, parse_allowed
+from reshard.recipes.overrides import DIFFERING_COPIES, parse_allowed
 
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.source_sharding import SourceSharding

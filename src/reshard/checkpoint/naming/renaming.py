@@ -20,9 +20,9 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.training.plain_state import rename_group_members
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
-from reshard.recipes.fusion import Fusion
-from reshard.recipes.name_patterns import (
+from reshard.recipes.naming import (
     ForeignName,
+    Fusion,
     Meaning,
     compile_pattern,
     find_by_pattern,

@@ -74,7 +74,7 @@ from reshard.checkpoint.pretrained.weights import model_name, take_weights
 from reshard.checkpoint.training.state import find_training_state
 from reshard.elements.casting import is_castable
 from reshard.errors import CheckpointError, RecipeError
-from reshard.recipes.config.expressions import parse_expression
+from reshard.recipes.expressions import parse_expression
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule

@@ -32,7 +32,7 @@ from reshard.checkpoint.training.model_sets import (
 )
 from reshard.checkpoint.training.state import shapes_without_state
 from reshard.errors import RecipeError
-from reshard.recipes.name_patterns import compile_pattern
+from reshard.recipes.naming import compile_pattern
 from reshard.recipes.recipe import Recipe
 
 # What the base model of an architecture is called in its other classes, by its model type, where

@@ -26,7 +26,7 @@ from reshard.cli.sources import open_selected_source
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.coupling.allowances import ALLOWANCES, IDLE_AXES
+from reshard.recipes.overrides import ALLOWANCES, IDLE_AXES
 from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.rank_sets import rank_text

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from reshard.mesh import DeviceMesh
 from reshard.notation.mlir import mlir_mesh_text
-from reshard.notation.scanner import symbol_text
+from reshard.notation.parsing import symbol_text
 
 # The settings of each collective beside its groups, in the order of the text.
 COLLECTIVES: dict[str, tuple[str, ...]] = {

@@ -40,10 +40,8 @@ from reshard.collectives.steps import (
 from reshard.dtypes import DType
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.notation.mesh_order import in_mesh_order
-from reshard.notation.scanner import symbol_text
+from reshard.notation.parsing import Vocabulary, in_mesh_order, symbol_text
 from reshard.notation.shardy import shardy_mesh_text, shardy_text
-from reshard.notation.vocabulary import Vocabulary
 from reshard.sharding import ShardingSpec
 
 # The operations add contributions up, whatever an attribute could say of other reductions.

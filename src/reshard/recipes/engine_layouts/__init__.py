@@ -17,8 +17,12 @@ Start at `engine_layout`. `reshard.torch.trace_loading` makes the layout of a ra
 """
 
 from reshard.recipes.engine_layouts.engine_layout import EngineLayout, RankLayout, SourceTensor
-from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout
-from reshard.recipes.engine_layouts.pieces import Computed, Constant, SourcePiece
+from reshard.recipes.engine_layouts.parameter_layout import (
+    Computed,
+    Constant,
+    ParameterLayout,
+    SourcePiece,
+)
 
 __all__ = [
     "Computed",

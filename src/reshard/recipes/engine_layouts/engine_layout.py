@@ -20,8 +20,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout
-from reshard.recipes.engine_layouts.patterns import ParameterPattern
+from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout, ParameterPattern
 from reshard.recipes.engine_layouts.source_layouts import list_source_layouts
 
 # How the layout of a rank was found: by following copies, or from values that name their place.

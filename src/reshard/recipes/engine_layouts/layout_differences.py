@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from reshard.layout import Layout
-from reshard.recipes.engine_layouts.name_columns import split_numbers
-from reshard.recipes.engine_layouts.strided_regions import Product, Stretches, unite
+from reshard.recipes.engine_layouts.document import split_numbers
+from reshard.recipes.engine_layouts.source_layouts import Product, Stretches, unite
 from reshard.runs import OWNED
 
 

@@ -1,30 +1,276 @@
-"""One parameter of one rank, as an engine's loader fills it.
+"""Regions of a parameter, by what fills them.
+
+A loader fills a parameter box by box: with elements of a source as they are (`SourcePiece`), with
+what it computes of some (`Computed`), with one value (`Constant`). What is left is not filled::
+
+    parameter 4 x 3            source "up" 6 x 3, row major
+
+    +---------+                rows 2:5 of it: offset 6, strides (3, 1)
+    | up      |  SourcePiece
+    |         |
+    |         |
+    +---------+
+    | 0       |  Constant
+    +---------+
+
+A region of a source is a `View`: an element offset and a stride for each dimension of the box,
+over the source's elements in row-major order. So a transposed region has its strides exchanged, an
+interleaved one has them doubled, and one that is repeated has a stride of 0.
+
+Patterns: how a parameter is filled, with numbers in the place of its sources' names.
+
+The layers of a model, and the experts of a layer, are filled alike: their parameters share one
+pattern, which is checked once, and only the names of their sources differ. A stacked parameter of
+hundreds of experts has as many pieces, so a pattern keeps them in columns.
+
+One parameter of one rank, as an engine's loader fills it.
 
 A `ParameterLayout` is a pattern and the names of its sources. As a `Binding` it is a layout whose
 shards have the sources' names: the fused parameter of any engine, in the words that checkpoints
 and plans use.
+
+Parameters that are shards: those of engines that keep a tensor's own name and cut it.
+
+DTensors and Megatron's sharded state dicts say of a parameter which part of a whole tensor it is.
+As a `ParameterLayout` it has a piece for each box that its rank holds, copied from that tensor::
+
+    layout "tp@blocks[4,4], -" of a tensor 8 x 3, rank 1 of 2        the parameter, 4 x 3
+
+    0:2 | 2:4 || 4:6 | 6:8                                            [0:2] from row 2
+          ^^^          ^^^                                            [2:4] from row 6
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._interning import Interned
 from reshard._validation import check_ints, check_type
 from reshard.binding import Binding, TensorName, View
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError
+from reshard.geometry.box_intersections import Boxes, intersecting_boxes
 from reshard.layout import Box, Layout
-from reshard.recipes.engine_layouts.patterns import (
-    ComputedPattern,
-    ParameterPattern,
-    PieceColumns,
-)
-from reshard.recipes.engine_layouts.pieces import Computed, Constant, SourcePiece
+from reshard.runs import PAD, IntArray
+
+
+class SourcePiece(NamedTuple):
+    """A box of a parameter that holds elements of a source.
+
+    `steps` says what happens to the type of each element on the way: nothing where it is empty,
+    `"to float32"` for a cast, `"bits as float8_e4m3fn"` where the same bits count as another type.
+
+    >>> SourcePiece(Box((0, 0), (3, 3)), "up", View(6, (3, 1)))
+    SourcePiece(box=Box(start=(0, 0), stop=(3, 3)), source='up',
+    view=View(offset=6, strides=(3, 1)), steps=())
+    """
+
+    box: Box
+    source: str
+    view: View
+    steps: tuple[str, ...] = ()
+
+
+class Computed(NamedTuple):
+    """A box of a parameter whose elements are computed from sources, and by which operations.
+
+    `view` is the region of the only source where each element is computed of the one there, as by
+    `exp` and `neg`; None where it is not known which element of a source an element depends on.
+    """
+
+    box: Box
+    operations: tuple[str, ...]
+    sources: tuple[str, ...]
+    view: View | None = None
+
+
+class Constant(NamedTuple):
+    """A box of a parameter that the loader fills with one value, such as padding."""
+
+    box: Box
+    value: float
+
+
+class ComputedPattern(NamedTuple):
+    """A box that is computed from sources, which are given by their numbers (see `Computed`)."""
+
+    box: Box
+    operations: tuple[str, ...]
+    sources: tuple[int, ...]
+    view: View | None = None
+
+
+class PieceColumns(NamedTuple):
+    """The pieces of a parameter: boxes and regions of sources, a row each.
+
+    `start`, `stop` and `strides` have shape `(pieces, dims)`, `source`, `offset` and `steps` shape
+    `(pieces,)`; the last are numbers into a list of steps.
+    """
+
+    start: IntArray
+    stop: IntArray
+    source: IntArray
+    offset: IntArray
+    strides: IntArray
+    steps: IntArray
+
+    @classmethod
+    def empty(cls, dims: int) -> PieceColumns:
+        """No pieces of a parameter of `dims` dimensions."""
+        table, column = np.zeros((0, dims), np.int64), np.zeros(0, np.int64)
+        return cls(table, table, column, column, table, column)
+
+    def take(self, rows: IntArray) -> PieceColumns:
+        """The chosen rows, in the order asked for."""
+        return PieceColumns(*(column[rows] for column in self))
+
+
+class ParameterPattern(Interned):
+    """How a parameter of `shape` is filled, interned; pieces are sorted by where they begin.
+
+    Args:
+        shape, dtype: of the parameter.
+        columns: its pieces.
+        steps: the lists of steps that rows of `columns` have by number.
+        computed, constants, unfilled: the rest of it.
+
+    Raises:
+        LayoutError: regions that overlap, leave a part of the parameter out or do not lie in it.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        columns: PieceColumns,
+        steps: Sequence[tuple[str, ...]] = ((),),
+        computed: Sequence[ComputedPattern] = (),
+        constants: Sequence[Constant] = (),
+        unfilled: Sequence[Box] = (),
+    ) -> None:
+        self.shape = check_ints(shape, "shape", LayoutError)
+        self.dtype = dtype
+        dims = len(self.shape)
+        given = [np.asarray(column, dtype=np.int64) for column in columns]
+        tables = [given[i].reshape(-1, dims) if dims else given[i] for i in (0, 1, 4)]
+        rows = len(given[2])
+        if any(len(column) != rows for column in (*tables, *given)):
+            raise LayoutError(f"columns of pieces of lengths {[len(column) for column in given]}")
+        # The last key is the first to sort by: boxes in row-major order of their first elements.
+        order = np.lexsort(tables[0].T[::-1]) if dims and rows else np.arange(rows)
+        self.columns = PieceColumns(
+            tables[0], tables[1], given[2], given[3], tables[2], given[5]
+        ).take(order)
+        self.steps = tuple(tuple(one) for one in steps)
+        self.computed = tuple(sorted(computed, key=lambda one: one.box))
+        self.constants = tuple(sorted(constants, key=lambda one: one.box))
+        self.unfilled = tuple(sorted(unfilled))
+        self._check()
+        for column in self.columns:
+            column.flags.writeable = False
+
+    def _check(self) -> None:
+        columns = self.columns
+        if len(columns.source) and (
+            columns.source.min() < 0
+            or columns.offset.min() < 0
+            or columns.steps.min() < 0
+            or columns.steps.max() >= len(self.steps)
+        ):
+            raise LayoutError(
+                f"pieces of a parameter of shape {list(self.shape)} have negative numbers of "
+                f"sources or offsets, or steps that are not in {list(self.steps)}"
+            )
+        others = [one.box for one in self.computed] + [one.box for one in self.constants]
+        others += self.unfilled
+        dims = len(self.shape)
+        start = np.concatenate([columns.start, _as_table([b.start for b in others], dims)])
+        stop = np.concatenate([columns.stop, _as_table([b.stop for b in others], dims)])
+        outside = (start < 0).any(axis=1) | (stop > np.array(self.shape, np.int64)).any(axis=1)
+        outside |= (start >= stop).any(axis=1)
+        if outside.any():
+            at = int(np.flatnonzero(outside)[0])
+            box = Box(tuple(start[at].tolist()), tuple(stop[at].tolist()))
+            raise LayoutError(f"box {box} has no element in a parameter of shape {self.shape}")
+        held, size = int((stop - start).prod(axis=1).sum()), math.prod(self.shape)
+        is_disjoint = len(start) <= 1 if dims == 0 else not _overlap(start, stop, self.shape)
+        if held != size or not is_disjoint:
+            raise LayoutError(
+                f"the boxes of a parameter of shape {list(self.shape)} have {held:,} elements of "
+                f"{size:,}{'' if is_disjoint else ', some twice'}; each element is in one box: "
+                "copied, computed, constant or not filled"
+            )
+
+    def interning_key(self) -> object:
+        columns = tuple(column.tobytes() for column in self.columns)
+        # Of two that are equal in Python, such as -0.0 and 0.0, the text may differ.
+        rest = (self.computed, repr(self.constants), self.unfilled)
+        return (self.shape, self.dtype, len(self.columns.source), columns, self.steps, rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.steps, self.computed, self.constants, self.unfilled)
+        return (ParameterPattern, (self.shape, self.dtype, self.columns, *rest))
+
+    @cached_property
+    def sources(self) -> int:
+        """How many sources it has, numbered from 0."""
+        numbers = [*self.columns.source.tolist(), *(n for c in self.computed for n in c.sources)]
+        return max(numbers, default=-1) + 1
+
+    @cached_property
+    def reach(self) -> tuple[IntArray, IntArray]:
+        """The least and the last element that it reads of each source: shape `(sources,)` each."""
+        low = np.full(self.sources, np.iinfo(np.int64).max)
+        high = np.full(self.sources, -1, dtype=np.int64)
+        for source, first, last in zip(*self._reach_of_regions(), strict=True):
+            np.minimum.at(low, source, first)
+            np.maximum.at(high, source, last)
+        return low, high
+
+    def _reach_of_regions(self) -> tuple[list[Any], list[Any], list[Any]]:
+        columns = self.columns
+        further = (columns.stop - columns.start - 1) * columns.strides
+        sources: list[Any] = [columns.source]
+        first: list[Any] = [columns.offset + np.minimum(further, 0).sum(axis=1)]
+        last: list[Any] = [columns.offset + np.maximum(further, 0).sum(axis=1)]
+        for one in self.computed:
+            if one.view is not None:
+                ends = [(n - 1) * s for n, s in zip(one.box.shape, one.view.strides, strict=True)]
+                sources.append(one.sources[0])
+                first.append(one.view.offset + sum(min(end, 0) for end in ends))
+                last.append(one.view.offset + sum(max(end, 0) for end in ends))
+        return sources, first, last
+
+    def __repr__(self) -> str:
+        return (
+            f"<ParameterPattern {self.dtype.name} {list(self.shape)}, {len(self.columns.source)} "
+            f"pieces of {self.sources} sources>"
+        )
+
+
+def _as_table(corners: list[tuple[int, ...]], dims: int) -> IntArray:
+    return np.array(corners, dtype=np.int64).reshape(len(corners), dims)
+
+
+def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
+    """Whether two of the boxes share an element."""
+    if len(start) < 2:
+        return False
+    # Most parameters are cut along one dimension: sorted along it, none begins before the last.
+    for dimension in range(start.shape[1]):
+        order = np.argsort(start[:, dimension], kind="stable")
+        if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
+            return False
+    boxes = Boxes(np.ascontiguousarray(start.T), np.ascontiguousarray(stop.T))
+    return any((first != second).any() for first, second in intersecting_boxes(boxes, boxes, shape))
 
 
 @dataclass(frozen=True)
@@ -216,3 +462,51 @@ def _check_region(name: str, shape: tuple[int, ...], box: Box, view: View) -> No
             f"the box {box} of {name!r} with {len(view.strides)} strides, in a parameter of shape "
             f"{list(shape)}; give one of each for every dimension"
         )
+
+
+def shard_parameter(
+    name: str, dtype: DType | str, layout: Layout, rank: int, source: str | None = None
+) -> ParameterLayout | None:
+    """A rank's shard of a tensor as a parameter; None where the rank holds none of it.
+
+    Args:
+        name: of the parameter.
+        dtype: of its elements.
+        layout: of the whole tensor, over ranks.
+        rank: in the layout.
+        source: the tensor's name, where it is not the parameter's.
+
+    Raises:
+        LayoutError: a rank that is not there, or that holds several boxes one behind the other
+            (a flat buffer), which are no parameter of the tensor's rank.
+
+    >>> from reshard.mesh import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> cut = spec(DeviceMesh.of(tp=2), "tp@blocks[4,4], -").layout((8, 3))
+    >>> print(shard_parameter("gate_up", "float32", cut, 1))
+    gate_up float32 [4, 3]
+      [0:2, 0:3] gate_up from 6, strides 3, 1
+      [2:4, 0:3] gate_up from 18, strides 3, 1
+    """
+    cells = layout.cells_of(rank)
+    if not cells:
+        return None
+    if len(cells) > 1:
+        raise LayoutError(
+            f"rank {rank} holds {len(cells)} cells of {name!r}, one behind the other in its "
+            "memory; a parameter is one cell. Give the layout of each part by itself"
+        )
+    parts = layout.cell_part[cells.start].tolist()
+    strides = View.row_major(layout.shape).strides
+    runs = [table.runs_of(part) for table, part in zip(layout.tables, parts, strict=True)]
+    pieces, unfilled = [], []
+    for product in itertools.product(*runs):
+        local = [(at, at + stop - start) for start, stop, at, _ in product]
+        box = Box(tuple(low for low, _ in local), tuple(high for _, high in local))
+        if any(role == PAD for _, _, _, role in product):
+            unfilled.append(box)
+            continue
+        offset = sum(run[0] * stride for run, stride in zip(product, strides, strict=True))
+        pieces.append(SourcePiece(box, source or name, View(offset, strides)))
+    shape = layout.cell_shape[cells.start].tolist()
+    return ParameterLayout.of(name, shape, dtype, pieces, unfilled=unfilled)

@@ -1,4 +1,25 @@
-"""Which rank holds which part of each source, from what the ranks' parameters take of it.
+"""Strided regions of a tensor, as indices along each dimension.
+
+A loader takes a region of a tensor by an offset, sizes and strides, after any views, transposes
+and reshapes. Which indices of the tensor are these? ::
+
+    a tensor 6 x 4, row major        offset 4, sizes (2, 2, 4), strides (8, 4, 1)
+
+    . . . .                          rows 1 + {0, 2} + {0, 1} = 1, 2, 3, 4
+    # # # #                          columns 0 + {0, 1, 2, 3}
+    # # # #
+    # # # #                          so a product: 1:5 of the rows, 0:4 of the columns
+    # # # #
+    . . . .
+
+1. Sizes and strides that continue one another are joined.
+2. From the smallest stride up, each belongs to the dimension in whose steps it goes. While it stays
+   inside, it adds its steps to the indices there.
+3. One that reaches around the end fills the dimension, where it goes in whole rounds, and continues
+   in the dimension before it. Where its rounds are not whole, it is split in front of the first
+   whole one and behind the last, and there is a product for each.
+
+Which rank holds which part of each source, from what the ranks' parameters take of it.
 
 A model of many ranks takes millions of regions of its tensors, and few different ones:
 
@@ -10,15 +31,238 @@ A model of many ranks takes millions of regions of its tensors, and few differen
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from reshard.layout import Layout
-from reshard.recipes.engine_layouts.patterns import ParameterPattern
-from reshard.recipes.engine_layouts.strided_regions import Product, Stretches, find_products, unite
+from reshard.errors import LayoutError
+from reshard.layout import Layout, flat_range_boxes
+from reshard.recipes.engine_layouts.parameter_layout import ParameterPattern
 from reshard.runs import IntArray, RunTable
+
+# The stretches `(start, stop)` of indices along a dimension, rising and apart.
+Stretches = tuple[tuple[int, int], ...]
+# Stretches along each dimension; the region is all combinations.
+Product = tuple[Stretches, ...]
+
+MOST_PRODUCTS = 1 << 17
+
+
+@lru_cache(maxsize=1 << 16)
+def find_products(
+    shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
+) -> tuple[Product, ...]:
+    """The products of indices that a strided region of a row-major tensor of `shape` has.
+
+    Products may share elements where the region has some twice.
+
+    Raises LayoutError where there are more than can be worked with.
+
+    >>> find_products((6, 4), (2, 2, 4), 4, (8, 4, 1))
+    ((((1, 5),), ((0, 4),)),)
+    >>> find_products((4, 4), (5,), 3, (1,))
+    ((((0, 1),), ((3, 4),)), (((1, 2),), ((0, 4),)))
+    """
+    if not math.prod(sizes):
+        return ()
+    axes = []
+    for size, stride in zip(sizes, strides, strict=True):
+        # Elements that are taken again are the same elements.
+        if size > 1 and stride:
+            offset += min(0, (size - 1) * stride)
+            axes.append((abs(stride), size))
+    # One flat stretch: what nothing else splits as well.
+    joined = _join(sorted(axes, reverse=True))
+    if len(joined) == 1 and joined[0][0] == 1:
+        boxes = flat_range_boxes(shape, offset, offset + joined[0][1])
+        ends = ((box.start, box.stop) for box in boxes)
+        return tuple(
+            tuple(((a, b),) for a, b in zip(start, stop, strict=True)) for start, stop in ends
+        )
+    found = list(itertools.islice(_list_products(shape, joined, offset), MOST_PRODUCTS + 1))
+    if len(found) > MOST_PRODUCTS:
+        raise LayoutError(
+            f"the region of sizes {list(sizes)} at {offset} with strides {list(strides)} of a "
+            f"tensor of shape {list(shape)} is no few boxes of it"
+        )
+    return tuple(found)
+
+
+def _join(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Axes (stride and size, the largest stride first), with those that continue others joined."""
+    joined: list[tuple[int, int]] = []
+    for stride, size in axes:
+        if joined and joined[-1][0] == stride * size:
+            joined[-1] = (stride, size * joined[-1][1])
+        else:
+            joined.append((stride, size))
+    return joined
+
+
+def _list_products(
+    shape: tuple[int, ...], axes: Sequence[tuple[int, int]], offset: int
+) -> Iterable[Product]:
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    indices = [np.array([offset // step % n]) for step, n in zip(steps, shape, strict=True)]
+    # The smallest stride last, so that it is the first to be taken off.
+    left = list(axes)
+    while left:
+        stride, size = left.pop()
+        at = next(
+            d for d, (n, s) in enumerate(zip(shape, steps, strict=True)) if s <= stride and n > 1
+        )
+        within, rest = divmod(stride, steps[at])
+        reach = int(indices[at].max())
+        # Steps that stay inside the dimension, the first included.
+        room = (shape[at] - 1 - reach) // within + 1
+        if not rest and size <= room:
+            indices[at] = _add_steps(indices[at], within, size)
+            continue
+        whole = shape[at] // within
+        if not rest and shape[at] % within == 0 and reach < within:
+            if size % whole == 0:
+                indices[at] = _add_steps(indices[at], within, whole)
+                left.append((steps[at] * shape[at], size // whole))
+                left.sort(reverse=True)
+                continue
+            room = size // whole * whole
+        elif rest:
+            room = 1
+        # It is split: the axes of each part are found anew.
+        others = list(axes)
+        if (stride, size) in others:
+            others.remove((stride, size))
+        else:
+            # What is left of an axis that went around is none of them: split the largest, by steps.
+            (stride, size), room = others.pop(0), 1
+        for begin, count in ((0, room), (room, size - room)):
+            part = sorted([*others, *([(stride, count)] if count > 1 else [])], reverse=True)
+            yield from _list_products(shape, part, offset + begin * stride)
+        return
+    yield tuple(_list_stretches(index) for index in indices)
+
+
+def _add_steps(indices: IntArray, step: int, count: int) -> IntArray:
+    added: IntArray = (indices[:, None] + step * np.arange(count)).reshape(-1)
+    return added
+
+
+def _list_stretches(indices: IntArray) -> Stretches:
+    rising = np.unique(indices)
+    ends = np.flatnonzero(np.diff(rising) != 1)
+    starts = rising[np.append(0, ends + 1)]
+    stops = rising[np.append(ends, len(rising) - 1)] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def find_steps(
+    shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
+) -> tuple[list[int], list[tuple[int, int] | None]] | None:
+    """Where a region begins in a row-major tensor, and along which dimension each of its own goes.
+
+    Returns:
+        The first index along every dimension; and for each dimension of the region the one of the
+        tensor and the step there, or None for one that stays where it is. None in place of both
+        where a dimension goes backwards, across others, or where another one went.
+
+    >>> find_steps((6, 4), (2, 3), 5, (8, 1))
+    ([1, 1], [(0, 2), (1, 1)])
+    >>> find_steps((6, 4), (8,), 0, (1,)) is None
+    True
+    """
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = [offset // step % n for step, n in zip(steps, shape, strict=True)]
+    along: list[tuple[int, int] | None] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1 or stride == 0:
+            along.append(None)
+            continue
+        at = next(
+            (d for d, n in enumerate(shape) if n > 1 and stride > 0 and steps[d] <= stride), None
+        )
+        by, rest = divmod(stride, steps[at]) if at is not None else (0, 1)
+        if at is None or rest or first[at] + by * (size - 1) >= shape[at]:
+            return None
+        if any(known is not None and known[0] == at for known in along):
+            return None
+        along.append((at, by))
+    return first, along
+
+
+def unite(products: Iterable[Product]) -> tuple[Product, ...]:
+    """Products without a shared element that have the same elements together.
+
+    >>> unite([(((0, 2),), ((0, 4),)), (((2, 3),), ((0, 4),))])
+    ((((0, 3),), ((0, 4),)),)
+    """
+    found = list(dict.fromkeys(products))
+    if len(found) > 1:
+        found = _join_alike(found)
+    return tuple(sorted(found)) if len(found) <= 1 else tuple(sorted(_cut_apart(found)))
+
+
+def _join_alike(products: list[Product]) -> list[Product]:
+    """Products that differ along one dimension only, joined, as long as there are any."""
+    changed = True
+    while changed and len(products) > 1:
+        changed = False
+        for d in range(len(products[0])):
+            groups: dict[Product, list[Stretches]] = {}
+            for product in products:
+                groups.setdefault((*product[:d], *product[d + 1 :]), []).append(product[d])
+            if len(groups) < len(products):
+                changed = True
+                products = [
+                    (*rest[:d], _unite_stretches(stretches), *rest[d:])
+                    for rest, stretches in groups.items()
+                ]
+    return products
+
+
+def _unite_stretches(several: list[Stretches]) -> Stretches:
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(itertools.chain(*several)):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], stop))
+        else:
+            united.append((start, stop))
+    return tuple(united)
+
+
+def _cut_apart(products: list[Product]) -> list[Product]:
+    """Products that may share elements, as ones that do not."""
+    dims = len(products[0])
+    # The ends along each dimension cut it into intervals that none cuts.
+    edges = [
+        np.unique([edge for product in products for stretch in product[d] for edge in stretch])
+        for d in range(dims)
+    ]
+    if math.prod(len(edge) for edge in edges) > 1 << 24:
+        raise LayoutError(f"{len(products)} regions of a tensor that form no grid")
+    covered = np.zeros([max(len(edge) - 1, 1) for edge in edges], dtype=bool)
+    for product in products:
+        inside = []
+        for d, stretches in enumerate(product):
+            chosen = np.zeros(len(edges[d]) - 1, dtype=bool)
+            for start, stop in stretches:
+                chosen[np.searchsorted(edges[d], start) : np.searchsorted(edges[d], stop)] = True
+            inside.append(np.flatnonzero(chosen))
+        covered[np.ix_(*inside)] = True
+    # Each interval of the first dimensions has a row of intervals of the last one; equal rows join.
+    apart: list[Product] = []
+    for place in np.argwhere(covered.any(axis=-1)):
+        row = np.flatnonzero(covered[tuple(place)])
+        last = _unite_stretches([_interval(edges[-1], int(i)) for i in row])
+        apart.append((*(_interval(edges[d], int(i)) for d, i in enumerate(place)), last))
+    return _join_alike(apart)
+
+
+def _interval(edges: IntArray, number: int) -> Stretches:
+    return ((int(edges[number]), int(edges[number + 1])),)
+
 
 _Region = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 

@@ -39,7 +39,7 @@ from reshard.recipes.engine_layouts import (
     SourcePiece,
     SourceTensor,
 )
-from reshard.recipes.engine_layouts.shard_parameters import shard_parameter
+from reshard.recipes.engine_layouts.parameter_layout import shard_parameter
 from reshard.torch.distributed_tensor import layout_of
 from reshard.torch.loaders.pretended_ranks import pretend_rank
 from reshard.torch.loaders.tracing import find_tied

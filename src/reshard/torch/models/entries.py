@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.layout import Layout
-from reshard.megatron.rosters import LocalParameter
-from reshard.recipes.fusion import Fusion
+from reshard.megatron.parameters import LocalParameter
+from reshard.recipes.naming import Fusion
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.torch.models.naming import meaning
 

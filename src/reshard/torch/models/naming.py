@@ -4,7 +4,7 @@ Two models are matched in names that both have in common:
 
 1. each side's own names become common ones, by a table or a function; every rank applies its
    own to what it has, so ranks that count their layers from 0 may each say where they begin;
-2. a fused parameter keeps its name, and its members have theirs (`reshard.recipes.fusion`);
+2. a fused parameter keeps its name, and its members have theirs (`reshard.recipes.naming`);
 3. names that are declared tied mean one tensor: whichever of them the source has serves all;
 4. a stacked tensor, such as the weights of all experts, has one name for each of its members::
 
@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from reshard.errors import UsageError
-from reshard.recipes.fusion import Fusion
-from reshard.recipes.name_patterns import Meaning, compile_pattern, find_by_pattern
+from reshard.recipes.naming import Fusion, Meaning, compile_pattern, find_by_pattern
 
 Naming = Mapping[str, str] | Mapping[str, Meaning] | Callable[[str], Meaning]
 Value = TypeVar("Value")

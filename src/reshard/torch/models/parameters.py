@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
-from reshard.megatron.groups import MegatronGrids
-from reshard.recipes.fusion import Fusion
+from reshard.megatron.ranks import MegatronGrids
+from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.exchange.groups import RankGroup

@@ -26,8 +26,7 @@ from reshard.errors import ReshardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.fusion import Fusion
-from reshard.recipes.local_names import local_names
+from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.torch.models.given_models import LaidModel
@@ -94,7 +93,7 @@ def _lay(
     layouts = assignment.layouts
     names: dict[str, str] = {}
     if counts_from_zero and rank >= 0:
-        names = {local: name for name, local in local_names(assignment, rank).items()}
+        names = {local: name for name, local in assignment.local_names(rank).items()}
     found.update({name: (None, layout) for name, layout in layouts.items()})
     for own_name, tensor in tensors_of(model) if model is not None else ():
         for local_name, part in _parts(own_name, tensor, naming, names, layouts, rank):

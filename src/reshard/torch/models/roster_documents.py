@@ -25,11 +25,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from reshard.errors import NotationError, ReshardError
-from reshard.megatron.groups import MegatronGrids
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
-from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.rosters import LocalParameter
+from reshard.megatron.names import MegatronNames, PipelineLayers
+from reshard.megatron.parameters import LocalParameter
+from reshard.megatron.ranks import MegatronGrids, MegatronRanks
 from reshard.plans.documents.document import (
     DocumentReader,
     DocumentWriter,
@@ -38,7 +36,7 @@ from reshard.plans.documents.document import (
     read_texts,
 )
 from reshard.plans.documents.number_columns import packed, unpacked, whole_number
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec as parse_spec
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns

@@ -7,7 +7,7 @@ knows. Put together, the lists of all ranks say what each tensor of the model is
    that lists it must say the same; or ranks of several layouts have each a copy of their own, as on
    the parts `mesh["dp"]` of one mesh, which are others on every rank of `tp`;
 2. a parameter of Megatron says what one rank can know; the ranks' words together make the whole
-   (`reshard.megatron.rosters`);
+   (`reshard.megatron.parameters`);
 3. any other tensor is whole on every rank that lists it.
 
 Whatever does not fit is collected, not raised, so that people see all of it at once.
@@ -25,9 +25,8 @@ import numpy as np
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
-from reshard.megatron.parameters import MegatronParameter
-from reshard.megatron.rosters import LocalParameter, gather_parameters
-from reshard.recipes.fusion import Fusion
+from reshard.megatron.parameters import LocalParameter, MegatronParameter, gather_parameters
+from reshard.recipes.naming import Fusion
 from reshard.runs import RunTable
 from reshard.sharding import ShardingSpec
 from reshard.text.quantities import first_text

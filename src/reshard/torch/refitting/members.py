@@ -1,7 +1,7 @@
 """Members of fused tensors, and the stretches of a tensor's dimension that they lie in.
 
 1. A model's tensors are found by name: a tensor's own, or those of the members of a fused tensor
-   (`reshard.recipes.fusion`).
+   (`reshard.recipes.naming`).
 2. A member lies in stretches on either side; cut at the ends of both, they are the same::
 
        source  linear_qkv       | q q k v | q q k v |       member q    2:4 of it | 2:4

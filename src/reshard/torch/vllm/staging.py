@@ -27,7 +27,7 @@ from reshard.binding import View
 from reshard.errors import ShardError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import ParameterLayout, RankLayout, SourcePiece, SourceTensor
-from reshard.recipes.engine_layouts.strided_regions import find_products, find_steps
+from reshard.recipes.engine_layouts.source_layouts import find_products, find_steps
 
 _CAST = "to "
 # Of each dimension of a piece the one of the source, and the step there.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reshard.megatron.rosters import LocalParameter
+from reshard.megatron.parameters import LocalParameter
 from reshard.torch.models.megatron.megatron_parameters import find_gated, mark_gated, split_grouped
 
 EXPERTS, HIDDEN, WIDE = 3, 4, 10

@@ -29,7 +29,7 @@ from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
+from reshard.recipes.engine_layouts.document import read_layout_file
 from reshard.text.quantities import count_text
 
 #: The layout of the ranks, beside a state that reshard wrote.

@@ -48,9 +48,13 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, RecipeError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor.objects import find_placements
-from reshard.notation.dtensor.placements import Placement, Shard, StridedShard
-from reshard.notation.dtensor.text import sharding_of_placements
+from reshard.notation.dtensor import (
+    Placement,
+    Shard,
+    StridedShard,
+    find_placements,
+    sharding_of_placements,
+)
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec as parse_sharding
 

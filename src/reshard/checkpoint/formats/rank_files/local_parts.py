@@ -25,8 +25,14 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import FormatError, ReshardError, UnreadableTensorError, UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
-from reshard.notation.dtensor.text import sharding_of_placements
+from reshard.notation.dtensor import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    sharding_of_placements,
+)
 from reshard.sharding import ShardingSpec
 
 _WRAPPERS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")

@@ -2,7 +2,7 @@
 
 1. Each rank reads which ranks its groups have, and counts the layers of its model chunks;
 2. all ranks tell each other, in one small gather of all of them (`model_pairs`);
-3. each puts the same together: both grids (`reshard.megatron.groups`), and how many layers each
+3. each puts the same together: both grids (`reshard.megatron.ranks`), and how many layers each
    pipeline stage has, so that local names become those of the whole model.
 
 No rank can count the experts of the whole model: its config says them, or the refit is told.
@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import NotationError, ReshardError, UsageError
-from reshard.megatron.groups import GROUP_AXES, MegatronGrids
-from reshard.megatron.layers import PipelineLayers
-from reshard.megatron.names import MegatronNames
-from reshard.megatron.ranks import places_along
+from reshard.megatron.names import MegatronNames, PipelineLayers
+from reshard.megatron.ranks import GROUP_AXES, MegatronGrids, places_along
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.given_models import MegatronModel, chunks_of
 from reshard.torch.models.megatron.megatron_configs import unwrap

@@ -21,8 +21,8 @@ import torch
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.megatron.names import MegatronNames
-from reshard.megatron.rosters import LocalParameter
-from reshard.recipes.fusion import Fusion
+from reshard.megatron.parameters import LocalParameter
+from reshard.recipes.naming import Fusion
 from reshard.torch.models.module_memory import tensors_of
 
 _GROUPED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.weight(?P<number>[12])")

@@ -28,7 +28,7 @@ from reshard.checkpoint.blocks.fusing import (
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.torch_dcp.arrangement import StackedPlace
 from reshard.layout import Layout
-from reshard.recipes.fusion import Fusion
+from reshard.recipes.naming import Fusion
 
 # `layers.` without a number behind it, and the experts of a layer without theirs.
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")

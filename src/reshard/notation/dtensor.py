@@ -1,0 +1,1030 @@
+"""Lexing of placements: names, arguments and steps of calls such as `Shard(dim=0)`.
+
+A placement is written as a call, `Shard(dim=0)`, in any of the ways in which torch prints one:
+by its long or its short name, with or without commas, and with the step in which its axis cuts
+where several cut one dimension: `S(0)[1]S(0)[0]`. Arguments are numbers, words and lists::
+
+    [PartitionedShard(0, 2, splits=(4, 6)), P(sum)]
+
+    name              arguments  named                 step
+    PartitionedShard  0, 2       splits = (4, 6)
+    Partial           sum
+
+`reshard.notation.dtensor` says what the calls mean.
+
+The mesh in front of placements, as torch prints it or a program writes it.
+
+torch prints a mesh by its sizes, and its ranks only where `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set;
+a program writes them out::
+
+    DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))                        sizes and names
+    DeviceMesh((2, 2), 'cpu', stride=(2, 1), Mesh: [[3, 1], [2, 0]])      sizes and ranks
+    DeviceMesh('cpu', [[3, 1], [2, 0]], mesh_dim_names=('dp', 'tp'))      names and ranks
+
+1. The mesh is in the brackets after `DeviceMesh`; the placements follow it.
+2. Nested square brackets are ranks; else the first round ones are sizes.
+
+Placements of DTensor as plain values: what one mesh axis does to a tensor.
+
+PyTorch's DTensor describes a tensor by one *placement* for each mesh axis. Here they are plain
+values, so that they can be read and written without torch::
+
+    Shard(dim=0)                              cut dimension 0 by ceil
+    _StridedShard(dim=0, split_factor=2)      2 blocks by ceil, each cut over the axis
+    PartitionedShard(0, 4, (4, 6, 4, 2))      blocks of these sizes, each cut or left whole
+    Replicate()                               copies
+    Partial(sum)                              contributions
+
+A call that `reshard.notation.dtensor` has read, or an object of torch, becomes a placement
+by its name.
+
+Placements of a DTensor as a sharding, and a sharding as placements.
+
+A DTensor has a mesh and one placement for each mesh axis. They are applied from left to right,
+each to what those before it left, so a tensor dimension that several axes shard is cut in
+levels, by ceil (`torch.chunk`)::
+
+    mesh ("dp": 2, "tp": 2), [Shard(0), Shard(0)]            "dp / tp, ..."
+    the same, [_StridedShard(0, split_factor=2), Shard(0)]   "dp@stride2 / tp, ..."
+    the same, S(0)[1]S(0)[0]: in another order               "tp / dp, ..."
+    the same, [Partial("sum"), Shard(1)]                     "-, tp | sum(dp)"
+
+There:
+
+1. Every placement is a value of `reshard.notation.dtensor`, whether it was text or an
+   object.
+2. The axes that shard one dimension are put in the order in which they cut; each is a level.
+
+And back: each level is the placement of its one axis, and where the axes of a dimension do not
+cut in the order of the mesh, that order is written too. Objects of torch are read here like any
+placement; `reshard.notation.dtensor` reads whole DTensors and makes torch's objects.
+
+Source: `torch.distributed.tensor` of PyTorch 2.13.
+
+Live objects of torch: DTensors and placements to shardings, and back.
+
+A DTensor, or its spec, has a mesh, placements and perhaps an order of its axes; they are read
+without importing torch. Placement objects are made of torch's own classes, which are imported
+then. torch applies placement objects from left to right, so axes that cut in another order become
+strides, where that leaves every element in its place::
+
+    mesh ("dp": 2, "tp": 2), "tp / dp, -"     (_StridedShard(0, split_factor=2), Shard(0))
+
+Source: `torch.distributed.tensor` of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeGuard, cast
+
+import numpy as np
+
+from reshard.block_rules import Strided
+from reshard.errors import LayoutError, MissingExtraError, NotationError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.notation.partitioned import PartitionedShard, Splits
+from reshard.runs import IntArray
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+Argument = int | str | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCall:
+    """A placement as it is written: a name, arguments, and `[order]` where it is given."""
+
+    name: str
+    arguments: tuple[Argument, ...] = ()
+    named: tuple[tuple[str, Argument], ...] = ()
+    order: int | None = None
+
+    def bound(self, *parameters: str, **other_names: str) -> dict[str, Argument]:
+        """The arguments by parameter; `other_names` gives further names of parameters.
+
+        Raises:
+            NotationError: too many arguments, or one that is unknown or given twice.
+        """
+        found = dict(zip(parameters, self.arguments, strict=False))
+        surplus = [str(argument) for argument in self.arguments[len(parameters) :]]
+        for name, value in self.named:
+            parameter = other_names.get(name, name)
+            if parameter in found or parameter not in parameters:
+                surplus.append(f"{name}={value}")
+            else:
+                found[parameter] = value
+        if surplus:
+            raise NotationError(
+                f"{self.name} does not take {', '.join(surplus)}; write "
+                f"{self.name}({', '.join(parameters)})"
+            )
+        return found
+
+
+# Long names first: `RaggedShard` begins with torch's short name of `Replicate`.
+_NAMES = {
+    "_StridedRaggedShard": "_StridedRaggedShard",
+    "PartitionedShard": "PartitionedShard",
+    "RaggedShard": "RaggedShard",
+    "_StridedShard": "_StridedShard",
+    "Replicate": "Replicate",
+    "Partial": "Partial",
+    "Shard": "Shard",
+    "_S": "_StridedShard",
+    "S": "Shard",
+    "R": "Replicate",
+    "P": "Partial",
+}
+_NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*(" + "|".join(_NAMES) + r")(?![a-z])")
+_TOKEN = re.compile(r"\s*(-?\d+|[A-Za-z_]\w*|'[^']*'|\"[^\"]*\"|[()\[\],=])\s*")
+_ORDER = re.compile(r"\s*\[(\d+)\]")
+_BETWEEN = re.compile(r"[\s,]*")
+# What torch prints of a spec, around its placements: `Spec(f32[8, 4](S(0)R))`.
+_SPEC = re.compile(r"Spec\(\w+(?:\[[^\]]*\])?\((.*)\)\)", re.DOTALL)
+# Lists nest no deeper in any placement; a limit keeps hostile text from deep recursion.
+_DEEPEST = 3
+
+
+def read_calls(text: str) -> list[PlacementCall]:
+    """The placements that `text` writes, one for each mesh axis, as calls.
+
+    Raises:
+        NotationError: text that is no list of placements.
+
+    >>> [call.name for call in read_calls("[Shard(dim=0), Replicate()]")]
+    ['Shard', 'Replicate']
+    >>> read_calls("S(0)[1]S(0)[0]")[0]
+    PlacementCall(name='Shard', arguments=(0,), named=(), order=1)
+    """
+    body = text.strip()
+    wrapped = _SPEC.fullmatch(body)
+    body = wrapped[1].strip() if wrapped else body
+    # The list's own brackets, where it has any: `S(0)R` has none.
+    if body[:1] + body[-1:] in ("[]", "()"):
+        body = body[1:-1]
+    calls: list[PlacementCall] = []
+    at = _skip(_BETWEEN, body, 0)
+    while at < len(body):
+        name = _NAME.match(body, at)
+        if not name:
+            raise NotationError(
+                f"cannot read {body[at : at + 40]!r} in the placements `{text}`; a placement is "
+                "Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
+                "PartitionedShard(0, 2, (4, 6)) or RaggedShard((0,), (1, 2))"
+            )
+        at = name.end()
+        arguments: list[Argument] = []
+        named: list[tuple[str, Argument]] = []
+        if body[at : at + 1] == "(":
+            arguments, named, at = _read_arguments(body, at + 1, text)
+        order = _ORDER.match(body, at)
+        at = order.end() if order else at
+        number = int(order[1]) if order else None
+        calls.append(PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number))
+        at = _skip(_BETWEEN, body, at)
+    return calls
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
+
+
+def _read_arguments(
+    body: str, at: int, text: str
+) -> tuple[list[Argument], list[tuple[str, Argument]], int]:
+    arguments: list[Argument] = []
+    named: list[tuple[str, Argument]] = []
+    while True:
+        token, after = _read_token(body, at, text)
+        if token == ")":
+            return arguments, named, after
+        # One token ahead tells `name=value` from a value.
+        follows, behind = _read_token(body, after, text)
+        if follows == "=":
+            value, at = _read_value(body, behind, text, 0)
+            named.append((token, value))
+        else:
+            value, at = _read_value(body, at, text, 0)
+            arguments.append(value)
+        follows, after = _read_token(body, at, text)
+        if follows == ",":
+            at = after
+        elif follows != ")":
+            raise _make_error(follows, text)
+
+
+def _read_value(body: str, at: int, text: str, depth: int) -> tuple[Argument, int]:
+    token, at = _read_token(body, at, text)
+    if token in ("(", "["):
+        closing = ")" if token == "(" else "]"
+        items: list[Argument] = []
+        while True:
+            following, after = _read_token(body, at, text)
+            if following == closing:
+                return tuple(items), after
+            if depth == _DEEPEST:
+                raise _make_error(following, text)
+            item, at = _read_value(body, at, text, depth + 1)
+            items.append(item)
+            following, after = _read_token(body, at, text)
+            if following == ",":
+                at = after
+            elif following != closing:
+                raise _make_error(following, text)
+    if token in (")", "]", ",", "="):
+        raise _make_error(token, text)
+    if token[0] in "'\"":
+        return token[1:-1], at
+    return (_read_number(token, text) if token.lstrip("-")[0].isdigit() else token), at
+
+
+def _read_number(token: str, text: str) -> int:
+    # Python refuses to read more digits than this by itself, with an error of its own.
+    if len(token) > 20:
+        raise _make_error(token, text)
+    return int(token)
+
+
+def _read_token(body: str, at: int, text: str) -> tuple[str, int]:
+    match = _TOKEN.match(body, at)
+    if not match:
+        raise _make_error(body[at:], text)
+    return match[1], match.end()
+
+
+def _make_error(what: str, text: str) -> NotationError:
+    where = f"at {what[:40]!r} " if what else "at its end "
+    return NotationError(
+        f"cannot read the placements `{text}` {where}; arguments are numbers, words and lists of "
+        "numbers, in brackets that close"
+    )
+
+
+def is_numbers(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Whether an argument is a list of numbers."""
+    return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
+
+
+_BEFORE = re.compile(r"\s*\(?\s*|\s*DTensor\(.*device_mesh\s*=\s*", re.DOTALL)
+_RANKS = re.compile(r"\[[\s\d,\[\]]*\]")
+_AXIS_NAMES = re.compile(r"mesh_dim_names\s*=\s*[(\[]([^)\]]*)[)\]]")
+_STRIDE = re.compile(r"stride\s*=\s*(\((?:[^()]|\([^()]*\))*\))")
+_SIZES = re.compile(r"\(([^()]*)\)")
+_SIZE = re.compile(r"(?:(\w+)\s*=\s*)?(\d{1,9})")
+
+
+def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | None, str]:
+    """The mesh of a text and the placements behind it.
+
+    Args:
+        text: placements, or a mesh and placements, or a printed DTensor.
+        mesh: the answer where the text names none, or the same one by its sizes.
+
+    Raises:
+        NotationError: a mesh that cannot be read.
+        MeshError: one that cannot be.
+
+    >>> split_mesh("DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), (Shard(dim=0), Replicate())")
+    (DeviceMesh('torch', dp=2,tp=2), '(Shard(dim=0), Replicate())')
+    >>> split_mesh("DeviceMesh('cpu', [[3, 1], [2, 0]]), [Shard(0), Replicate()]")[0]
+    DeviceMesh('torch', dim0=2,dim1=2, devices=[3, 1, 2, 0])
+    """
+    begin = text.find("DeviceMesh(")
+    if begin < 0:
+        return mesh, text
+    before = text[:begin]
+    end = _find_closing(text, begin + len("DeviceMesh"))
+    if end is None or not _BEFORE.fullmatch(before):
+        raise NotationError(
+            f"cannot read the mesh in `{text}`; write DeviceMesh('cpu', [[0, 1], [2, 3]]) in front "
+            "of the placements, or give a mesh"
+        )
+    rest = text[end + 1 :].strip().removeprefix(",").strip()
+    # In a printed DTensor the placements are an argument, and its bracket closes behind them.
+    if "(" in before:
+        rest = re.sub(r"^placements\s*=\s*", "", rest).removesuffix(")").strip()
+    return _read_mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
+
+
+def _find_closing(text: str, at: int) -> int | None:
+    """Where the bracket that opens at `at` closes."""
+    depth = 0
+    for place in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if not depth:
+            return place
+    return None
+
+
+def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
+    named = _AXIS_NAMES.search(body)
+    names = [name.strip(" '\"") for name in named[1].split(",") if name.strip()] if named else []
+    stride = _STRIDE.search(body)
+    # Names and strides have brackets of their own, which would be taken for sizes.
+    body = _AXIS_NAMES.sub("", _STRIDE.sub("", body))
+    listed = _RANKS.search(body)
+    shape: tuple[int, ...] = ()
+    devices: list[int] | None = None
+    if listed:
+        ranks = _read_ranks(listed[0], text)
+        shape, devices = ranks.shape, ranks.reshape(-1).tolist()
+    sizes = _SIZES.search(body)
+    if sizes:
+        words = [word.strip() for word in sizes[1].split(",") if word.strip()]
+        matches = [match for word in words if (match := _SIZE.fullmatch(word))]
+        if len(matches) != len(words):
+            raise NotationError(f"cannot read the sizes of a mesh ({sizes[1]}) in `{text}`")
+        names = names or [match[1] for match in matches if match[1]]
+        shape = tuple(int(match[2]) for match in matches)
+    elif not listed:
+        raise NotationError(f"the mesh in `{text}` has neither sizes nor ranks")
+    if (
+        given is not None
+        and given.shape == tuple(shape)
+        and (not names or list(given.axis_names) == names)
+        and (devices is None or list(given.devices) == devices)
+    ):
+        return given
+    # A slice of a larger mesh has that one's strides, and ranks that the text does not have.
+    if devices is None and stride and not _is_row_major(stride[1], shape):
+        raise NotationError(
+            f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "
+            "a mesh, or print it with TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        )
+    return DeviceMesh("torch", shape, names or [f"dim{d}" for d in range(len(shape))], devices)
+
+
+def _read_ranks(listed: str, text: str) -> IntArray:
+    """The ranks in nested brackets: each depth is an axis."""
+    try:
+        return np.array(json.loads(listed), dtype=np.int64)
+    except (ValueError, OverflowError, RecursionError):
+        raise NotationError(
+            f"cannot read the ranks {listed[:80]} of the mesh in `{text}`; write equal rows, such "
+            "as [[0, 1], [2, 3]]"
+        ) from None
+
+
+def _is_row_major(stride: str, shape: Sequence[int]) -> bool:
+    expected = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return [int(number) for number in re.findall(r"\d{1,18}", stride)] == expected
+
+
+REDUCTION_OF_OPERATION = {
+    "sum": "sum",
+    "avg": "mean",
+    "max": "max",
+    "min": "min",
+    "product": "product",
+}
+OPERATION_OF_REDUCTION = {name: operation for operation, name in REDUCTION_OF_OPERATION.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The dimension `dim`, cut by ceil as `torch.chunk` does; a negative `dim` counts from the end.
+
+    >>> print(Shard(0))
+    Shard(0)
+    """
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """`split_factor` blocks of the dimension `dim` by ceil, each cut by ceil; torch's
+    `_StridedShard`.
+
+    >>> print(StridedShard(0, 2))
+    _StridedShard(0, split_factor=2)
+    """
+
+    dim: int
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        if self.split_factor < 1:
+            raise NotationError(
+                f"_StridedShard with split_factor {self.split_factor}; it must be at least 1"
+            )
+
+    def __str__(self) -> str:
+        return f"_StridedShard({self.dim}, split_factor={self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Copies along the axis.
+
+    >>> print(Replicate())
+    Replicate()
+    """
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Contributions along the axis, still to be reduced by torch's `operation`.
+
+    >>> print(Partial("avg"), Partial("avg").reduction)
+    Partial(avg) mean
+    """
+
+    operation: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.operation not in REDUCTION_OF_OPERATION:
+            raise NotationError(
+                f"Partial({self.operation}): the reductions are "
+                f"{', '.join(REDUCTION_OF_OPERATION)}; redistribute the tensor first"
+            )
+
+    @property
+    def reduction(self) -> str:
+        """The reduction by reshard's name."""
+        return REDUCTION_OF_OPERATION[self.operation]
+
+    def __str__(self) -> str:
+        return f"Partial({self.operation})"
+
+
+Placement = Shard | StridedShard | PartitionedShard | Replicate | Partial
+
+
+def placement_of_call(call: PlacementCall) -> Placement:
+    """The placement that a call means.
+
+    Raises:
+        NotationError: a name that is no placement of DTensor, or arguments of another form.
+
+    >>> print(placement_of_call(PlacementCall("_StridedShard", (0,), (("sf", 2),))))
+    _StridedShard(0, split_factor=2)
+    """
+    match call.name:
+        case "Shard":
+            return Shard(_expect_integer(call, call.bound("dim"), "dim"))
+        case "_StridedShard":
+            bound = call.bound("dim", "split_factor", sf="split_factor")
+            return StridedShard(
+                _expect_integer(call, bound, "dim"), _expect_integer(call, bound, "split_factor", 1)
+            )
+        case "Replicate":
+            call.bound()
+            return Replicate()
+        case "Partial":
+            return Partial(str(call.bound("reduce_op").get("reduce_op", "sum")))
+        case "PartitionedShard":
+            bound = call.bound("dim", "num_partitions", "splits", "aligned")
+            return PartitionedShard(
+                _expect_integer(call, bound, "dim"),
+                _expect_integer(call, bound, "num_partitions"),
+                _expect_splits(call, bound.get("splits")),
+                _expect_truth(call, bound.get("aligned", "False")),
+            )
+    raise NotationError(
+        f"{call.name} cuts several dimensions as one, which a sharding cannot say; read it with "
+        "`reshard.notation.ragged`, which answers with a layout"
+    )
+
+
+def _expect_integer(
+    call: PlacementCall, bound: Mapping[str, Argument], name: str, default: int | None = None
+) -> int:
+    value = bound.get(name, default)
+    if not isinstance(value, int):
+        raise NotationError(f"{call.name} needs a number for {name}, got {value!r}")
+    return value
+
+
+def _expect_splits(call: PlacementCall, value: Argument | None) -> Splits:
+    if is_numbers(value) or (isinstance(value, tuple) and all(map(is_numbers, value))):
+        return cast(Splits, value)
+    raise NotationError(
+        f"{call.name} needs splits such as (4, 6, 4, 2), or a row of them for each rank, "
+        f"got {value!r}"
+    )
+
+
+def _expect_truth(call: PlacementCall, value: Argument) -> bool:
+    if value not in ("True", "False"):
+        raise NotationError(f"{call.name} needs True or False for aligned, got {value!r}")
+    return value == "True"
+
+
+def as_placement(item: object) -> Placement:
+    """A placement from a placement, or from an object of torch, which is not imported.
+
+    Raises:
+        NotationError: anything else, and torch's placements that reshard has no word for.
+
+    >>> as_placement(Replicate())
+    Replicate()
+    """
+    if isinstance(item, Placement):
+        return item
+    # Known by names, so that torch is not imported.
+    names = [kind.__name__ for kind in type(item).__mro__ if kind.__module__.startswith("torch")]
+    # A subclass may mean more than its base, as a masked partial does, so only the class counts.
+    live: Any = item
+    match names[0] if names and type(item).__name__ == names[0] else "":
+        case "Shard":
+            return Shard(int(live.dim))
+        case "_StridedShard":
+            return StridedShard(int(live.dim), int(live.split_factor))
+        case "Replicate":
+            return Replicate()
+        case "Partial":
+            return Partial(str(live.reduce_op))
+    raise NotationError(
+        f"placement {item!s} of type {type(item).__name__} is not known; known are Shard, "
+        "_StridedShard, Replicate, Partial and PartitionedShard"
+    )
+
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPlacements:
+    """One placement for each mesh axis, and which axis cuts a dimension before which.
+
+    Attributes:
+        placements: in the order of the mesh's axes.
+        shard_order: for each tensor dimension that is cut, its mesh axes by number, the one that
+            cuts first in front; torch's `shard_order`.
+    """
+
+    placements: tuple[Placement, ...]
+    shard_order: ShardOrder
+
+    @property
+    def is_left_to_right(self) -> bool:
+        """Whether every dimension is cut in the order of the mesh's axes, as torch does."""
+        return all(list(axes) == sorted(axes) for _, axes in self.shard_order)
+
+    def __str__(self) -> str:
+        if self.is_left_to_right:
+            return f"[{', '.join(map(str, self.placements))}]"
+        step = {axis: i for _, axes in self.shard_order for i, axis in enumerate(axes)}
+        several = {axis for _, axes in self.shard_order if len(axes) > 1 for axis in axes}
+        words = [
+            f"{placement}[{step[axis]}]" if axis in several else str(placement)
+            for axis, placement in enumerate(self.placements)
+        ]
+        return f"[{', '.join(words)}]"
+
+
+def parse_dtensor(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that a list of placements writes.
+
+    Args:
+        text: in any form that torch prints: `[Shard(dim=0), Replicate()]`, `S(0)R`,
+            `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
+            `PartitionedShard` may be among them. A mesh may stand in front of them, as in a
+            printed DTensor.
+        mesh: the devices, where the text has none; one placement for each of its axes, major to
+            minor.
+        shape: of the tensor; placements do not say how many dimensions it has.
+
+    Raises:
+        NotationError: text that cannot be read, or that does not fit the mesh or the shape.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(parse_dtensor("[Shard(0), Shard(0)]", mesh, (6, 4)))
+    dp / tp, -
+    >>> print(parse_dtensor("S(0)[1]S(0)[0]", mesh, (6, 4)))
+    tp / dp, -
+    >>> print(parse_dtensor("P(avg) S(-1)", mesh, (6, 4)))
+    -, tp | mean(dp)
+    """
+    try:
+        mesh, placed = split_mesh(text, mesh)
+        calls = read_calls(placed)
+        if mesh is None or shape is None:
+            missing = "mesh" if mesh is None else "shape"
+            raise NotationError(
+                f"placements do not say the tensor's {missing}; give a {missing} beside them"
+            )
+        placements = [placement_of_call(call) for call in calls]
+        order = _order_steps(placements, [call.order for call in calls], len(shape))
+        return sharding_of_placements(mesh, placements, len(shape), order)
+    except LayoutError as error:
+        if f"`{text}`" in str(error):
+            raise
+        raise type(error)(f"{error} (in the placements `{text}`)") from None
+
+
+def dtensor_text(spec: ShardingSpec) -> str:
+    """The placements of a sharding, as torch is given them.
+
+    Axes that cut one dimension in another order than the mesh's are written with their steps,
+    as torch prints a `shard_order`.
+
+    Raises:
+        NotationError: a sharding that DTensor cannot express; the message names the part.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> dtensor_text(ShardingSpec(mesh, [DimSpec([Level(["dp"], Strided(2)), Level(["tp"])])]))
+    '[_StridedShard(0, split_factor=2), Shard(0)]'
+    >>> dtensor_text(ShardingSpec(mesh, [DimSpec([Level(["tp"]), Level(["dp"])])]))
+    '[Shard(0)[1], Shard(0)[0]]'
+    >>> dtensor_text(ShardingSpec(mesh, [["dp", "tp"]]))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: DTensor cannot say the level `dp tp` of dimension 0: each of its
+    placements cuts over one mesh axis; write `dp / tp` for a cut of a cut
+    """
+    return str(placements_of(spec))
+
+
+def parse_partitioned(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that placements with a `PartitionedShard` among them write.
+
+    One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
+
+    Raises:
+        NotationError: text that cannot be read, sizes that do not add up to the dimension.
+
+    >>> mesh = DeviceMesh.of(ep=2)
+    >>> print(parse_partitioned("PartitionedShard(0, 4, (6, 10, 12, 4))", mesh, (32,)))
+    ep@blocks[6,10,12,4]
+    """
+    return parse_dtensor(text, mesh, shape)
+
+
+def partitioned_text(spec: ShardingSpec) -> str:
+    """The placements of a sharding, partitioned ones included.
+
+    Raises:
+        NotationError: a sharding that placements cannot express.
+
+    >>> mesh = DeviceMesh.of(dp=2, ep=2)
+    >>> partitioned_text(ShardingSpec(mesh, [["dp"], []]))
+    '[Shard(0), Replicate()]'
+    """
+    return str(placements_of(spec, partitioned=True))
+
+
+def sharding_of_placements(
+    mesh: DeviceMesh,
+    placements: Iterable[object],
+    ndim: int,
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None = None,
+) -> ShardingSpec:
+    """The sharding that placements say, given as values or as torch's own objects.
+
+    Args:
+        mesh: the devices.
+        placements: one for each axis of the mesh.
+        ndim: dimensions of the tensor.
+        shard_order: for each cut dimension the numbers of its mesh axes, the one that cuts first
+            in front, as torch's `DTensorSpec.shard_order`; by rising number when None.
+
+    Raises:
+        NotationError: a wrong number of placements, a dimension the tensor has not, several
+            kinds of reduction, or an order that does not fit the placements.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(sharding_of_placements(mesh, [Shard(1), StridedShard(1, 2)], 2))
+    -, dp / tp@stride2
+    """
+    order = None
+    if shard_order is not None:
+        order = tuple((int(dim), tuple(map(int, axes))) for dim, axes in shard_order)
+    return _make_sharding(mesh, tuple(map(as_placement, placements)), ndim, order)
+
+
+# Tensors of a model are cut alike, and again and again.
+@lru_cache(maxsize=1024)
+def _make_sharding(
+    mesh: DeviceMesh, values: tuple[Placement, ...], ndim: int, shard_order: ShardOrder | None
+) -> ShardingSpec:
+    if len(values) != len(mesh.shape):
+        raise NotationError(
+            f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give "
+            "one for each axis, major to minor"
+        )
+    # Levels of each dimension by number of the mesh axis; their order comes below.
+    by_dim: dict[int, dict[int, Level]] = {dim: {} for dim in range(ndim)}
+    partial: list[str] = []
+    reductions: list[str] = []
+    for number, (axis, value) in enumerate(zip(mesh.axis_names, values, strict=True)):
+        if isinstance(value, Partial):
+            partial.append(axis)
+            reductions.append(value.reduction)
+        elif not isinstance(value, Replicate):
+            level = _make_level(axis, value, mesh.shape[number])
+            by_dim[_check_dimension(value, ndim)][number] = level
+    if len(set(reductions)) > 1:
+        raise NotationError(
+            f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
+            "a tensor is partial in one, redistribute the other axes first"
+        )
+    order = _check_order(shard_order, by_dim)
+    dim_specs = [DimSpec([levels[n] for n in order[dim]]) for dim, levels in by_dim.items()]
+    return ShardingSpec(mesh, dim_specs, (), partial, reductions[0] if reductions else "sum")
+
+
+def _make_level(axis: str, value: Shard | StridedShard | PartitionedShard, size: int) -> Level:
+    if isinstance(value, PartitionedShard):
+        if value.by_rank is not None and len(value.by_rank) != size:
+            raise NotationError(
+                f"{value} gives sizes for {len(value.by_rank)} ranks, but axis {axis} has {size}; "
+                "give one row for each"
+            )
+        return Level([axis], value.rule)
+    return Level([axis], Strided(value.split_factor) if isinstance(value, StridedShard) else None)
+
+
+def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int:
+    if not -ndim <= value.dim < ndim:
+        raise NotationError(
+            f"{value} cuts dimension {value.dim} of a tensor that has {ndim}; give one from "
+            f"{-ndim} to {ndim - 1}"
+            if ndim
+            else f"{value} cuts a tensor that has no dimensions; it can only be replicated or "
+            "partial"
+        )
+    return value.dim % ndim
+
+
+def _order_steps(
+    placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
+) -> ShardOrder | None:
+    """The order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without any."""
+    if all(step is None for step in steps):
+        return None
+    by_dim: dict[int, list[int]] = {}
+    for number, (value, step) in enumerate(zip(placements, steps, strict=True)):
+        if not isinstance(value, Replicate | Partial):
+            by_dim.setdefault(_check_dimension(value, ndim), []).append(number)
+        elif step is not None:
+            raise NotationError(
+                f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
+            )
+    order = []
+    for dim, numbers in sorted(by_dim.items()):
+        # An axis alone on its dimension needs no step.
+        at = {steps[number]: number for number in numbers} if len(numbers) > 1 else {0: numbers[0]}
+        if set(at) != set(range(len(numbers))):
+            raise NotationError(
+                f"the axes on dimension {dim} have the steps {[steps[n] for n in numbers]}; give "
+                f"each one of 0 to {len(numbers) - 1}"
+            )
+        order.append((dim, tuple(at[step] for step in range(len(numbers)))))
+    return tuple(order)
+
+
+def _check_order(
+    shard_order: ShardOrder | None, by_dim: dict[int, dict[int, Level]]
+) -> dict[int, list[int]]:
+    """The axes of every dimension, by number, in the order in which they cut."""
+    rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
+    if shard_order is None:
+        return rising
+    order = {dim: list(axes) for dim, axes in shard_order}
+    cut = {dim: axes for dim, axes in rising.items() if axes}
+    if {dim: sorted(axes) for dim, axes in order.items()} != cut:
+        raise NotationError(
+            f"shard order {order} does not fit the placements, which cut {cut}; name every axis of "
+            "every cut dimension once"
+        )
+    return rising | order
+
+
+def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPlacements:
+    """The placements of a sharding, and the order in which the axes of a dimension cut.
+
+    Args:
+        spec: the sharding.
+        partitioned: whether `PartitionedShard` may be used beside torch's own placements.
+
+    Raises:
+        NotationError: a part that no placement says: an axis taken in part, a flat cut over
+            several axes, another rule, marks for propagation, a place on some ranks only.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> found = placements_of(ShardingSpec(mesh, [DimSpec([Level(["tp"]), Level(["dp"])])]))
+    >>> found.shard_order
+    ((0, (1, 0)),)
+    """
+    mesh = spec.mesh
+    found: dict[str, Placement] = {}
+    order: list[tuple[int, tuple[int, ...]]] = []
+    if spec.only:
+        raise cannot_say(f"`only` of axis {spec.only[0][0]}", "every rank of the mesh has a part")
+    for dim, dim_spec in enumerate(spec.dim_specs):
+        if dim_spec.is_open or dim_spec.priority:
+            raise cannot_say(
+                f"`{dim_spec}` of dimension {dim}", "placements have no marks for propagation"
+            )
+        for level in dim_spec.levels:
+            axis = _expect_whole_axis(level, dim)
+            found[axis] = _find_placement(level, dim, mesh.axis_size(axis), partitioned)
+        axes = tuple(mesh.axis_names.index(level.axes[0].name) for level in dim_spec.levels)
+        if axes:
+            order.append((dim, axes))
+    partial = [axis.name for axis in spec.partial_axes]
+    if not all(axis.is_full for axis in spec.partial_axes):
+        raise cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
+    # Contributions are numbered by their axes, major to minor: another order is another numbering.
+    if partial != [axis for axis in mesh.axis_names if axis in partial]:
+        raise cannot_say(
+            f"the order of the partial axes {' '.join(partial)}",
+            "contributions are numbered in the order of the mesh's axes",
+        )
+    if spec.reduction is not None:
+        found |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
+    placements = tuple(found.get(axis, Replicate()) for axis in mesh.axis_names)
+    return DTensorPlacements(placements, tuple(order))
+
+
+def cannot_say(part: str, because: str) -> NotationError:
+    return NotationError(f"DTensor cannot say {part}: {because}")
+
+
+def _expect_whole_axis(level: Level, dim: int) -> str:
+    if len(level.axes) > 1:
+        nested = " / ".join(map(str, level.axes))
+        raise cannot_say(
+            f"the level `{level}` of dimension {dim}",
+            f"each of its placements cuts over one mesh axis; write `{nested}` for a cut of a cut",
+        )
+    if not level.axes[0].is_full:
+        raise cannot_say(
+            f"the axis `{level.axes[0]}` of dimension {dim}",
+            "it takes mesh axes whole; split the axis in the mesh",
+        )
+    return level.axes[0].name
+
+
+def _find_placement(
+    level: Level, dim: int, size: int, partitioned: bool
+) -> Shard | StridedShard | PartitionedShard:
+    if level.rule.is_default:
+        return Shard(dim)
+    if isinstance(level.rule, Strided) and level.rule.local_lengths is None:
+        return StridedShard(dim, level.rule.stride)
+    words = ["by ceil (Shard)", "by a stride (_StridedShard)"]
+    if partitioned:
+        found = PartitionedShard.from_rule(dim, level.rule, size)
+        if found is not None:
+            return found
+        words.append("in partitions (PartitionedShard)")
+    raise cannot_say(
+        f"the rule `{level.rule.text}` of dimension {dim}",
+        f"its placements cut {', '.join(words[:-1])} or {words[-1]}",
+    )
+
+
+def mesh_of(mesh: Any) -> DeviceMesh:
+    """The mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name get one.
+
+    Raises:
+        MeshError: names that are no axis names.
+    """
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(ranks.ndim))
+    return DeviceMesh("torch", tuple(ranks.shape), names, ranks.reshape(-1).tolist())
+
+
+def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> ShardingSpec:
+    """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
+
+    Any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch will do.
+
+    Args:
+        tensor: the DTensor.
+        mesh: what its mesh is, where that is known; it is found when None.
+
+    Raises:
+        NotationError: a placement that reshard has no word for.
+    """
+    spec = getattr(tensor, "_spec", tensor)
+    if mesh is None:
+        mesh = mesh_of(spec.mesh if hasattr(spec, "mesh") else spec.device_mesh)
+    return sharding_of_placements(
+        mesh,
+        spec.placements,
+        len(tensor.shape),
+        getattr(spec, "shard_order", None),
+    )
+
+
+def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """torch's placement objects for a sharding, one for each mesh axis. Imports torch.
+
+    A dimension that axes cut in another order than the mesh's is written by `_StridedShard`, as
+    torch does, where that puts the same elements of a tensor of `shape` in the same places.
+
+    Args:
+        spec: the sharding.
+        shape: of the tensor; needed for an order other than the mesh's.
+
+    Raises:
+        NotationError: what DTensor cannot express, see `placements_of`.
+        MissingExtraError: torch is not installed.
+    """
+    placements = find_placements(spec, shape)
+    try:
+        from torch.distributed.tensor import placement_types
+    except ImportError as error:
+        raise MissingExtraError(
+            "placement objects need torch, which is not installed; `dtensor_text` writes them "
+            "without it"
+        ) from error
+    objects: list[Any] = []
+    for value in placements:
+        if isinstance(value, Shard):
+            objects.append(placement_types.Shard(value.dim))
+        elif isinstance(value, StridedShard):
+            objects.append(
+                placement_types._StridedShard(value.dim, split_factor=value.split_factor)
+            )
+        elif isinstance(value, Partial):
+            objects.append(placement_types.Partial(value.operation))
+        else:
+            objects.append(placement_types.Replicate())
+    return tuple(objects)
+
+
+def find_placements(
+    spec: ShardingSpec, shape: Sequence[int] | None = None
+) -> tuple[Placement, ...]:
+    """Placements to be applied from left to right, as torch does, one for each mesh axis.
+
+    Args:
+        spec: the sharding.
+        shape: of the tensor; needed where axes cut in another order than the mesh's.
+
+    Raises:
+        NotationError: what DTensor cannot express, see `placements_of`.
+
+    >>> from reshard.sharding_text import spec
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(*find_placements(spec(mesh, "tp / dp, -"), (8, 4)))
+    _StridedShard(0, split_factor=2) Shard(0)
+    """
+    found = placements_of(spec)
+    return found.placements if found.is_left_to_right else _find_strided(found, spec, shape)
+
+
+def _find_strided(
+    found: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
+) -> tuple[Placement, ...]:
+    """Placements to be applied from left to right that give the layout of ordered ones.
+
+    An axis that cuts what later axes of the mesh have cut before it takes their parts as its
+    blocks. Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
+    """
+    if shape is None:
+        raise cannot_say(
+            f"`{spec}` for any shape",
+            "axes cut a dimension in another order than the mesh's; give the shape, so that "
+            "`_StridedShard` can be tried",
+        )
+    placements = list(found.placements)
+    for dim, axes in found.shard_order:
+        for step, axis in enumerate(axes):
+            blocks = 1
+            # Axes that cut before this one, but stand behind it in the mesh, are applied after it.
+            for earlier in axes[:step]:
+                blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
+            if blocks > 1 and placements[axis] == Shard(dim):
+                placements[axis] = StridedShard(dim, blocks)
+    # Blocks are by ceil, so uneven shapes may be cut elsewhere: compared for this one.
+    strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
+    if not _are_equal(strided.layout(shape), spec.layout(shape)):
+        raise cannot_say(
+            f"`{spec}` for shape {list(shape)}",
+            "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
+            "shape elsewhere; pad it, or take a mesh whose axes are in that order",
+        )
+    return tuple(placements)
+
+
+def _are_equal(one: Layout, other: Layout) -> bool:
+    """Whether every rank holds the same elements in the same order; parts may be numbered anew."""
+    for dim in range(one.ndim):
+        pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)
+        for part, counterpart in np.unique(pairs, axis=0).tolist():
+            if one.tables[dim].runs_of(part) != other.tables[dim].runs_of(counterpart):
+                return False
+    return True

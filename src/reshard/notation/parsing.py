@@ -1,0 +1,247 @@
+"""Reading the text of MLIR attributes word by word.
+
+A `Scanner` stands at a place in a text. It passes over blanks and comments, takes what it is
+asked to expect, and otherwise raises an error with the rest of the text.
+
+Axes in the order of their mesh, for systems that have sets of axes where we have a sequence.
+
+Vocabularies: what a notation can express, checked before anything is written.
+
+A sharding may have parts that another system has no words for. Each printer states its words
+once, as a `Vocabulary`, and checks the sharding against it before it writes anything: a text
+that leaves something out would be read back as another sharding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from reshard.cut_rules import CutRule
+from reshard.errors import LayoutError, NotationError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, ShardingSpec
+
+# `#` begins a comment only before a blank: `#sdy.sharding` is an attribute.
+_BLANKS = re.compile(r"(?:\s|//[^\n]*|#(?=\s)[^\n]*)*")
+# At most 18 digits, which fit in 64 bits.
+_NUMBER = re.compile(r"-?\d{1,18}(?!\d)")
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_$.]*")
+_QUOTED = re.compile(r'[^"\\\n]*')
+_SYMBOL = re.compile(rf'@({_PLAIN.pattern}|"{_QUOTED.pattern}")')
+
+Item = TypeVar("Item")
+
+
+@contextmanager
+def reading(notation: str, text: str) -> Iterator[None]:
+    """Inside, every error about a layout also names the text that is read."""
+    try:
+        yield
+    except LayoutError as error:
+        raise type(error)(f"{error} (in the {notation} text `{text.strip()}`)") from None
+
+
+def symbol_text(name: str) -> str:
+    """How MLIR writes a name that refers to something: in quotes where it must be.
+
+    Raises:
+        NotationError: a name with quotes, backslashes or line breaks.
+
+    >>> symbol_text("mesh"), symbol_text("a mesh")
+    ('@mesh', '@"a mesh"')
+    """
+    if _PLAIN.fullmatch(name):
+        return f"@{name}"
+    if not _QUOTED.fullmatch(name):
+        raise NotationError(
+            f"{name!r} cannot be written as a name of MLIR; give the mesh a name without quotes "
+            "and backslashes"
+        )
+    return f'@"{name}"'
+
+
+class Scanner:
+    """A place in a text.
+
+    >>> scanner = Scanner('[ 1, 2 ]  // two numbers')
+    >>> scanner.numbers(), scanner.is_at_end()
+    ([1, 2], True)
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self._pass_blanks()
+
+    def _pass_blanks(self) -> None:
+        match = _BLANKS.match(self.text, self.position)
+        self.position = match.end() if match else self.position
+
+    def is_at_end(self) -> bool:
+        """Whether nothing is left but blanks and comments."""
+        return self.position == len(self.text)
+
+    def looks_at(self, pattern: str | re.Pattern[str]) -> bool:
+        """Whether a pattern matches here; nothing is passed over."""
+        return re.compile(pattern).match(self.text, self.position) is not None
+
+    def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        """The match of a pattern here, passed over; None where there is none."""
+        match = re.compile(pattern).match(self.text, self.position)
+        if match:
+            self.position = match.end()
+            self._pass_blanks()
+        return match
+
+    def accept(self, word: str) -> bool:
+        """Whether `word` stands here; it is passed over."""
+        return self.take(re.escape(word)) is not None
+
+    def expect(self, word: str) -> None:
+        """Pass over `word`. Raises NotationError where it does not stand here."""
+        if not self.accept(word):
+            raise self.failure(f"`{word}`")
+
+    def number(self) -> int:
+        """The number that stands here."""
+        match = self.take(_NUMBER)
+        if not match:
+            raise self.failure("a number")
+        return int(match[0])
+
+    def symbol(self) -> str | None:
+        """Take a name after `@` at this position; return None if there is none."""
+        match = self.take(_SYMBOL)
+        return match[1].strip('"') if match else None
+
+    def listed(self, open_word: str, item: Callable[[], Item], close_word: str) -> list[Item]:
+        """Items separated by commas, between two words."""
+        self.expect(open_word)
+        if self.accept(close_word):
+            return []
+        items = [item()]
+        while self.accept(","):
+            items.append(item())
+        self.expect(close_word)
+        return items
+
+    def numbers(self) -> list[int]:
+        """A list of numbers in brackets: `[0, 2, 1]`."""
+        return self.listed("[", self.number, "]")
+
+    def expect_end(self) -> None:
+        """Raises NotationError where something is left."""
+        if not self.is_at_end():
+            raise self.failure("nothing more")
+
+    def failure(self, expected: str) -> NotationError:
+        """The error that something else was expected here."""
+        rest = self.text[self.position :].strip()
+        return NotationError(f"cannot read {rest!r}; expected {expected}")
+
+
+def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
+    """The axes sorted as the mesh has them; sub-axes of one axis from major to minor.
+
+    Raises:
+        MeshError: an axis or sub-axis that the mesh has not.
+
+    >>> in_mesh_order(DeviceMesh.of(x=8, y=2), [Axis("y"), Axis("x", 4, 2), Axis("x", 1, 2)])
+    [x:(1)2, x:(4)2, y]
+    """
+
+    def place(axis: Axis) -> tuple[int, int]:
+        mesh.axis_size(axis)
+        return mesh.axis_names.index(axis.name), axis.pre
+
+    return sorted(axes, key=place)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The parts of a sharding that a notation has words for.
+
+    Attributes:
+        notation: its name, for messages.
+        rules: cut rules beside the plain one, by ceil.
+        reductions: of partial axes.
+        has_sub_axes: whether it can take a mesh axis in part.
+        has_open_dims: whether it can leave a dimension open to propagation.
+        has_priorities: whether it can rank dimensions in propagation.
+        has_replicated_axes: whether it can ask for copies along an axis.
+
+    >>> from reshard.mesh import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> Vocabulary("JAX").check(spec(DeviceMesh.of(x=2), "x@stride2"))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: JAX cannot say `x@stride2` of the sharding `x@stride2`: it has
+    no cut rule `stride2`
+    """
+
+    notation: str
+    rules: tuple[type[CutRule], ...] = ()
+    reductions: tuple[str, ...] = ()
+    has_sub_axes: bool = False
+    has_open_dims: bool = False
+    has_priorities: bool = False
+    has_replicated_axes: bool = False
+
+    def check(self, spec: ShardingSpec) -> None:
+        """Raise NotationError for the first part of `spec` that the notation cannot express."""
+        for dim in spec.dim_specs:
+            self._check_dim(spec, dim)
+        if not self.has_sub_axes:
+            used = [axis for dim in spec.dim_specs for axis in dim.axes]
+            for axis in (*used, *spec.replicated_axes, *spec.partial_axes):
+                if not axis.is_full:
+                    raise self.refusal(
+                        spec, str(axis), "it takes whole mesh axes; split the axis of the mesh"
+                    )
+        if spec.replicated_axes and not self.has_replicated_axes:
+            raise self.refusal(
+                spec,
+                f"replicated({' '.join(map(str, spec.replicated_axes))})",
+                "it keeps copies along every axis that nothing uses, and cannot ask for them; "
+                "leave these axes out",
+            )
+        if spec.reduction is not None and spec.reduction not in self.reductions:
+            known = f"only {', '.join(self.reductions)}" if self.reductions else "no partial axes"
+            raise self.refusal(
+                spec,
+                f"{spec.reduction}({' '.join(map(str, spec.partial_axes))})",
+                f"it has {known}; reduce the tensor first",
+            )
+        if spec.only:
+            held = " ".join(f"{axis}={','.join(map(str, at))}" for axis, at in spec.only)
+            raise self.refusal(
+                spec,
+                f"only({held})",
+                "every device of its mesh holds a part; give a mesh of the devices that hold one",
+            )
+
+    def _check_dim(self, spec: ShardingSpec, dim: DimSpec) -> None:
+        if len(dim.levels) > 1:
+            flat = " ".join(map(str, dim.axes))
+            raise self.refusal(
+                spec,
+                str(dim),
+                f"it cuts a dimension once; `{flat}` is the same where the sizes divide",
+            )
+        for level in dim.levels:
+            if not level.rule.is_default and not isinstance(level.rule, self.rules):
+                raise self.refusal(spec, str(level), f"it has no cut rule `{level.rule.text}`")
+        if dim.is_open and not self.has_open_dims:
+            raise self.refusal(spec, str(dim), "it has no open dimensions; leave out the `?`")
+        if dim.priority and not self.has_priorities:
+            raise self.refusal(
+                spec, str(dim), f"it has no priorities; leave out the `!{dim.priority}`"
+            )
+
+    def refusal(self, spec: ShardingSpec, part: str, why: str) -> NotationError:
+        """The error for a part of a sharding that the notation cannot express."""
+        return NotationError(f"{self.notation} cannot say `{part}` of the sharding `{spec}`: {why}")

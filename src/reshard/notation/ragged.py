@@ -1,0 +1,306 @@
+"""Ragged shards: parts that are ranges of flattened dimensions.
+
+A `RaggedShard` flattens the leading dimensions of a tensor, and gives each rank of one mesh axis
+as many of their indices, in proportion, as `local_units` says::
+
+    shape (4, 4), RaggedShard(dims=(0, 1), local_units=(3, 5))
+
+    +-----------+
+    | 0  0  0  0|     16 indices, 2 to the unit:
+    | 0  0 +----+     rank 0 has 0:6, rank 1 has 6:16
+    +------+ 1  1|
+    | 1  1  1  1|
+    | 1  1  1  1|
+    +-----------+
+
+1. The other placements cut first, whatever their place in the list, as in DTensor; the ragged
+   axis holds copies so far.
+2. What a rank has then is cut again: the leading dimensions of its *local* shape are flattened,
+   its range of them is written as boxes, and a box is read through the runs of the first cut.
+
+What comes out is no product of cuts of single dimensions, so it is a `Layout`.
+
+Source: `RaggedShard` of veScale (`vescale.dtensor.placement_types`), as in its FSDP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from reshard._validation import check_ints
+from reshard.errors import LayoutError, NotationError
+from reshard.layout import Box, Layout, flat_range_boxes
+from reshard.mesh import DeviceMesh
+from reshard.notation.dtensor import (
+    PlacementCall,
+    Replicate,
+    as_placement,
+    is_numbers,
+    placement_of_call,
+    read_calls,
+    sharding_of_placements,
+    split_mesh,
+)
+from reshard.runs import Run, RunTable
+from reshard.sharding import ShardingSpec
+
+_RAGGED_NAMES = ("RaggedShard", "_StridedRaggedShard")
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShard:
+    """Leading dimensions taken as one, and cut over a mesh axis in proportion.
+
+    Args:
+        dims: the dimensions, `(0,)`, `(0, 1)` and so on.
+        local_units: how many units each rank of the axis has, shape `(ranks,)`.
+
+    Raises:
+        NotationError: dimensions that are not the leading ones, units that are negative or
+            none at all.
+
+    >>> RaggedShard((0, 1), (3, 5)).ranges(16)
+    ((0, 6), (6, 16))
+    >>> RaggedShard((0,), (3, 5)).ranges(4)
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: RaggedShard(dims=(0,), local_units=(3, 5)) cuts 4 indices in 8
+    units, and rank 0 would end inside one; take more leading dimensions, or other units
+    """
+
+    dims: tuple[int, ...]
+    local_units: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("dims", "local_units"):
+            what = f"{name} of a RaggedShard"
+            numbers = check_ints(getattr(self, name), what, NotationError, minimum=None)
+            object.__setattr__(self, name, numbers)
+        if not self.dims or self.dims != tuple(range(len(self.dims))):
+            raise NotationError(
+                f"{self} takes dimensions {self.dims}; it takes the leading ones, such as (0, 1)"
+            )
+        if any(unit < 0 for unit in self.local_units) or not sum(self.local_units):
+            raise NotationError(
+                f"{self} has units {self.local_units}; they must not be negative, nor all 0"
+            )
+
+    def ranges(self, indices: int) -> tuple[tuple[int, int], ...]:
+        """The range of `indices` flattened indices that each rank has: `(start, stop)`.
+
+        Raises:
+            NotationError: a rank that would end inside an index.
+        """
+        units = sum(self.local_units)
+        stops = []
+        for rank, before in enumerate(itertools.accumulate(self.local_units)):
+            # Exact or refused, as in veScale: no rank may end inside an index.
+            stop, rest = divmod(before * indices, units)
+            if rest:
+                raise NotationError(
+                    f"{self} cuts {indices} indices in {units} units, and rank {rank} would end "
+                    "inside one; take more leading dimensions, or other units"
+                )
+            stops.append(stop)
+        return tuple(itertools.pairwise((0, *stops)))
+
+    def __str__(self) -> str:
+        return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+
+
+def parse_ragged(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> Layout:
+    """The layout that placements with a `RaggedShard` among them write.
+
+    Args:
+        text: `RaggedShard(dims=(0, 1), local_units=(1, 1, 0, 0))`, alone or in a list with
+            DTensor's placements behind it.
+        mesh: the devices; one placement for each of its axes. When None, ranks 0, 1, 2... for
+            the units of a ragged shard that stands alone.
+        shape: of the tensor.
+
+    Raises:
+        NotationError: text that cannot be read, or that does not fit the mesh or the shape.
+
+    >>> parse_ragged("RaggedShard(dims=(0,), local_units=(1, 3))", shape=(4, 2)).boxes(1)
+    (Box(start=(1, 0), stop=(4, 2)),)
+    """
+    try:
+        if shape is None:
+            raise NotationError("placements do not say the tensor's shape; give a shape")
+        mesh, placed = split_mesh(text, mesh)
+        placements = [
+            _read_ragged(call) if call.name in _RAGGED_NAMES else placement_of_call(call)
+            for call in read_calls(placed)
+        ]
+        if mesh is None:
+            if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
+                raise NotationError("placements do not say the tensor's mesh; give a mesh")
+            mesh = DeviceMesh.of(ranks=len(placements[0].local_units))
+        return ragged_layout(mesh, placements, shape)
+    except LayoutError as error:
+        if f"`{text}`" in str(error):
+            raise
+        raise type(error)(f"{error} (in the placements `{text}`)") from None
+
+
+def _read_ragged(call: PlacementCall) -> RaggedShard:
+    bound = call.bound("dims", "local_units", "split_factor")
+    dims, units = bound.get("dims"), bound.get("local_units")
+    if not is_numbers(dims) or not is_numbers(units):
+        raise NotationError(
+            f"{call.name} needs dims and local_units, such as RaggedShard((0, 1), (1, 1, 0, 0)); "
+            f"got {dims!r} and {units!r}"
+        )
+    return RaggedShard(dims, units)
+
+
+def ragged_text(spec: ShardingSpec | Layout) -> str:
+    """The `RaggedShard` of a layout over ranks 0, 1, 2..., on the fewest leading dimensions.
+
+    Raises:
+        NotationError: a layout whose ranks do not hold one range after the other, or a
+            sharding, which cuts its dimensions one by one.
+
+    >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
+    >>> ragged_text(layout)
+    'RaggedShard(dims=(0, 1), local_units=(3, 5))'
+    """
+    if isinstance(spec, ShardingSpec):
+        raise NotationError(
+            f"a ragged shard cannot say the sharding `{spec}`, which cuts dimensions one by one; "
+            "give a layout, such as spec.layout(shape), if its ranks hold flat ranges"
+        )
+    for dims in range(1, spec.ndim + 1):
+        shard = _find_shard(spec, dims)
+        if shard is not None:
+            return str(shard)
+    raise NotationError(
+        f"a ragged shard cannot say {spec!r}: its ranks do not hold one range of the flattened "
+        "leading dimensions after the other, in the order of the ranks"
+    )
+
+
+def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
+    """The ragged shard over `dims` leading dimensions whose layout is this one."""
+    counts = [0] * layout.slots
+    for slot, local in zip(layout.cell_slot.tolist(), layout.cell_shape.tolist(), strict=True):
+        counts[slot] += math.prod(local[:dims])
+    # Units in lowest terms; a tensor without elements has one each.
+    divisor = math.gcd(*counts)
+    units = [count // divisor for count in counts] if divisor else [1] * layout.slots
+    stops = list(itertools.accumulate(counts, initial=0))
+    if stops[-1] != math.prod(layout.shape[:dims]):
+        return None
+    ranges = dict(enumerate(itertools.pairwise(stops)))
+    # Layouts are interned, so equal ones are identical.
+    if Layout.flat_ranges(layout.shape, ranges, dims, layout.slots) is not layout:
+        return None
+    return RaggedShard(tuple(range(dims)), tuple(units))
+
+
+def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequence[int]) -> Layout:
+    """The layout that placements say, one of which is a `RaggedShard`.
+
+    Args:
+        mesh: the devices.
+        placements: one for each axis of the mesh: values, or objects of torch and veScale. The
+            ragged one stands before all that are not `Replicate()`, as veScale asks.
+        shape: of the tensor.
+
+    Raises:
+        NotationError: no ragged placement, or several, or one behind another cut; units for
+            another number of ranks, or that end inside an index.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> shard = RaggedShard((0,), (1, 2))
+    >>> layout = ragged_layout(mesh, [shard, Replicate()], (6, 2))
+    >>> [layout.local_shape(rank) for rank in range(4)]
+    [(2, 2), (2, 2), (4, 2), (4, 2)]
+    """
+    items = [_as_ragged(item) for item in placements]
+    ragged = [(n, item) for n, item in enumerate(items) if isinstance(item, RaggedShard)]
+    if len(ragged) != 1:
+        raise NotationError(f"{len(ragged)} ragged shards among the placements; there must be one")
+    ((number, shard),) = ragged
+    others = [Replicate() if n == number else as_placement(item) for n, item in enumerate(items)]
+    before = [str(item) for item in others[:number] if not isinstance(item, Replicate)]
+    if before:
+        raise NotationError(
+            f"{before[0]} stands before {shard}, but cuts first wherever it stands; put the "
+            "ragged shard before all placements but Replicate()"
+        )
+    spec = sharding_of_placements(mesh, others, len(shape))
+    if len(shard.dims) > len(shape):
+        raise NotationError(
+            f"{shard} takes {len(shard.dims)} dimensions of a tensor that has {len(shape)}"
+        )
+    if len(shard.local_units) != mesh.shape[number]:
+        raise NotationError(
+            f"{shard} has units for {len(shard.local_units)} ranks, but axis "
+            f"{mesh.axis_names[number]} has {mesh.shape[number]}; give one number for each"
+        )
+    along = mesh.coordinates([mesh.axis_names[number]]).tolist()
+    return _cut_ranges(spec.layout(shape), shard, dict(zip(mesh.devices, along, strict=True)))
+
+
+def _as_ragged(item: object) -> object:
+    """veScale's ragged shard as ours; anything else as it is."""
+    if type(item).__name__ in _RAGGED_NAMES and not isinstance(item, RaggedShard):
+        live: Any = item
+        return RaggedShard(tuple(live.dims), tuple(live.local_units))
+    return item
+
+
+def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Layout:
+    """The layout where each slot keeps its range of what it has in `base`.
+
+    `coordinate` says which of the shard's ranges a slot takes.
+    """
+    cells: list[tuple[int, list[tuple[int, int, int]], int]] = []
+    width = len(shard.dims)
+    # Many ranks have parts of few lengths.
+    ranges = cache(shard.ranges)
+    for cell, slot in enumerate(base.cell_slot.tolist()):
+        local = tuple(base.cell_shape[cell].tolist())
+        window = ranges(math.prod(local[:width]))[coordinate[slot]]
+        # The rank's range of flattened indices as boxes; a rank without any has one empty box.
+        leading = flat_range_boxes(local[:width], *window)
+        for box in leading or [Box((0,) * width, (0,) * width)]:
+            start, stop = box.start + (0,) * (len(local) - width), box.stop + local[width:]
+            pieces = list(zip(base.cell_part[cell].tolist(), start, stop, strict=True))
+            cells.append((slot, pieces, int(base.cell_contribution[cell])))
+    tables, columns = [], []
+    for dim, table in enumerate(base.tables):
+        # Each window of a part that occurs becomes a part of a new table.
+        chosen = sorted({pieces[dim] for _, pieces, _ in cells})
+        number = {piece: i for i, piece in enumerate(chosen)}
+        rows = [row for piece, i in number.items() for row in _read_window(table, i, *piece)]
+        tables.append(RunTable(table.dimension_length, len(chosen), rows))
+        columns.append([number[pieces[dim]] for _, pieces, _ in cells])
+    return Layout(
+        base.shape,
+        tables,
+        base.slots,
+        [slot for slot, _, _ in cells],
+        np.array(columns, dtype=np.int64).T,
+        [carried for _, _, carried in cells],
+        base.contributions,
+        base.reduction,
+    )
+
+
+def _read_window(table: RunTable, number: int, part: int, start: int, stop: int) -> Iterator[Run]:
+    """The local positions `start:stop` of one part of a table, as the part `number` of another."""
+    for begin, end, local, role in table.runs_of(part):
+        low, high = max(start, local), min(stop, local + end - begin)
+        if low < high:
+            yield Run(number, begin + low - local, high - low, low - start, role=role)

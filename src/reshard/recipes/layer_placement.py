@@ -1,0 +1,180 @@
+"""Numberings: where on a mesh the N-th layer or expert of a model lives.
+
+Names of tensors count things: `model.layers.17.mlp.experts.3.up_proj.weight` belongs to layer
+17 and to expert 3 of it. A numbering says which mesh axis deals them out, how many there are,
+and by which cut rule::
+
+    layer over pp=4, 10 layers, cut "balanced"      0 1 2 | 3 4 5 | 6 7 | 8 9
+                                cut "sizes[1,3,3,3]"    0 | 1 2 3 | 4 5 6 | 7 8 9
+                                cut "bytes"         stages whose bytes are as equal as can be
+    expert over ep=4, 6 experts, cut "ceil"         0 1 | 2 3 | 4 5 | none
+
+1. The rule cuts a dimension that has one index for each thing (`reshard.cut_rules`).
+2. A thing lives at every coordinate whose part has its index.
+3. What belongs to no thing but stands at an end of the model (embeddings, the last norm) lives
+   at the first or the last coordinate, or at both.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.cut_rules import CutRule, Sizes
+from reshard.errors import LayoutError, RecipeError
+from reshard.recipes.expressions import parse_expression
+from reshard.rule_text import parse_rule
+
+BY_BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The things that a number in names counts, and the mesh axis that they are divided over.
+
+    Args:
+        axis: the recipe's axis.
+        count: how many there are: an expression of config.json (see
+            `reshard.recipes.expressions`).
+        cut: the text of a cut rule, or `bytes` for equal bytes at every coordinate.
+        beyond_last: whether numbers from the count on are allowed, and live with the last one.
+        behind: globs of names whose numbers are counted by themselves, as those of layers that
+            predict further tokens (`mtp.layers.0`); all of these live with the last one.
+
+    Raises:
+        RecipeError: a cut that is no rule, or a count that is no expression.
+    """
+
+    axis: str
+    count: str
+    cut: str = "ceil"
+    beyond_last: bool = False
+    behind: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_expression(self.count)
+        if self.cut != BY_BYTES:
+            check_cut(self.cut, "a cut rule such as balanced or sizes[5,6,5], or `bytes`")
+
+    def is_behind(self, name: str) -> bool:
+        """Whether the thing that a tensor belongs to is one behind the last.
+
+        >>> Numbering("pp", "num_hidden_layers", behind=("mtp.*",)).is_behind("mtp.layers.0.norm")
+        True
+        """
+        return any(fnmatch.fnmatchcase(name, glob) for glob in self.behind)
+
+
+def check_cut(text: str, expected: str = "a cut rule such as ceil, pad128 or unit64") -> CutRule:
+    """The cut rule of a text. Raises RecipeError for a text that is none."""
+    try:
+        return parse_rule(text)
+    except LayoutError as error:
+        raise RecipeError(f"the cut {text!r} is not {expected}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The coordinates of each thing along an axis of `parts` coordinates.
+
+    `coordinates[n]` are those of thing number `n`.
+    """
+
+    parts: int
+    coordinates: tuple[tuple[int, ...], ...]
+    beyond_last: bool = False
+
+    @classmethod
+    def cut(cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False) -> Places:
+        """`count` things divided among `parts` coordinates by a cut rule.
+
+        Raises:
+            RuleError: a rule that does not fit the count.
+
+        >>> Places.cut(parse_rule("ceil"), 6, 4).coordinates
+        ((0,), (0,), (1,), (1,), (2,), (2,))
+        """
+        table = rule.table(count, parts)
+        coordinates: list[list[int]] = [[] for _ in range(count)]
+        for part in range(parts):
+            for start, stop, _, _ in table.runs_of(part):
+                for number in range(start, stop):
+                    coordinates[number].append(part)
+        return cls(parts, tuple(map(tuple, coordinates)), beyond_last)
+
+    def of_number(self, number: int) -> tuple[int, ...]:
+        """Where a thing lives. Raises RecipeError for a number beyond the last one."""
+        if number < len(self.coordinates):
+            return self.coordinates[number]
+        if self.beyond_last:
+            return (self.parts - 1,)
+        raise RecipeError(
+            f"number {number} of a name, but the model's config says there are "
+            f"{len(self.coordinates)}; correct config.json"
+        )
+
+    def of_ends(self, ends: Sequence[str]) -> tuple[int, ...]:
+        """Where what stands at ends of the model lives: `first`, `last`."""
+        return tuple(sorted({0 if end == "first" else self.parts - 1 for end in ends}))
+
+
+def sizes_by_weight(
+    weights: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0
+) -> Sizes:
+    """Consecutive things in `parts` groups, the heaviest of which is as light as can be.
+
+    Among such cuts the one whose weights are most equal (least squares) is taken. `first` and
+    `last` are added to the weights of the first and last group.
+
+    Source: the linear partition problem, by dynamic programming over shape
+    `(parts, things + 1)`.
+
+    >>> sizes_by_weight([1, 1, 1, 1, 1, 1], 3, last=2).sizes
+    (2, 3, 1)
+    >>> sizes_by_weight([5, 1, 1, 1], 2).sizes
+    (1, 3)
+    """
+    # Two passes: the least heaviest group, then the most equal cut among those that reach it.
+    edges = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
+    heaviest, _ = _find_best_cut(edges, parts, first, last, np.inf, np.maximum, 1)
+    _, stops = _find_best_cut(edges, parts, first, last, heaviest, np.add, 2)
+    return Sizes(tuple(int(b - a) for a, b in zip((0, *stops), stops, strict=False)))
+
+
+def _find_best_cut(
+    edges: NDArray[np.float64],
+    parts: int,
+    first: float,
+    last: float,
+    limit: float,
+    join: np.ufunc,
+    power: int,
+) -> tuple[float, list[int]]:
+    """The least cost of cutting at `edges`, and where each group stops.
+
+    A group costs its weight to the `power`, infinitely much beyond `limit`; groups cost what
+    `join` makes of them.
+    """
+    things = len(edges) - 1
+    # `weight[a, b]` is that of things `a:b`; a group cannot stop before it starts.
+    weight = edges[None, :] - edges[:, None]
+    backwards = np.tri(things + 1, k=-1, dtype=bool)
+    best = np.where(np.arange(things + 1) == 0, 0.0, np.inf)
+    chosen = []
+    for part in range(parts):
+        extra = first * (part == 0) + last * (part == parts - 1)
+        cost = np.where(backwards | (weight + extra > limit), np.inf, (weight + extra) ** power)
+        # `total[a, b]`: this group is `a:b`, and those before it are the best cut of `0:a`.
+        total = join(best[:, None], cost)
+        start = total.argmin(axis=0)
+        chosen.append(start)
+        best = total[start, np.arange(things + 1)]
+    # Followed back from the end: each group starts where the one before it stops.
+    stops = [things]
+    for start in reversed(chosen[1:]):
+        stops.append(int(start[stops[-1]]))
+    return float(best[things]), stops[::-1]

@@ -1,0 +1,512 @@
+"""Fused parameters: which slices of one are which other tensors.
+
+Frameworks keep tensors that are multiplied by the same input in one parameter. A `Fusion` says
+which, and where they are in it: a dimension consists of equal groups, and in each group the members
+have consecutive shares::
+
+    queries, keys and values by group      gate above up            queries, keys, values in blocks
+    shares 4, 2, 2   groups 2              shares 1, 1   groups 1   shares 4, 2, 2   groups 1
+
+    | q q k v | q q k v |                  | g g g | u u u |        | q q q q | k k | v v |
+
+A stack has a dimension more in front, with the members of one number at each of its indices, and a
+member can be stored with its last two dimensions swapped::
+
+    gate_up_proj[e, :, :] is  experts.e.gate_proj.weight above experts.e.up_proj.weight
+    shares 1, 1   stacked 4   or, transposed, beside it
+
+So a fused parameter is one more cut of its members: a slice of it is a slice of one of them, and
+converting between fused and separate tensors is the same copy as any other change of layout.
+
+Sources: `linear_qkv` and `linear_fc1` of Megatron-core, `qkv_proj`, `gate_up_proj` and `w13_weight`
+of vLLM, `experts.gate_up_proj` of transformers 5.
+
+Names of other programs: what a name is in a recipe's names, by a table of patterns, and back.
+
+A table maps names of one convention to those of a recipe: `*` in a pattern stands for any text,
+which then stands for the same `*` in the entry. An entry is a name, or a `Fusion` of names, in
+which `{}` is the number of a stack's member::
+
+    "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
+    "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"
+    "layers.*.experts.down_proj"              is stacked of "layers.*.experts.{}.down_proj.weight"
+
+Read backwards, the first entry that gives a name is what it is called.
+
+Shardings of fused parameters, from those of their members.
+
+Every rank has its part of each member, in the order of the parameter's stretches::
+
+    queries of 8 heads, keys and values of 4, over two ranks
+
+    blocks, one member behind the other       0 0 0 0 1 1 1 1 | 0 0 1 1 | 0 0 1 1
+    groups of a key/value head each           0 0 0 0 | 0 0 0 0 | 1 1 1 1 | 1 1 1 1
+
+1. In blocks, each member is cut by its own rule.
+2. Groups that follow one another are dealt out whole, like heads; alternating indices as those of
+   the members are.
+3. A stack is cut over the axes at whose coordinates the members of different numbers live.
+4. An axis that only divides storage (`fsdp`) cuts what is there, as it cuts any other parameter.
+5. All other dimensions must be cut alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard.block_rules import Blocks, Grouped, Joined, Pieces
+from reshard.cut_rules import CutRule, Heads, Sizes
+from reshard.errors import RecipeError, RuleError, UsageError
+from reshard.mesh import Axis
+from reshard.recipes.expressions import parse_condition, parse_expression
+from reshard.runs import RunTable
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+# A number, or an expression of a config.json (`reshard.recipes.expressions`).
+Number = int | str
+
+
+class MemberSlice(NamedTuple):
+    """Indices `start:stop` of the fused dimension, which begin at `member_start` of `member`."""
+
+    member: str
+    member_start: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """The places of members in a fused parameter.
+
+    Args:
+        members: their names, or patterns of them where the fused parameter's name is one. In a
+            stack, `{}` stands for the number.
+        shares: how the members share the dimension, as any numbers in the same proportion, such
+            as their heads; equally when empty. A text is an expression of config.json.
+        groups: how many times the members follow one another; every group has all of them.
+        dimension: that is shared, of a member.
+        stacked: how many of each member are stacked in front; 0 where they are not.
+        transposed: whether the last two dimensions are swapped, after stacking and sharing.
+        when: a condition of config.json on which there is such a parameter.
+
+    Raises:
+        RecipeError: one member that is neither stacked nor transposed, one twice, members whose
+            `{}` does not fit, or numbers that are not whole, too small, or no expression.
+
+    >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).member_slices(8)[2:4]
+    (MemberSlice(member='v', member_start=0, start=3, stop=4),
+    MemberSlice(member='q', member_start=2, start=4, stop=6))
+    >>> Fusion(("experts.{}.down",), stacked=3).tensors
+    ('experts.0.down', 'experts.1.down', 'experts.2.down')
+    """
+
+    members: tuple[str, ...]
+    shares: tuple[Number, ...] = ()
+    groups: Number = 1
+    dimension: int = 0
+    stacked: Number = 0
+    transposed: bool = False
+    when: str = ""
+
+    def __post_init__(self) -> None:
+        for given in (self.members, self.shares):
+            # A text would pass for a tuple of letters.
+            if not isinstance(given, list | tuple):
+                raise RecipeError(f"members or shares {given!r}; give a tuple of them")
+        members = tuple(self.members)
+        object.__setattr__(self, "members", members)
+        object.__setattr__(self, "shares", tuple(self.shares) or (1,) * len(members))
+        is_one_enough = bool(self.stacked) or self.transposed
+        if len(members) < 2 - is_one_enough or len(set(members)) != len(members):
+            raise RecipeError(
+                f"a parameter fused from {list(members)}; give two members or more, each once"
+            )
+        places = {member.count("{}") for member in members}
+        if places != {int(bool(self.stacked))}:
+            raise RecipeError(
+                f"members {list(members)}, stacked {self.stacked!r}; a stack's members have {{}} "
+                "where their number is, once each, and others have none"
+            )
+        if not isinstance(self.transposed, bool):
+            raise RecipeError(f"transposed is {self.transposed!r}; it is true or false")
+        if len(self.shares) != len(members):
+            raise RecipeError(
+                f"{len(self.shares)} shares for the {len(members)} members {list(members)}; give "
+                "one for each"
+            )
+        if self.when:
+            parse_condition(self.when)
+        least = (
+            ("a share", 1, self.shares),
+            ("groups", 1, (self.groups,)),
+            ("stacked", 0, (self.stacked,)),
+        )
+        for what, fewest, numbers in (*least, ("dimension", 0, (self.dimension,))):
+            for number in numbers:
+                if isinstance(number, str) and what != "dimension":
+                    parse_expression(number)
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int) or number < fewest:
+                    raise RecipeError(
+                        f"{what} of {number!r}; it is a whole number of at least {fewest}"
+                    )
+
+    def counts(self, config: Mapping[str, object] | None) -> bool:
+        """Whether a model has such a parameter, by its `when`.
+
+        >>> Fusion(("q", "kv"), when="q_rank").counts({"q_rank": None})
+        False
+        """
+        return not self.when or parse_condition(self.when).holds(config)
+
+    def filled_in(self, config: Mapping[str, object] | None) -> Fusion:
+        """The fusion with the numbers of `config`. Raises RecipeError for one that is not there.
+
+        >>> found = Fusion(("q", "k"), ("heads", "kv|heads"), "kv|heads").filled_in({"heads": 8})
+        >>> found.shares, found.groups
+        ((8, 8), 8)
+        """
+
+        def number(given: Number) -> int:
+            return parse_expression(given).value(config) if isinstance(given, str) else given
+
+        return replace(
+            self,
+            shares=tuple(map(number, self.shares)),
+            groups=number(self.groups),
+            stacked=number(self.stacked),
+        )
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors that are in it: of a stack, those of each number in turn.
+
+        Raises RecipeError for a stack whose size only a config knows.
+        """
+        if not self.stacked:
+            return self.members
+        if not isinstance(self.stacked, int):
+            raise RecipeError(f"{self} needs numbers of a config.json; give them (`filled_in`)")
+        numbers = map(str, range(self.stacked))
+        return tuple(member.replace("{}", n) for n in numbers for member in self.members)
+
+    def shape_of_members(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that members have together, all of one number, in a parameter of `shape`.
+
+        Raises RecipeError for a shape that has too few dimensions, or another number of them
+        stacked.
+
+        >>> Fusion(("e.{}.down",), stacked=3, transposed=True).shape_of_members((3, 4, 8))
+        (8, 4)
+        """
+        own = list(shape[1:] if self.stacked else shape)
+        if self.stacked and (not shape or shape[0] != self.stacked):
+            raise RecipeError(f"shape {list(shape)}, in which {self.stacked} are stacked")
+        if self.transposed and len(own) < 2:
+            raise RecipeError(f"shape {list(shape)}, in which members are transposed")
+        if self.dimension >= len(own):
+            raise RecipeError(f"shape {list(shape)}, and is fused along dimension {self.dimension}")
+        if self.transposed:
+            own[-2:] = own[:-3:-1]
+        return tuple(own)
+
+    def shape_with(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the parameter in which members of one number have `shape` together.
+
+        >>> Fusion(("e.{}.down",), stacked=3, transposed=True).shape_with((8, 4))
+        (3, 4, 8)
+        """
+        own = list(shape)
+        if self.transposed:
+            own[-2:] = own[:-3:-1]
+        return (self.stacked, *own) if isinstance(self.stacked, int) and self.stacked else (*own,)
+
+    def shares_of_group(self, length: int) -> tuple[int, ...]:
+        """How much of each member a group of a fused dimension of `length` has.
+
+        Raises RecipeError for a length that groups and shares do not divide, and for numbers that
+        only a config knows.
+
+        >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).shares_of_group(32)
+        (8, 4, 4)
+        """
+        shares = [share for share in self.shares if isinstance(share, int)]
+        groups = self.groups
+        if not isinstance(groups, int) or len(shares) != len(self.shares):
+            raise RecipeError(f"{self} needs numbers of a config.json; give them (`filled_in`)")
+        total = sum(shares)
+        if length % groups or any(length // groups * share % total for share in shares):
+            raise RecipeError(
+                f"length {length} cannot be cut into {groups} groups, each in the proportion "
+                f"{':'.join(map(str, shares))}; correct the heads or sizes that are given"
+            )
+        return tuple(length // groups * share // total for share in shares)
+
+    def member_slices(self, length: int) -> tuple[MemberSlice, ...]:
+        """The slices of a fused dimension of `length` that are members', in order.
+
+        Raises RecipeError as `shares_of_group`.
+        """
+        found = []
+        # Groups follow one another; in each, every member has its next piece.
+        sizes = self.shares_of_group(length)
+        start = 0
+        for group in range(self.groups if isinstance(self.groups, int) else 0):
+            for member, size in zip(self.members, sizes, strict=True):
+                found.append(MemberSlice(member, group * size, start, start + size))
+                start += size
+        return tuple(found)
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """The length of each member in a fused dimension of `length`. Raises RecipeError as above.
+
+        >>> Fusion(("gate", "up")).sizes(6)
+        (3, 3)
+        """
+        found = dict.fromkeys(self.members, 0)
+        for one in self.member_slices(length):
+            found[one.member] += one.stop - one.start
+        return tuple(found.values())
+
+
+Meaning = str | Fusion
+
+
+class ForeignName(NamedTuple):
+    """A name elsewhere: of the tensor itself, or of the fused parameter of these members."""
+
+    name: str
+    fusion: Fusion | None = None
+
+
+def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
+    """The entry of the first pattern that a name fits, filled in; the name where none fits.
+
+    >>> find_by_pattern("layers.3.up", {"layers.*": "decoder.*"})
+    'decoder.3.up'
+    """
+    for pattern, entry in table.items():
+        if "*" not in pattern:
+            continue
+        found = compile_pattern(pattern).fullmatch(name)
+        if found and isinstance(entry, str):
+            return _fill_in(entry, found.groups())
+        if found and isinstance(entry, Fusion):
+            return _fill_in_fusion(entry, found.groups())
+    return name
+
+
+def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
+    """The name that a table's convention has for one of a recipe; None where it has none.
+
+    >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
+    >>> find_foreign_name("layers.3.down", table).name
+    'layers.3.fc2'
+    >>> find_foreign_name("layers.3.up", table).fusion.members
+    ('layers.3.gate', 'layers.3.up')
+    """
+    for theirs, own in table.items():
+        for member in own.members if isinstance(own, Fusion) else (own,):
+            found = compile_pattern(member).fullmatch(name)
+            if found is None:
+                continue
+            fusion = _fill_in_fusion(own, found.groups()) if isinstance(own, Fusion) else None
+            return ForeignName(_fill_in(theirs, found.groups()), fusion)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern, with a group for what each `*` stands for.
+
+    `{}` is the number of a stack's member, which no group has.
+    """
+    parts = [r"\d+".join(map(re.escape, part.split("{}"))) for part in pattern.split("*")]
+    return re.compile("(.*?)".join(parts))
+
+
+def _fill_in_fusion(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
+    return replace(fusion, members=tuple(_fill_in(member, found) for member in fusion.members))
+
+
+def _fill_in(entry: str, found: tuple[str, ...]) -> str:
+    first, *others = entry.split("*")
+    if len(others) > len(found):
+        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")
+    return first + "".join(f"{text}{rest}" for text, rest in zip(found, others, strict=False))
+
+
+_Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def fused_spec(
+    name: str,
+    fusion: Fusion,
+    specs: Mapping[str, ShardingSpec],
+    shapes: Mapping[str, Sequence[int]],
+    storage_axes: Collection[Axis] = (),
+) -> ShardingSpec:
+    """The sharding of the fused parameter `name`.
+
+    Args:
+        name: for messages.
+        fusion: with numbers for its shares, groups and stack.
+        specs, shapes: of its tensors, by name; shapes are those of whole tensors.
+        storage_axes: of the mesh, that cut what is there whatever it is.
+
+    Raises:
+        RecipeError: members that are not cut alike, or a cut that stretches cannot have, such as
+            more ranks than groups.
+
+    >>> from reshard.mesh import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> cut = spec(DeviceMesh.of(tp=2), "tp, -")
+    >>> shapes = {"gate": (6, 4), "up": (6, 4)}
+    >>> print(fused_spec("fc1", Fusion(("gate", "up")), dict.fromkeys(shapes, cut), shapes))
+    tp@blocks[6,6], -
+    """
+    tensors, together = fusion.tensors, len(fusion.members)
+    members, at = tensors[:together], fusion.dimension
+    first, *others = (specs[member] for member in members)
+    dims = [one.dim_specs[at] for one in (first, *others)]
+    # 1. The members' other dimensions must be cut alike; the fused one over the same axes.
+    for member, other in zip(members[1:], others, strict=True):
+        apart = (*first.dim_specs[:at], None, *first.dim_specs[at + 1 :])
+        alike = (*other.dim_specs[:at], None, *other.dim_specs[at + 1 :]) == apart
+        axes = [tuple(level.axes for level in dim.levels) for dim in (dims[0], other.dim_specs[at])]
+        if not alike or axes[0] != axes[1] or first.only != other.only:
+            raise RecipeError(
+                f"{name!r} is fused of {members[0]!r}, cut as `{first}`, and {member!r}, "
+                f"cut as `{other}`; cut them over the same axes, or keep them apart"
+            )
+    # 2. The fused dimension, level by level.
+    levels = []
+    for number, level in enumerate(dims[0].levels):
+        rules = [dim.levels[number].rule for dim in dims]
+        # Storage axes cut what is there by one rule; other levels need a rule for the stretches.
+        if not set(level.axes) <= set(storage_axes):
+            if number:
+                raise RecipeError(
+                    f"{name!r} is fused along dimension {at}, which `{first}` cuts over "
+                    f"{' '.join(map(str, level.axes))} below another cut; take a mesh without one"
+                )
+            parts = math.prod(first.mesh.axis_size(axis) for axis in level.axes)
+            lengths = tuple(shapes[member][at] for member in members)
+            groups = fusion.groups if isinstance(fusion.groups, int) else 0
+            rule = _find_rule(groups, tuple(rules), lengths, parts)
+            if isinstance(rule, str):
+                raise RecipeError(f"{name!r} {rule}")
+            level = Level(level.axes, rule)
+        elif len(set(rules)) > 1:
+            raise RecipeError(f"the members of {name!r} are cut by {len(set(rules))} rules")
+        levels.append(level)
+    cuts = [*first.dim_specs[:at], DimSpec(levels), *first.dim_specs[at + 1 :]]
+    if fusion.transposed:
+        cuts[-2:] = cuts[:-3:-1]
+    only = first.only
+    # 3. The stack, by where the members of each number live.
+    if fusion.stacked:
+        for number, tensor in enumerate(tensors):
+            alike_one = specs[members[number % together]]
+            of_number = specs[tensors[number - number % together]]
+            if specs[tensor].dim_specs != alike_one.dim_specs or (
+                specs[tensor].only != of_number.only
+            ):
+                raise RecipeError(
+                    f"{name!r} is a stack of {members[0]!r}, cut as `{first}`, and {tensor!r}, cut "
+                    f"as `{specs[tensor]}`; cut all of them alike, or keep them apart"
+                )
+        leading, only = _cut_stack(name, [specs[one] for one in tensors[::together]])
+        cuts.insert(0, leading)
+    return ShardingSpec(first.mesh, cuts, first.replicated_axes, only=only)
+
+
+def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coordinates]:
+    """The cut of a stack whose tensors are those of `specs`, and where all of it lives."""
+    mesh, places = specs[0].mesh, [dict(one.only) for one in specs]
+    axes = [axis for axis in mesh.axis_names if len({one.get(axis) for one in places}) > 1]
+    only = tuple((axis, at) for axis, at in specs[0].only if axis not in axes)
+    if not axes:
+        return DimSpec([]), only
+    # Of several axes, the one that changes more slowly comes first.
+    for order in itertools.permutations(axes):
+        sizes = [mesh.axis_size(axis) for axis in order]
+        found = list(_find_joint_coordinates(places, order, sizes))
+        if len(found) == len(specs) and found == sorted(found):
+            counts = [found.count(part) for part in range(math.prod(sizes))]
+            rule: CutRule = Sizes(tuple(counts))
+            by_ceil = Level(order, None)
+            if by_ceil.rule.table(len(specs), len(counts)) is rule.table(len(specs), len(counts)):
+                rule = by_ceil.rule
+            return DimSpec([Level(order, rule)]), only
+    raise RecipeError(
+        f"{name!r} is a stack of {len(specs)} tensors that do not live one behind the other along "
+        f"{' '.join(axes)}; deal them out in order, such as by ceil, or keep them apart"
+    )
+
+
+def _find_joint_coordinates(
+    places: Sequence[Mapping[str, tuple[int, ...]]], axes: Sequence[str], sizes: Sequence[int]
+) -> Iterator[int]:
+    """The coordinate over all of some axes together, where a tensor lives at just one."""
+    for one in places:
+        joint = 0
+        for axis, size in zip(axes, sizes, strict=True):
+            if len(one.get(axis, ())) != 1:
+                return
+            joint = joint * size + one[axis][0]
+        yield joint
+
+
+# Many layers and experts are fused alike.
+@lru_cache(maxsize=1024)
+def _find_rule(
+    groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
+) -> CutRule | str:
+    """The rule of a fused dimension of members of such lengths; or why there is none."""
+    tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
+    sizes = [tuple(table.local_lengths.tolist()) for table in tables]
+    # Run tables are interned: `is` says that a rule cuts exactly as another does.
+    exact = all(
+        sum(of_parts) == length and Sizes(of_parts).table(length, parts) is table
+        for of_parts, length, table in zip(sizes, lengths, tables, strict=True)
+    )
+    total = sum(lengths)
+    if groups != 1:
+        if parts > groups:
+            return (
+                f"has its members in {groups} groups, which {parts} ranks cannot be given whole; "
+                f"cut it over at most {groups}"
+            )
+        found: CutRule = Heads(groups)
+        # Members of single indices in turn are cut alike, index by index.
+        if len(set(rules)) == 1 and set(lengths) == {groups}:
+            return Grouped(len(lengths), rules[0])
+        return found
+    if len(lengths) == 1:
+        return rules[0]
+    pieces = Pieces(tuple(sizes))
+    # A key/value head and a query head differ in number, often not in where they are cut.
+    shared = [Blocks(lengths, rules[0])] if len(set(rules)) == 1 else []
+    # Where several ranks hold the same of a member, or padding, every member keeps its own rule.
+    joined = Joined(lengths, rules)
+    table = joined.table(total, parts)
+    for rule in (*shared, Blocks(lengths), *([pieces] if exact else [])):
+        if _fits(rule, total, parts, table):
+            return rule
+    return joined
+
+
+def _fits(rule: CutRule, length: int, parts: int, table: RunTable) -> bool:
+    """Whether a rule cuts as the table says."""
+    try:
+        return rule.table(length, parts) is table
+    except RuleError:
+        return False

@@ -1,0 +1,830 @@
+"""Methods of quantisation: the tensors that each stores for a weight, and their dimensions.
+
+A quantised weight is one *logical* weight, `X.weight` of `[out, in]`, in several *stored* tensors.
+A row of the table says of each stored tensor what its dimensions are of the logical ones::
+
+    out, in              as the weight itself
+    out, in/2            an index along the second stands for 2 logical elements (packed)
+    out/rows, in/columns one for each block, of the sizes that config.json or the shapes give
+    out~, in~            a scale: one for each element, for each group, or (length 1) for all
+    flat/2               one dimension over all elements in row-major order, 2 to an index
+    *                    as it is: the sixteen bytes of a block, a table of values
+    (nothing)            a scalar
+
+Leading dimensions, of stacked experts, come before these, one index an expert everywhere.
+
+Names are those behind the logical name, or in its place: `.qweight` for `.weight`. The first
+stored tensor of a row is the one by which the method is known; those that `needs` lists must be
+there too.
+
+Sources: the checkpoints and loaders of DeepSeek-V3, gpt-oss, compressed-tensors, NVIDIA ModelOpt,
+GPTQ (`gptqmodel`), AutoAWQ and bitsandbytes.
+
+The quantised weights of a checkpoint, found by names and shapes.
+
+1. A name with the end by which a method is known (`reshard.recipes.quantization`), and
+   beside it all that the method needs, is a quantised weight.
+2. The lengths of the logical weight are read off the stored shapes. Sizes of groups and blocks are
+   those of `quantization_config` in config.json where they fit the shapes, else what fits.
+3. What a method of `quantization_config` stores that is not known is refused, as are tensors beside
+   a quantised weight of which nobody knows how they go with it.
+
+Tensors of codes: elements of quantised weights, which are numbers by their scales only.
+
+A code without its scale has no value. Such tensors are known by their element types and names::
+
+    float8 matrices               X.weight beside X.weight_scale_inv or X.weight_scale
+    integers                      X.weight (int8, uint8) in a checkpoint that is quantised
+    packed integers               X.qweight, X.weight_packed, X_blocks
+
+FP8 files without any scale exist: their elements are the values themselves. Nothing in a file
+tells them apart from weights that lost their scales, so that the user has to.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import UncomputableError
+from reshard.text.quantities import count_text
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """A stored tensor of a method.
+
+    Args:
+        suffix: the end of its name.
+        logical: the end of the logical weight's name in that place.
+        dimensions: what its dimensions are; alternatives by their number.
+    """
+
+    suffix: str
+    logical: str
+    dimensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of quantisation.
+
+    Args:
+        name: for people and messages.
+        forms: the stored tensors; the first is the one by which the method is known.
+        needs: suffixes that must be there for the method to be this one.
+        lacks: suffixes that must not.
+        order: the logical dimensions in the order of the recipe's weight.
+        uncut: suffixes that, where they are there, tie a logical dimension together: a table of
+            which group each index belongs to in any order.
+    """
+
+    name: str
+    forms: tuple[StoredForm, ...]
+    needs: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    order: tuple[str, str] = ("out", "in")
+    uncut: tuple[tuple[str, str], ...] = ()
+
+
+def _make_form(suffix: str, *dimensions: str, logical: str = "") -> StoredForm:
+    return StoredForm(suffix, logical, dimensions)
+
+
+def _make_module_form(suffix: str, *dimensions: str) -> StoredForm:
+    """A tensor of the module `X` that has the weight `X.weight`."""
+    return StoredForm(suffix, ".weight", dimensions)
+
+
+# Of activations, known in advance, and shared by all of the weight.
+_ACTIVATION_SCALES = tuple(
+    _make_module_form(suffix, "", "*")
+    for suffix in (
+        ".input_scale",
+        ".input_zero_point",
+        ".input_global_scale",
+        ".input_scale_ub",
+        ".activation_scale",
+        ".k_scale",
+        ".v_scale",
+    )
+)
+
+#: In order: the first of which all that it needs is there.
+METHODS: tuple[Method, ...] = (
+    Method(
+        "bitsandbytes 4-bit",
+        (
+            _make_form(".absmax", "flat/block"),
+            _make_form("", "flat/pack, *"),
+            _make_form(".quant_map", "*"),
+            _make_form(".nested_absmax", "flat/nested"),
+            _make_form(".nested_quant_map", "*"),
+            _make_form(".quant_state.bitsandbytes__nf4", "*"),
+            _make_form(".quant_state.bitsandbytes__fp4", "*"),
+        ),
+        needs=("",),
+    ),
+    Method(
+        "bitsandbytes 8-bit",
+        (
+            _make_module_form(".SCB", "out"),
+            _make_form("", "out, in"),
+            _make_module_form(".weight_format", "", "*"),
+        ),
+        needs=("",),
+    ),
+    Method(
+        "MXFP4 of gpt-oss",
+        (_make_form("_blocks", "out, in/32, *"), _make_form("_scales", "out, in/32")),
+        needs=("_scales",),
+        order=("in", "out"),
+    ),
+    Method(
+        "NVFP4 of ModelOpt",
+        (
+            _make_form("_scale_2", "", "*"),
+            _make_form("", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("", "_scale"),
+    ),
+    Method(
+        "NVFP4 of compressed-tensors",
+        (
+            _make_form("_packed", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
+            _make_form("_global_scale", "", "*"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("_scale", "_global_scale"),
+    ),
+    Method(
+        "MXFP4 of compressed-tensors",
+        (
+            _make_form("_packed", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("_scale",),
+        lacks=("_shape",),
+    ),
+    Method(
+        "packed compressed-tensors",
+        (
+            _make_form("_packed", "out, in/pack"),
+            _make_form("_scale", "out~, in~"),
+            _make_form("_zero_point", "out/pack, in~"),
+            _make_form("_shape", "*"),
+            _make_form("_g_idx", "in"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("_scale", "_shape"),
+        uncut=(("_g_idx", "in"),),
+    ),
+    Method(
+        "GPTQ",
+        (
+            _make_module_form(".qweight", "in/pack, out"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
+            _make_module_form(".g_idx", "in"),
+        ),
+        needs=(".scales", ".g_idx"),
+        uncut=((".g_idx", "in"),),
+    ),
+    Method(
+        "AWQ",
+        (
+            _make_module_form(".qweight", "in, out/pack"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
+        ),
+        needs=(".scales", ".qzeros"),
+        lacks=(".g_idx",),
+    ),
+    Method(
+        "GPTQ without g_idx",
+        (
+            _make_module_form(".qweight", "in/pack, out"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
+        ),
+        needs=(".scales",),
+        lacks=(".g_idx",),
+    ),
+    Method(
+        "FP8 in blocks",
+        (
+            _make_form("_scale_inv", "", "*", "out/rows, in/columns"),
+            _make_form("", "out, in"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("",),
+    ),
+    Method(
+        "scaled 8-bit",
+        (
+            _make_form("_scale", "", "out~", "out~, in~", "out/rows, *, in/columns, *"),
+            _make_form("", "out, in"),
+            _make_form("_zero_point", "", "out~", "out~, in~"),
+            *_ACTIVATION_SCALES,
+        ),
+        needs=("",),
+    ),
+)
+
+#: `quant_method` of config.json, with the values of a key of it that are other formats.
+KNOWN_QUANT_METHODS: dict[str, tuple[str, frozenset[str]]] = {
+    "fp8": ("fmt", frozenset()),
+    "fbgemm_fp8": ("", frozenset()),
+    "mxfp4": ("", frozenset()),
+    "compressed-tensors": (
+        "format",
+        frozenset({"marlin-24", "sparse-bitmask", "sparse-24-bitmask"}),
+    ),
+    "modelopt": ("quant_algo", frozenset({"W4A8_AWQ", "W4A16_AWQ"})),
+    "modelopt_fp4": ("quant_algo", frozenset()),
+    "gptq": ("checkpoint_format", frozenset({"marlin", "bitblas", "qqq", "gptq_pack"})),
+    "awq": ("version", frozenset({"gemv", "gemv_fast", "marlin", "llm-awq"})),
+    "auto-round": ("packing_format", frozenset()),
+    "bitsandbytes": ("", frozenset()),
+}
+
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+#: The end of a stored tensor's name, and that of the logical weight's in its place.
+End = tuple[str, str]
+
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+_BIT_KEYS = ("bits", "num_bits", "w_bit")
+_GROUP_KEYS = ("group_size", "q_group_size")
+_BLOCK_KEYS = ("weight_block_size", "block_structure")
+# Where nothing says another: of a block of FP8, and of groups of packed weights.
+_USUAL_GROUPS = (128, 64, 32, 16)
+_BNB_NESTED = 256
+_ACCEPTED = (
+    "--allow uncomputable cuts each stored tensor by the rule for its own name, in Python "
+    "allow=['uncomputable']"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDimension:
+    """What a dimension of a stored tensor is of the logical weight.
+
+    `indices` of it stand for `elements` of the logical `dimension`, which is None where it is
+    never cut.
+    """
+
+    dimension: int | None
+    elements: int = 1
+    indices: int = 1
+
+    def length_of(self, length: int) -> int:
+        """The stored length for a logical one: whole groups."""
+        return -(-length // self.elements) * self.indices
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight in several stored tensors.
+
+    Attributes:
+        name: of the logical weight.
+        shape: of it.
+        method: for people.
+        members: for each stored tensor, what its dimensions are.
+        groups: for each logical dimension how many elements must stay together.
+        grouped_by: for each, the stored tensor that asks for most of them.
+        uncut: the dimensions that cannot be cut at all, with the stored tensor that is why.
+    """
+
+    name: str
+    shape: Shape
+    method: str
+    members: Mapping[str, tuple[StoredDimension, ...]]
+    groups: tuple[int, ...]
+    grouped_by: tuple[str, ...]
+    uncut: Mapping[int, str]
+
+    def renamed(self, names: Mapping[str, str]) -> QuantizedWeight:
+        """The same of other names, by those that it has."""
+        return QuantizedWeight(
+            names[self.name],
+            self.shape,
+            self.method,
+            {names[name]: dims for name, dims in self.members.items()},
+            self.groups,
+            tuple(map(names.__getitem__, self.grouped_by)),
+            {d: names[name] for d, name in self.uncut.items()},
+        )
+
+
+def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any]:
+    """What a config.json, or the config of its language model, says of quantisation.
+
+    >>> quantization_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    {'quant_method': 'fp8'}
+    """
+    inside: list[Mapping[str, Any]] = [config or {}]
+    for one in inside:
+        for key in _CONFIG_KEYS:
+            found = one.get(key)
+            if isinstance(found, Mapping):
+                return found
+        inside += [value for value in one.values() if isinstance(value, Mapping)]
+    return {}
+
+
+def find_quantized(
+    shapes: Shapes,
+    config: Mapping[str, object] | None = None,
+    itemsizes_bytes: Mapping[str, int] | None = None,
+    logical_shapes: Shapes | None = None,
+    *,
+    is_lenient: bool = False,
+) -> dict[str, QuantizedWeight]:
+    """The quantised weights among stored tensors, by logical name.
+
+    Args:
+        shapes: of all stored tensors.
+        config: the model's config.json.
+        itemsizes_bytes: of one stored element, by tensor; one byte when None.
+        logical_shapes: of weights whose stored tensors do not tell (bitsandbytes 4-bit).
+        is_lenient: leave out what is not known, instead of refusing it.
+
+    Raises:
+        UncomputableError: a method, a form of one, or a tensor beside a quantised weight that is
+            not known; shapes that do not fit together.
+
+    >>> found = find_quantized({"up.weight": (300, 256), "up.weight_scale_inv": (3, 2)})
+    >>> found["up.weight"].method, found["up.weight"].groups
+    ('FP8 in blocks', (128, 128))
+    """
+    given = quantization_config(config)
+    if not is_lenient:
+        _expect_known_method(given)
+    finder = _Finder(shapes, given, itemsizes_bytes or {}, logical_shapes or {})
+    found: dict[str, QuantizedWeight] = {}
+    failed: dict[str, str] = {}
+    anchors = tuple(method.forms[0].suffix for method in METHODS)
+    anchored = [name for name in shapes if name.endswith(anchors)]
+    for method in METHODS:
+        anchor = method.forms[0]
+        needed = _find_ends(method, method.needs)
+        lacking = _find_ends(method, method.lacks)
+        for name in anchored:
+            if not name.endswith(anchor.suffix):
+                continue
+            logical = name.removesuffix(anchor.suffix) + anchor.logical
+            if logical in found or not finder.is_of(logical, needed, lacking):
+                continue
+            weight = finder.resolve(method, logical)
+            if isinstance(weight, QuantizedWeight):
+                found[logical] = weight
+            else:
+                failed.setdefault(logical, f"{name!r}, of {method.name}: {weight}")
+    if is_lenient:
+        return found
+    for logical, reason in failed.items():
+        if logical not in found:
+            raise UncomputableError(
+                f"the quantised weight of {reason}. What is known: {known_methods()}. {_ACCEPTED}"
+            )
+    _expect_no_strangers(shapes, found)
+    return found
+
+
+def known_methods() -> str:
+    """The methods of quantisation that are known, as text."""
+    return ", ".join(dict.fromkeys(method.name for method in METHODS))
+
+
+def _expect_known_method(given: Mapping[str, Any]) -> None:
+    if not given:
+        return
+    name = given.get("quant_method")
+    key, others = KNOWN_QUANT_METHODS.get(str(name), ("", frozenset()))
+    if name is not None and str(name) not in KNOWN_QUANT_METHODS:
+        raise UncomputableError(
+            f"`quantization_config` of config.json has quant_method {name!r}, of which it is not "
+            f"known how its tensors go together; known are {', '.join(KNOWN_QUANT_METHODS)}. "
+            f"{_ACCEPTED}"
+        )
+    if given.get(key) in others:
+        raise UncomputableError(
+            f"`quantization_config` of config.json has {key} {given[key]!r} of {name}, whose "
+            f"elements are permuted so that no cut is known; what is known: {known_methods()}. "
+            f"{_ACCEPTED}"
+        )
+
+
+def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -> None:
+    """Refuse tensors beside a quantised weight that no row of the table has."""
+    members = {name for weight in found.values() for name in weight.members}
+    modules = {name.removesuffix(".weight") for name in found if name.endswith(".weight")}
+    for name in shapes:
+        module, _, leaf = name.rpartition(".")
+        if module in modules and name not in members and leaf not in ("weight", "bias"):
+            weight = found[f"{module}.weight"]
+            raise UncomputableError(
+                f"the tensor {name!r} lies beside the quantised weight {weight.name!r} "
+                f"({weight.method}), and it is not known how it goes with it; known there are "
+                f"{', '.join(one.rpartition('.')[2] for one in weight.members)} and bias. "
+                f"{_ACCEPTED}"
+            )
+
+
+class _Unresolved(Exception):
+    """Shapes that a method cannot have, with the reason."""
+
+
+class _Finder:
+    """Finds what the dimensions of stored tensors are."""
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        given: Mapping[str, Any],
+        itemsizes_bytes: Mapping[str, int],
+        logical_shapes: Shapes,
+    ) -> None:
+        self.shapes = shapes
+        self.itemsizes_bytes = itemsizes_bytes
+        self.logical_shapes = logical_shapes
+        self.bits = [bits for bits in _collect(given, _BIT_KEYS) if isinstance(bits, int)]
+        groups = [size for size in _collect(given, _GROUP_KEYS) if isinstance(size, int)]
+        self.groups = [*(size for size in groups if size > 0), *_USUAL_GROUPS]
+        blocks = [pair for pair in _collect(given, _BLOCK_KEYS) if isinstance(pair, list | tuple)]
+        self.blocks: list[tuple[int, ...]] = [tuple(pair) for pair in blocks if len(pair) == 2]
+        self.blocks.append((128, 128))
+        self.keeps_order = given.get("desc_act") is False
+        # Of each method and list of shapes the first weight, with the names of its tensors.
+        self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
+
+    def is_of(self, logical: str, needed: Collection[End], lacking: Collection[End]) -> bool:
+        """Whether all that a method needs is there, and nothing that it lacks."""
+        return all(_make_stored_name(logical, *end) in self.shapes for end in needed) and not any(
+            _make_stored_name(logical, *end) in self.shapes for end in lacking
+        )
+
+    def resolve(self, method: Method, logical: str) -> QuantizedWeight | str:
+        """The weight, or why its stored tensors do not fit together."""
+        # Layers repeat: weights whose stored tensors have equal shapes differ in names only.
+        ends = [(form.suffix, form.logical) for form in method.forms]
+        ends += _find_ends(method, [end for end, _ in method.uncut])
+        names = (logical, *(_make_stored_name(logical, *end) or "" for end in ends))
+        key = (
+            method.name,
+            tuple(map(self.shapes.get, names)),
+            tuple(map(self.itemsizes_bytes.get, names)),
+            self.logical_shapes.get(logical),
+        )
+        known = self._known.get(key)
+        if known is not None:
+            weight, others = known
+            return weight.renamed(dict(zip(others, names, strict=True)))
+        try:
+            weight = self._resolve(method, logical)
+        except _Unresolved as error:
+            return str(error)
+        self._known[key] = weight, names
+        return weight
+
+    def _resolve(self, method: Method, logical: str) -> QuantizedWeight:
+        # 1. Which stored tensors there are, and which of the alternatives each is.
+        stored = {}
+        for form in method.forms:
+            name = _make_stored_name(logical, form.suffix, form.logical)
+            if name is not None and name in self.shapes:
+                stored[name] = form.dimensions
+        leading = self._count_leading(stored)
+        items = {
+            name: _choose_alternative(name, self.shapes[name], texts, leading)
+            for name, texts in stored.items()
+        }
+        # 2. The lengths of the logical weight.
+        if any(item.startswith("flat") for texts in items.values() for item in texts):
+            lengths = self._flat_lengths(logical)
+        else:
+            lengths = {word: self._find_length(word, items) for word in method.order}
+        lead = next(
+            (self.shapes[n][:leading] for n, texts in items.items() if texts and texts != ["*"]), ()
+        )
+        shape = (*lead, *(lengths[word] for word in method.order))
+        # 3. What each stored dimension is.
+        members: dict[str, tuple[StoredDimension, ...]] = {}
+        for name, texts in items.items():
+            own = self.shapes[name]
+            found = [StoredDimension(d) for d in range(len(own) - len(texts))]
+            for item, length in zip(texts, own[len(found) :], strict=True):
+                found.append(self._read(name, item, length, lengths, method, leading))
+            members[name] = tuple(found)
+            for d in range(len(own) - len(texts)):
+                if own[d] != shape[d]:
+                    raise _Unresolved(f"{name!r} of shape {list(own)} for {list(shape)}")
+        # 4. The groups that must stay together.
+        groups, by = [1] * len(shape), [logical] * len(shape)
+        for name, dims in members.items():
+            for one in dims:
+                if one.dimension is not None and one.elements > 1:
+                    if groups[one.dimension] % one.elements:
+                        by[one.dimension] = name
+                    groups[one.dimension] = math.lcm(groups[one.dimension], one.elements)
+        uncut: dict[int, str] = {}
+        for (_, word), end in zip(
+            method.uncut, _find_ends(method, [end for end, _ in method.uncut]), strict=True
+        ):
+            table = _make_stored_name(logical, *end)
+            if table is not None and table in self.shapes and not self.keeps_order:
+                uncut[leading + method.order.index(word)] = table
+        if any(item.startswith("flat") for texts in items.values() for item in texts):
+            # Rows lie behind one another in one dimension: columns cannot be cut.
+            uncut[len(shape) - 1] = logical
+        return QuantizedWeight(
+            logical, shape, method.name, members, tuple(groups), tuple(by), uncut
+        )
+
+    def _count_leading(self, stored: Mapping[str, tuple[str, ...]]) -> int:
+        """Leading dimensions, which stacked experts have; by the first tensor of one form."""
+        for name, texts in stored.items():
+            if len(texts) == 1 and texts[0] and texts[0] != "*":
+                leading = len(self.shapes[name]) - len(_split(texts[0]))
+                if leading < 0:
+                    raise _Unresolved(
+                        f"{name!r} has shape {list(self.shapes[name])}, expected `{texts[0]}`"
+                    )
+                return leading
+        return 0
+
+    def _flat_lengths(self, logical: str) -> dict[str, int]:
+        if logical not in self.logical_shapes or len(self.logical_shapes[logical]) != 2:
+            raise _Unresolved(
+                f"the shape of {logical!r} stands in its quant_state, which was not given"
+            )
+        out, inner = self.logical_shapes[logical]
+        return {"out": out, "in": inner}
+
+    def _list_items(self, items: Mapping[str, list[str]]) -> Iterator[tuple[str, str, int]]:
+        """List the text of each stored dimension after the leading ones, its tensor and length."""
+        for name, texts in items.items():
+            own = self.shapes[name]
+            for item, size in zip(texts, own[len(own) - len(texts) :], strict=True):
+                yield item, name, size
+
+    def _find_length(self, word: str, items: Mapping[str, list[str]]) -> int:
+        """The logical length that a stored dimension has exactly, or in the smallest groups."""
+        packed: list[tuple[int, int]] = []
+        for item, _, size in self._list_items(items):
+            if item == word:
+                return size
+            if item.startswith(f"{word}/") and item[len(word) + 1 :].isdigit():
+                packed.append((int(item[len(word) + 1 :]), size))
+        if packed:
+            elements, size = min(packed)
+            return elements * size
+        return self._find_packed_length(word, items)
+
+    def _find_packed_length(self, word: str, items: Mapping[str, list[str]]) -> int:
+        """The length that the bits of config.json give a packed dimension."""
+        listed = list(self._list_items(items))
+        sizes = [(name, size) for item, name, size in listed if item == f"{word}/pack"]
+        scales = [size for item, _, size in listed if item == f"{word}~"]
+        for name, size in sizes:
+            for bits in self.bits:
+                length = size * 32 // bits
+                # Several methods of one config: the one whose groups fit too.
+                if all(s == 1 or any(-(-length // g) == s for g in self.groups) for s in scales):
+                    return length
+            raise _Unresolved(
+                f"{name!r} of shape {list(self.shapes[name])} is packed, and "
+                "`quantization_config` of config.json has no number of bits that fits"
+            )
+        raise _Unresolved(f"no stored tensor has its dimension {word!r}")
+
+    def _read(
+        self,
+        name: str,
+        item: str,
+        size: int,
+        lengths: Mapping[str, int],
+        method: Method,
+        leading: int,
+    ) -> StoredDimension:
+        """What a stored dimension of length `size` is, by its text."""
+        if item in ("*", ""):
+            return StoredDimension(None)
+        word, _, per = item.rstrip("~").partition("/")
+        if word == "flat":
+            return self._read_flat(name, per, size, lengths)
+        at, length = leading + method.order.index(word), lengths[word]
+        if item.endswith("~"):
+            if size == 1:
+                return StoredDimension(None)
+            group = 1 if size == length else self._find_group(size, length, self._block(word))
+            found = StoredDimension(at, group)
+        elif per in ("group", "rows", "columns"):
+            found = StoredDimension(at, self._find_group(size, length, self._block(word)))
+        elif per == "pack":
+            found = self._find_pack(at, size, length)
+        else:
+            found = StoredDimension(at, int(per or 1))
+        if found.length_of(length) != size:
+            raise _Unresolved(
+                f"{name!r} has {size} indices for {length} of {word!r}, expected "
+                f"{found.length_of(length)}"
+            )
+        return found
+
+    def _block(self, word: str) -> list[int]:
+        """Sizes of blocks that config.json gives, then those of groups."""
+        return [*(pair[word == "in"] for pair in self.blocks), *self.groups]
+
+    def _find_group(self, size: int, length: int, known: Iterable[int]) -> int:
+        for group in known:
+            if -(-length // group) == size:
+                return group
+        if size and length % size == 0:
+            return length // size
+        raise _Unresolved(f"{size} groups of {length} elements; they are not equally long")
+
+    def _find_pack(self, at: int, size: int, length: int) -> StoredDimension:
+        for bits in self.bits:
+            shared = math.gcd(bits, 32)
+            found = StoredDimension(at, 32 // shared, bits // shared)
+            if found.length_of(length) == size:
+                return found
+        shared = math.gcd(length, size)
+        if not size or length <= size or length // shared > 32:
+            raise _Unresolved(f"{size} packed indices for {length} elements")
+        return StoredDimension(at, length // shared, size // shared)
+
+    def _read_flat(
+        self, name: str, per: str, size: int, lengths: Mapping[str, int]
+    ) -> StoredDimension:
+        """A dimension over all elements: rows of the weight that are whole indices of it."""
+        out, inner = lengths["out"], lengths["in"]
+        total = out * inner
+        if per == "pack":
+            elements = 2 * self.itemsizes_bytes.get(name, 1)
+        else:
+            # Blocks are powers of two; nested ones are of so many blocks.
+            elements = next((1 << n for n in range(32) if -(-total // (1 << n)) == size), 0)
+            if per == "nested" and elements and elements < _BNB_NESTED:
+                elements = 0
+        if not elements or -(-total // elements) != size:
+            raise _Unresolved(f"{name!r} has {size} indices for {total} elements")
+        shared = math.gcd(inner, elements)
+        return StoredDimension(0, elements // shared, inner // shared)
+
+
+def _collect(given: object, keys: Collection[str]) -> list[Any]:
+    """The values of keys anywhere in a config, outer ones first."""
+    found: list[Any] = []
+    if isinstance(given, Mapping):
+        found += [value for key, value in given.items() if key in keys]
+        for value in given.values():
+            found += _collect(value, keys)
+    return found
+
+
+def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
+    """A stored tensor's name; None where the logical one does not end as it should."""
+    return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
+
+
+def _find_ends(method: Method, suffixes: Iterable[str]) -> list[End]:
+    """The ends of the stored tensors of a method that end so, with what they stand in place of."""
+    replaced = {form.suffix: form.logical for form in reversed(method.forms)}
+    return [(end, replaced.get(end, ".weight" if end[:1] == "." else "")) for end in suffixes]
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",")] if text else []
+
+
+def _choose_alternative(name: str, shape: Shape, texts: tuple[str, ...], leading: int) -> list[str]:
+    """Return the texts of the dimensions after the leading ones, by the alternative that fits."""
+    for text in texts:
+        items = _split(text)
+        if len(items) + leading == len(shape):
+            return items
+    if all(size == 1 for size in shape) and "" in texts:
+        # A scalar, whatever its rank.
+        return ["*"] * len(shape)
+    for text in texts:
+        # A scalar for all experts, or a table.
+        if len(_split(text)) == len(shape) and set(_split(text)) <= {"*"}:
+            return _split(text)
+    raise _Unresolved(
+        f"{name!r} has shape {list(shape)}, expected `{'` or `'.join(texts)}`"
+        + (f" behind {leading} dimensions of experts" if leading else "")
+    )
+
+
+_SCALE = re.compile(r"(?:^|[._])(?:scales?|scale_inv|scale_\d|scale_\w+|\w*scale)$")
+_INTEGERS = frozenset({"int8", "uint8"})
+# Ends of names of codes, with those of their scales in that place.
+_PACKED = {
+    ".qweight": ".scales",
+    "_packed": "_scale",
+    "_blocks": "_scales",
+    "_qdata": "_scale",
+    "._data": "._scale",
+}
+_PACKED_ENDS = tuple(_PACKED)
+# Scales of a plain name, after it and in the place of `.weight`.
+_AFTER = ("_scale_inv", "_scale", "_scales", ".absmax")
+_IN_PLACE = (".SCB", ".scale", ".scales", ".scale_weight", ".weight_scale", ".weight_scale_inv")
+
+
+def list_codes(
+    types: Mapping[str, str], dims: Mapping[str, int], *, is_quantized: bool
+) -> list[str]:
+    """Return the names of tensors of codes.
+
+    Args:
+        types: of elements, by tensor.
+        dims: the number of dimensions of each tensor.
+        is_quantized: whether the checkpoint has quantised weights, so that integers are codes.
+
+    >>> list_codes({"up.weight": "float8_e4m3fn"}, {"up.weight": 2}, is_quantized=False)
+    ['up.weight']
+    """
+    found = []
+    for name, element in types.items():
+        if element.startswith("float8"):
+            is_code = dims[name] > 1 and element != "float8_e8m0fnu" and not _SCALE.search(name)
+        elif name.endswith(_PACKED_ENDS):
+            is_code = element in ("int32", *_INTEGERS)
+        else:
+            is_code = is_quantized and element in _INTEGERS and name.endswith(".weight")
+            is_code = is_code and dims[name] > 1
+        if is_code:
+            found.append(name)
+    return found
+
+
+def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, str]:
+    """Return what is missing for each of some tensors of codes that lacks a scale.
+
+    Args:
+        names: of tensors of codes.
+        types: of the elements of all tensors.
+
+    >>> types = dict.fromkeys(["up.weight", "q.weight"], "float8_e4m3fn")
+    >>> find_lacking([*types], {**types, "q.weight_scale": "float32"})
+    {'up.weight': 'up.weight_scale'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        if name + _AFTER[0] in types:
+            continue
+        end = None
+        if name.endswith(_PACKED_ENDS):
+            end = next(one for one in _PACKED if name.endswith(one))
+        if end is not None:
+            scales = [name.removesuffix(end) + _PACKED[end]]
+        else:
+            bare = name.removesuffix(".weight")
+            scales = [name + one for one in _AFTER]
+            scales += [bare + one for one in _IN_PLACE] if bare != name else []
+        scale = next((one for one in scales if one in types), None)
+        if scale is None:
+            # The name of the scale that is missing is as those of other weights are.
+            usual = 0 if types[name].startswith("float8") or end is not None else 1
+            used = (
+                number
+                for number, one in enumerate(_AFTER if end is None and not found else ())
+                if any(other.endswith(one) for other in types)
+            )
+            found[name] = scales[next(used, usual)]
+            continue
+        # Four-bit elements have scales of eight bits, and a scale of these.
+        second = {"": "_scale_2", "_packed": "_global_scale"}.get(end or "")
+        is_half = types[name] == "uint8" and types[scale].startswith("float8_e4m3")
+        if second is not None and is_half and name.removesuffix(end or "") + second not in types:
+            found[name] = name.removesuffix(end or "") + second
+    return found
+
+
+def describe_lacking(lacking: Mapping[str, Any], folder: object) -> str:
+    """Describe codes without scales.
+
+    >>> describe_lacking({"up.weight": "up.weight_scale_inv"}, "model")
+    "1 quantised weight in model lacks its scale: 'up.weight' has no 'up.weight_scale_inv'"
+    """
+    name, scale = next(iter(lacking.items()))
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    lacks = "lacks its scale" if len(lacking) == 1 else "lack their scales"
+    known = repr(scale) if scale else "scale of a name that is known"
+    return (
+        f"{count_text(len(lacking), 'quantised weight')} in {folder} {lacks}: {name!r} has no "
+        f"{known}{more}"
+    )

@@ -1,0 +1,400 @@
+"""Cuts of one dimension at the groups of a quantised weight.
+
+A stored tensor has one index for a group of logical elements: 128 that share a scale, 8 that share
+an int32. A rank must have whole groups::
+
+    384 rows in groups of 128 over 2 ranks      by ceil  0:192, 192:384   cuts the second group
+                                                unit128  0:256, 256:384   scales 0:2, 2:3
+
+1. `at_groups` moves cuts that are free (by ceil, balanced, padded, in blocks) to whole groups.
+2. `describe_cut_group` says of any other cut where it goes through a group.
+3. `in_groups` is the same cut of a stored tensor.
+
+Quantised weights in assignments: rules cut logical weights, stored tensors follow.
+
+1. The stored tensors of each quantised weight give place to the one logical weight, for which a
+   recipe has a rule as for any other.
+2. Cuts by name (`tp@{feed_forward}`) are moved to groups that all weights with this cut have in
+   common, since their members are cut together: rows of gate and up, columns of down.
+3. Each logical weight's sharding is moved to its groups where it is free; where it cuts one, that
+   is said.
+4. The stored tensors come back, each cut as the logical weight is.
+
+A weight that no rule matches, and a stored tensor that has a rule by hand for its own name, are
+left as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from reshard.block_rules import Blocks
+from reshard.cut_rules import Balanced, Ceil, CutRule, Heads, Padded, Sizes, Windows
+from reshard.errors import RuleError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.recipes.quantization import QuantizedWeight, Shape, Shapes, StoredDimension
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+from reshard.rule_text import parse_rule
+from reshard.runs import PAD, RunTable
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+# How many sizes of an axis are tried for an error's advice.
+_MOST_SIZES = 256
+
+
+def move_rule(rule: CutRule, group: int) -> CutRule:
+    """A cut rule that keeps groups whole, where it is free to.
+
+    >>> move_rule(Ceil(unit=64), 96).text
+    'unit192'
+    >>> move_rule(Blocks((256, 256)), 128).text
+    'unit128@blocks[256,256]'
+    >>> move_rule(Heads(8), 128).text
+    'heads8'
+    """
+    if isinstance(rule, Ceil):
+        return Ceil(math.lcm(rule.unit, group))
+    if isinstance(rule, Balanced):
+        return Ceil(group) if group > 1 else rule
+    if isinstance(rule, Padded):
+        return Padded(math.lcm(rule.multiple, group))
+    if isinstance(rule, Blocks):
+        return dataclasses.replace(rule, rule=move_rule(rule.rule, group))
+    return rule
+
+
+def at_groups(dim: DimSpec, group: int) -> DimSpec:
+    """A dimension's cut with the rules that are free moved to whole groups."""
+    if group == 1:
+        return dim
+    levels = [Level(level.axes, move_rule(level.rule, group)) for level in dim.levels]
+    return DimSpec(levels, dim.is_open, dim.priority)
+
+
+def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
+    """The first part that has a group in part: `(part, start, stop)`; None where none has.
+
+    >>> find_cut_group(Ceil().table(384, 2), 128)
+    (0, 0, 192)
+    """
+    runs, length = table.single_runs(), table.dimension_length
+    ends = (runs.stop % group == 0) | (runs.stop == length)
+    cut = (runs.start % group != 0) | ~ends | (runs.local_start % group != 0)
+    cut &= runs.role != PAD
+    if not cut.any():
+        return None
+    at = int(np.flatnonzero(cut)[0])
+    return int(runs.part[at]), int(runs.start[at]), int(runs.stop[at])
+
+
+def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) -> str | None:
+    """Where a cut goes through a group, and which sizes of the axes would do; None if nowhere.
+
+    >>> mesh = DeviceMesh.of(tp=4)
+    >>> print(describe_cut_group(DimSpec([Level(["tp"], Heads(8))]), mesh, 8 * 96, 128))
+    part 0 of tp=4 would have 0:192, which cuts a group of 128; tp of 1 or 2 would do
+    """
+    for count, level in enumerate(dim.levels, start=1):
+        # The first level that cuts through is the one to change.
+        found = find_cut_group(DimSpec(dim.levels[:count]).table(mesh, length), group)
+        if found is None:
+            continue
+        part, start, stop = found
+        axes = " ".join(map(str, level.axes))
+        parts = math.prod(mesh.axis_size(axis) for axis in level.axes)
+        fitting = _find_sizes(level.rule, length, group, parts) if count == 1 else [1]
+        sizes = f"{', '.join(map(str, fitting[:-1]))} or {fitting[-1]}".removeprefix(" or ")
+        return (
+            f"part {part} of {axes}={parts} would have {start}:{stop}, which cuts a group of "
+            f"{group}; {axes} of {sizes} would do"
+        )
+    return None
+
+
+def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]:
+    """The numbers of parts up to about `parts` that cut no group, and heads evenly."""
+    found = []
+    for size in range(1, min(max(parts, 8), _MOST_SIZES) + 1):
+        if isinstance(rule, Heads) and rule.count % size:
+            continue
+        try:
+            table = rule.table(length, size)
+        except RuleError:
+            continue
+        if find_cut_group(table, group) is None:
+            found.append(size)
+    return found or [1]
+
+
+def in_groups(
+    dim: DimSpec, mesh: DeviceMesh, length: int, stored: StoredDimension, stored_length: int
+) -> DimSpec:
+    """The cut of a stored dimension where the logical one of `length` is cut as `dim`.
+
+    Where a group is on several ranks (which is refused, or asked for), each of them has it.
+
+    >>> mesh = DeviceMesh.of(tp=2)
+    >>> blocks = StoredDimension(0, 128)
+    >>> print(in_groups(DimSpec([Level(["tp"], Ceil(128))]), mesh, 384, blocks, 3))
+    tp
+    >>> print(in_groups(DimSpec([Level(["tp"], Heads(2))]), mesh, 384, blocks, 3))
+    tp@windows[0:2,1:3]
+    """
+    if not dim.levels or (stored.elements == stored.indices == 1 and stored_length == length):
+        return dim
+    table = dim.table(mesh, length)
+    elements, indices = stored.elements, stored.indices
+    runs = table.single_runs()
+    if find_cut_group(table, elements) is None:
+        is_pad = runs.role == PAD
+        local = np.where(is_pad, -(-runs.local_start // elements), runs.local_start // elements)
+        start = runs.start // elements * indices
+        # The last group of the tensor may be short.
+        stop = np.where(runs.stop == length, stored_length, runs.stop // elements * indices)
+        pads = (-(-(runs.local_start + runs.length) // elements) - local) * indices
+        sizes = np.where(is_pad, pads, stop - start)
+        wanted = RunTable.from_columns(
+            stored_length, table.parts, runs.part, start, sizes, local * indices, runs.role
+        )
+        # The rules in groups, where they say the same; they are what a reader expects.
+        scaled = [_scale_rule(level.rule, elements, indices) for level in dim.levels]
+        for rules in itertools.product(*scaled):
+            levels = [Level(old.axes, rule) for old, rule in zip(dim.levels, rules, strict=True)]
+            found = DimSpec(levels, dim.is_open, dim.priority)
+            try:
+                if found.table(mesh, stored_length) is wanted:
+                    return found
+            except RuleError:
+                continue
+    return DimSpec([Level(dim.axes, _find_touched(table, elements, indices, stored_length))])
+
+
+def _scale_rule(rule: CutRule, elements: int, indices: int) -> list[CutRule]:
+    """Rules that may be `rule` in stored indices; most often the first is."""
+    if isinstance(rule, Ceil):
+        unit = math.lcm(rule.unit, elements) // elements * indices
+        return list(dict.fromkeys([Ceil(unit), Ceil()]))
+    if isinstance(rule, Padded):
+        return [Padded(math.lcm(rule.multiple, elements) // elements * indices)]
+    if isinstance(rule, Blocks):
+        if any(size % elements for size in rule.sizes[:-1]):
+            return []
+        sizes = tuple(-(-size // elements) * indices for size in rule.sizes)
+        return [Blocks(sizes, inner) for inner in _scale_rule(rule.rule, elements, indices)]
+    if isinstance(rule, Sizes):
+        return [Sizes(tuple(-(-size // elements) * indices for size in rule.sizes))]
+    return [rule, Ceil(), Balanced()]
+
+
+def _find_touched(table: RunTable, elements: int, indices: int, stored_length: int) -> CutRule:
+    """What each part touches, as sizes where these are apart, and as windows where they overlap."""
+    windows: list[tuple[int, int]] = []
+    for part in range(table.parts):
+        runs: Sequence[tuple[int, int, int, int]] = [
+            run for run in table.runs_of(part) if run[3] != PAD
+        ]
+        low = min((start for start, *_ in runs), default=0) // elements * indices
+        high = -(-max((stop for _, stop, *_ in runs), default=0) // elements) * indices
+        windows.append((low, min(high, stored_length)))
+    filled = [(low, high) for low, high in windows if low < high]
+    edges = [0, *(high for _, high in filled)]
+    if [low for low, _ in filled] == edges[:-1] and edges[-1] == stored_length:
+        return Sizes(tuple(high - low for low, high in windows))
+    return Windows(tuple(windows))
+
+
+_OUTSIDE_BRACKETS = r"(?![^\[]*\])"
+
+
+class FoldedWeights:
+    """The quantised weights of a checkpoint in place of their stored tensors.
+
+    Args:
+        weights: by logical name.
+        shapes: of all stored tensors.
+        by_hand: rules by hand; one that matches a stored tensor and not the weight keeps it apart.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, QuantizedWeight], shapes: Shapes, by_hand: Sequence[Rule] = ()
+    ) -> None:
+        self.weights = dict(weights)
+        self.stored = dict(shapes)
+        apart = {
+            member
+            for weight in weights.values()
+            for member in (weight.members if by_hand else ())
+            if any(rule.matches(member) and not rule.matches(weight.name) for rule in by_hand)
+        }
+        self._weight_of = {
+            member: name
+            for name, weight in weights.items()
+            for member in weight.members
+            if member not in apart
+        }
+
+    def drop(self, name: str) -> tuple[str, ...]:
+        """Leave a weight's stored tensors as they are; returns them."""
+        weight = self.weights.pop(name)
+        kept = tuple(one for one in weight.members if self._weight_of.get(one) == name)
+        for member in kept:
+            del self._weight_of[member]
+        return kept
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes, with logical weights at the place of their first stored tensor."""
+        found: dict[str, Shape] = {}
+        for name, shape in self.stored.items():
+            logical = self._weight_of.get(name)
+            if logical is None:
+                found[name] = shape
+            else:
+                found[logical] = self.weights[logical].shape
+        return found
+
+    def itemsizes_bytes(self, stored: Mapping[str, int]) -> dict[str, float]:
+        """Bytes of an element of each tensor; of a logical weight those of all that is stored."""
+        sizes: dict[str, float] = {n: size for n, size in stored.items() if n in self.stored}
+        for name, weight in self.weights.items():
+            total = sum(math.prod(self.stored[one]) * stored[one] for one in weight.members)
+            sizes[name] = total / max(math.prod(weight.shape), 1)
+        return sizes
+
+    def with_units(self, recipe: Recipe, matched: Mapping[str, Rule]) -> Recipe:
+        """The recipe with its cuts by name moved to the groups of the weights that they cut.
+
+        Args:
+            recipe: whose rules they are.
+            matched: the rule of each weight.
+        """
+        units: dict[str, int] = {}
+        pairs = {
+            (matched[name], len(weight.shape), weight.groups, tuple(weight.uncut))
+            for name, weight in self.weights.items()
+            if name in matched
+        }
+        for rule, ndim, groups, uncut in pairs:
+            for dimension, cut in _list_named_cuts(rule.spec, ndim):
+                if cut in recipe.cuts and dimension not in uncut:
+                    units[cut] = math.lcm(units.get(cut, 1), groups[dimension])
+        moved = {
+            name: move_rule(parse_rule(recipe.cuts[name]), unit).text or "ceil"
+            for name, unit in units.items()
+            if unit > 1
+        }
+        return dataclasses.replace(recipe, cuts={**recipe.cuts, **moved}) if moved else recipe
+
+    def align(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
+        """The sharding of a logical weight, at its groups where it is free."""
+        weight = self.weights[name]
+        groups = tuple(1 if d in weight.uncut else n for d, n in enumerate(weight.groups))
+        return _align(sharding, groups)
+
+    def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
+        """Where a weight's sharding goes through groups, with what would do."""
+        weight = self.weights[name]
+        for d, cause, found in _find_cut_groups(
+            sharding, weight.shape, weight.groups, tuple(weight.uncut)
+        ):
+            if cause:
+                yield (
+                    f"{name!r}: dimension {d} is cut over {cause}, and {weight.uncut[d]!r} "
+                    f"({weight.method}) ties its {weight.shape[d]} elements together; it cannot be "
+                    "cut, take a size of 1 there"
+                )
+            else:
+                yield (
+                    f"{name!r}: dimension {d}: {found}. The groups are those of "
+                    f"{weight.grouped_by[d]!r} ({weight.method})"
+                )
+
+    def spread(self, name: str, sharding: ShardingSpec) -> dict[str, tuple[ShardingSpec, Layout]]:
+        """The shardings and layouts of a weight's stored tensors, from that of the logical one."""
+        weight = self.weights[name]
+        return {
+            member: _lay_out_stored(sharding, weight.shape, dims, self.stored[member])
+            for member, dims in weight.members.items()
+            if self._weight_of.get(member) == name
+        }
+
+
+def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
+    """The dimensions of a spec's text that are cut by names in braces, with the names.
+
+    >>> _list_named_cuts("ep / fsdp, etp@{feed_forward}@blocks[{a},{b}], ...", 4)
+    [(1, 'feed_forward'), (1, 'a'), (1, 'b')]
+    """
+    items = [item.strip() for item in re.split("," + _OUTSIDE_BRACKETS, spec.partition("|")[0])]
+    if "..." in items:
+        at = items.index("...")
+        items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
+    return [
+        (d, name.strip())
+        for d, item in enumerate(items)
+        for name in re.findall(r"\{([^{}]*)\}", item)
+        if d < ndim
+    ]
+
+
+# Layers repeat: a few shardings serve all weights.
+@lru_cache(maxsize=1024)
+def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
+    dims = [at_groups(dim, n) for dim, n in zip(sharding.dim_specs, groups, strict=True)]
+    return _replace_dims(sharding, dims)
+
+
+@lru_cache(maxsize=1024)
+def _find_cut_groups(
+    sharding: ShardingSpec, shape: Shape, groups: tuple[int, ...], uncut: tuple[int, ...]
+) -> tuple[tuple[int, str, str], ...]:
+    """The dimensions that a sharding cuts through groups: over what, or how, as text.
+
+    The first is said of dimensions that cannot be cut at all, the second of the others.
+    """
+    mesh, found = sharding.mesh, []
+    for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):
+        parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
+        if d in uncut and parts > 1:
+            found.append((d, f"{' '.join(map(str, dim.axes))} of {parts}", ""))
+            continue
+        text = describe_cut_group(dim, mesh, length, groups[d])
+        if text is not None:
+            found.append((d, "", text))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _lay_out_stored(
+    sharding: ShardingSpec, shape: Shape, dims: tuple[StoredDimension, ...], stored: Shape
+) -> tuple[ShardingSpec, Layout]:
+    """The sharding of a stored tensor of shape `stored`, and its layout."""
+    found = []
+    for one, length in zip(dims, stored, strict=True):
+        if one.dimension is None:
+            found.append(DimSpec())
+            continue
+        dim = sharding.dim_specs[one.dimension]
+        found.append(in_groups(dim, sharding.mesh, shape[one.dimension], one, length))
+    spec = _replace_dims(sharding, found)
+    return spec, spec.layout(stored)
+
+
+def _replace_dims(sharding: ShardingSpec, dims: Sequence[DimSpec]) -> ShardingSpec:
+    return ShardingSpec(
+        sharding.mesh,
+        dims,
+        sharding.replicated_axes,
+        sharding.partial_axes,
+        sharding.reduction or "sum",
+        sharding.only,
+    )

@@ -1,0 +1,701 @@
+"""A job as somebody sees it who reshards rank by rank, and what a run of it gives.
+
+Of each tensor, which slices of which source rank's array go to which target ranks.
+These are views of a `Job`, which is what is carried out::
+
+    tensor a, 5 x 1 over 2 ranks, to 4        TensorRedistribution("a", source_rank=0, ...)
+                                                TensorSlice(0, (0, 0), (2, 1), (2, 1))
+    |0|0|0|1|1|  ->  |0|0|1|1|2|                TensorSlice(1, (2, 0), (3, 1), (1, 1))
+                                              TensorRedistribution("a", source_rank=1, ...)
+                                                TensorSlice(1, (0, 0), (1, 1), (1, 1))
+                                                TensorSlice(2, (1, 0), (2, 1), (1, 1))
+
+One run of a resharding plan in one process, and what it has done so far.
+
+1. Every array of the source is checked before any is copied.
+2. Target ranks are filled, tensor by tensor; several threads may fill several ranks.
+3. Before each copy, cancellation is looked at. What is complete then remains, and is reported.
+
+The order of runs that share the processes of one job.
+
+The processes of a run talk to each other several times, and what they say is known by its order
+alone. Runs that were begun at once must not talk at once, so they take turns::
+
+    begun in each process    a        b        c
+    process 0                aaaaaa   bbbbb    ccc
+    process 1                aaa...   bbbb.    ccc       . waits for the others
+
+A process that begins its runs in another order than the others means another plan when they meet,
+which they find before anything is copied.
+
+Strategies: tensors of N ranks become tensors of M ranks, where a policy says what goes where.
+
+A `ReshardingStrategy` makes a plan and carries it out, in memory::
+
+    strategy = create_strategy("simple")
+    plan = strategy.create_plan(metadata, target_world_size=4)
+    result = strategy.execute(plan, source_shards)         # or await execute_async(...)
+
+1. The policy (`reshard.recipes.strategies`) gives every tensor a layout over the target ranks.
+2. A `Job` says which boxes go from which rank to which; the plan is a view of it.
+3. The processes agree on the job, and each takes a share of the target ranks.
+4. Arrays are checked, then each target rank's are put together (`run`).
+
+`simple` treats one target rank after the other, in this process. `parallel` treats them at the
+same time: the processes of a coordinator share them out, and threads do in each process, which
+reads of the source what its own ranks get and nothing else.
+
+Source: `IReshardingStrategy` of the checkpoint resharding specification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from reshard._validation import check_int
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
+from reshard.execution.inputs import check_shards
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
+from reshard.plans.run import run_rank
+from reshard.recipes.strategies import Config, Strategy, strategy
+from reshard.text.quantities import first_text
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Indices `start` to `stop` of a source rank's array, that go to a target rank.
+
+    `shape` is `stop - start`. All have one number a dimension of the tensor.
+    """
+
+    target_rank: int
+    start: Shape
+    stop: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRedistribution:
+    """The slices of one tensor that one source rank gives.
+
+    Attributes:
+        tensor_name: of the whole tensor.
+        source_rank: the rank that gives.
+        source_shape: of its array, which the slices cut. A rank whose array is flat, several
+            boxes one behind another, has a redistribution for each box, of the box's shape.
+        target_ranks: who receives something, in order.
+        slices: what they receive.
+    """
+
+    tensor_name: str
+    source_rank: int
+    source_shape: Shape
+    target_ranks: tuple[int, ...]
+    slices: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True)
+class ReshardingPlan:
+    """How tensors get from `source_world_size` ranks to `target_world_size` ranks.
+
+    Attributes:
+        source_world_size, target_world_size: the numbers of ranks.
+        tensor_redistributions: in the order of the tensors, then of the source ranks.
+        job: what is carried out; None in a plan that was written by hand, which cannot be.
+    """
+
+    source_world_size: int
+    target_world_size: int
+    tensor_redistributions: tuple[TensorRedistribution, ...]
+    job: Job | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of_job(cls, job: Job, source_world_size: int, target_world_size: int) -> ReshardingPlan:
+        """The view of a job between two numbers of ranks."""
+        found = [one for item in job.items for one in _list_redistributions(job, item)]
+        return cls(source_world_size, target_world_size, tuple(found), job)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, list[TensorRedistribution]]:
+        found: dict[str, list[TensorRedistribution]] = {}
+        for one in self.tensor_redistributions:
+            found.setdefault(one.tensor_name, []).append(one)
+        return found
+
+    def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
+        """The redistributions of one tensor, by source rank; an empty list for an absent name."""
+        return list(self._by_name.get(tensor_name, ()))
+
+    def source_rank(self, tensor_name: str) -> int | None:
+        """The first source rank that gives something of a tensor; None for an absent name."""
+        return next(iter(self.source_ranks(tensor_name)), None)
+
+    def source_ranks(self, tensor_name: str) -> list[int]:
+        """All source ranks that give something of a tensor; an empty list for an absent name."""
+        return sorted({one.source_rank for one in self._by_name.get(tensor_name, ())})
+
+    def target_ranks(self, tensor_name: str) -> list[int]:
+        """The target ranks that receive something of a tensor; an empty list for an absent name."""
+        ranks = {rank for one in self._by_name.get(tensor_name, ()) for rank in one.target_ranks}
+        return sorted(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardingResult:
+    """The result of an execution.
+
+    Attributes:
+        target_shards: the arrays of each target rank, `{rank: {name: array}}`; where several
+            processes share the work, of this process's ranks. A rank that holds nothing has an
+            empty mapping.
+        success: whether everything was done; False for an execution that was cancelled, whose
+            shards then are those tensors that were complete.
+        warnings: what a user should know, in full sentences.
+        duration_s: how long it took.
+        copied_bytes: the size of all elements that this process copied.
+    """
+
+    target_shards: dict[int, dict[str, Any]]
+    success: bool
+    warnings: list[str]
+    duration_s: float
+    copied_bytes: int = 0
+
+
+def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
+    """One for each source cell that gives something."""
+    source = item.change.source
+    rows = job.transfers.get(item.name, Transfers.none(source.ndim))
+    if not len(rows):
+        yield from _list_without_elements(item)
+        return
+    # By source cell, then receiver, then place in the tensor: a redistribution is a stretch.
+    rows = rows.take(np.lexsort((*rows.start.T[::-1], rows.target_slot, rows.source_cell)))
+    starts, stops = rows.source_start.tolist(), (rows.source_start + rows.shape).tolist()
+    columns = zip(rows.target_slot.tolist(), starts, stops, rows.shape.tolist(), strict=True)
+    slices = [TensorSlice(rank, tuple(a), tuple(b), tuple(n)) for rank, a, b, n in columns]
+    bounds = np.flatnonzero(np.diff(rows.source_cell, prepend=-1, append=-1)).tolist()
+    for low, high in itertools.pairwise(bounds):
+        cell = int(rows.source_cell[low])
+        shape = tuple(source.cell_shape[cell].tolist())
+        yield _make_redistribution(item.name, int(source.cell_slot[cell]), shape, slices[low:high])
+
+
+def _list_without_elements(item: JobItem) -> Iterator[TensorRedistribution]:
+    """A tensor without elements goes from its first holder to all who will hold it."""
+    source, target = item.change.source, item.change.target
+    if source.holders and target.holders:
+        sender, zeros = source.holders[0], (0,) * source.ndim
+        shape = source.local_shape(sender) or ()
+        slices = [TensorSlice(rank, zeros, shape, shape) for rank in target.holders]
+        yield _make_redistribution(item.name, sender, shape, slices)
+
+
+def _make_redistribution(
+    name: str, sender: int, shape: Shape, slices: list[TensorSlice]
+) -> TensorRedistribution:
+    receivers = tuple(dict.fromkeys(one.target_rank for one in slices))
+    return TensorRedistribution(name, sender, shape, receivers, tuple(slices))
+
+
+SourceShards = Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]]
+_SHOWN = 5
+
+
+class Cancellation(Protocol):
+    """Something that says when to stop, such as a `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+
+
+class _Cancelled(Exception):
+    """Ends the work on an array between two copies."""
+
+
+class ReshardingRun:
+    """One execution of a plan in one process.
+
+    Attributes:
+        job: what is carried out.
+        was_cancelled: whether something was left undone.
+
+    Raises:
+        PlanError: a plan that was written by hand.
+    """
+
+    def __init__(
+        self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
+    ) -> None:
+        if plan.job is None:
+            raise PlanError(
+                "this plan was written by hand, so that nobody knows where its slices belong; "
+                "make one with create_plan"
+            )
+        self._begun_s = time.perf_counter()
+        self._plan = plan
+        self.job = plan.job
+        self._shards = shards
+        self._cancellation = cancellation
+        self._arrays: dict[str, dict[int, Any]] = {}
+        self._found: dict[int, dict[str, Any]] = {}
+        self._copied_bytes: dict[int, int] = {}
+        self.was_cancelled = False
+
+    def check(self) -> None:
+        """Look at every array of the source, and copy none.
+
+        Raises:
+            ShardError: an array that is missing, or has another shape or dtype.
+        """
+        for item in self.job.items:
+            source = item.change.source
+            needed = source.element_holders or source.holders[:1]
+            arrays = {rank: self._array(rank, item.name) for rank in needed}
+            try:
+                check_shards(
+                    source,
+                    arrays,
+                    dtype=item.dtype,
+                    target_reduction=item.change.target.reduction,
+                )
+            except ShardError as error:
+                raise ShardError(f"tensor {item.name!r}: {error}") from error
+            self._arrays[item.name] = arrays
+
+    def _array(self, rank: int, name: str) -> Any:
+        try:
+            return self._shards[rank][name]
+        except (KeyError, IndexError):
+            raise ShardError(
+                f"no array of tensor {name!r} on source rank {rank}; the plan's metadata says "
+                "that it has a part of it"
+            ) from None
+
+    def fill_all(self, ranks: Sequence[int], threads: int) -> None:
+        """Make the arrays of target ranks, by so many threads at most."""
+        threads = min(threads, len(ranks))
+        if threads < 2:
+            for rank in ranks:
+                self._fill(rank)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._fill, ranks))
+
+    def _fill(self, rank: int) -> None:
+        """Make a target rank's arrays. Each is there only once it is complete."""
+        found = self._found.setdefault(rank, {})
+        try:
+            for item in self._find_items(rank):
+                self._stop_where_cancelled()
+                array, copied = run_rank(
+                    item.change, rank, self._arrays[item.name], self._stop_where_cancelled
+                )
+                found[item.name] = array
+                size_bytes = copied * item.dtype.itemsize_bytes
+                self._copied_bytes[rank] = self._copied_bytes.get(rank, 0) + size_bytes
+        except _Cancelled:
+            self.was_cancelled = True
+
+    def _find_items(self, rank: int) -> list[JobItem]:
+        return [item for item in self.job.items if item.change.target.local_shape(rank) is not None]
+
+    def _stop_where_cancelled(self) -> None:
+        if self._cancellation is not None and self._cancellation.is_set():
+            raise _Cancelled
+
+    def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
+        """The arrays of the target `ranks` so far; `notes` say why other processes stopped."""
+        own = list(ranks)
+        warnings = [*self._list_unplanned(), *self._list_empty(own), *notes]
+        if self.was_cancelled:
+            warnings.append(self._describe_progress(own))
+        return ReshardingResult(
+            {rank: self._found.get(rank, {}) for rank in own},
+            not self.was_cancelled and not notes,
+            warnings,
+            time.perf_counter() - self._begun_s,
+            sum(self._copied_bytes.values()),
+        )
+
+    def _list_unplanned(self) -> list[str]:
+        """Arrays that nobody planned for."""
+        # Shards are a list by rank, or a mapping of ranks.
+        named = self._shards.values() if isinstance(self._shards, Mapping) else self._shards
+        known = {item.name for item in self.job.items}
+        extra = dict.fromkeys(name for shard in named for name in shard if name not in known)
+        if not extra:
+            return []
+        return [f"left out, since the plan's metadata does not name them: {_join(extra)}"]
+
+    def _list_empty(self, ranks: Sequence[int]) -> list[str]:
+        """Ranks that the policy gives nothing."""
+        empty = [rank for rank in ranks if not self._find_items(rank)]
+        return [f"target ranks that hold nothing: {_join(empty)}"] if empty else []
+
+    def _describe_progress(self, ranks: Sequence[int]) -> str:
+        wanted = {rank: [item.name for item in self._find_items(rank)] for rank in ranks}
+        count = sum(len(self._found.get(rank, {})) for rank in ranks)
+        parts = [f"cancelled with {count} of {sum(map(len, wanted.values()))} arrays complete"]
+        # Ranks that are complete are named as such, the others by their tensors.
+        whole = [rank for rank in ranks if len(self._found.get(rank, {})) == len(wanted[rank])]
+        if whole:
+            parts.append(f"all of target ranks {_join(whole)}")
+        for rank in ranks:
+            if rank not in whole and self._found.get(rank):
+                parts.append(f"of target rank {rank} {_join(self._found[rank])}")
+        return "; ".join([*parts, "the rest was left undone, and the source is as it was"])
+
+
+def _join(things: Iterable[object]) -> str:
+    return first_text([*things], _SHOWN)
+
+
+class Turn:
+    """The place of one run among those of its coordinator; taken when the turn is made.
+
+    `wait` comes back when all earlier runs have left. `leave` must be called in any case, for
+    later ones wait for it.
+
+    >>> processes = object()
+    >>> first, second = Turn(processes), Turn(processes)
+    >>> first.wait()
+    >>> first.leave()
+    >>> second.wait()
+    >>> second.leave()
+    """
+
+    # By the identity of a coordinator, which need not be hashable: its turns hold it.
+    _queues: ClassVar[dict[int, deque[Turn]]] = {}
+    _has_changed: ClassVar[threading.Condition] = threading.Condition()
+
+    def __init__(self, coordinator: object) -> None:
+        self._coordinator = coordinator
+        with self._has_changed:
+            self._queues.setdefault(id(coordinator), deque()).append(self)
+
+    def wait(self) -> None:
+        """Wait until all runs that were begun earlier have left."""
+        queue = self._queues[id(self._coordinator)]
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: queue[0] is self)
+
+    def leave(self) -> None:
+        """Give the place up, whether the run has come to its turn or not."""
+        queue = self._queues[id(self._coordinator)]
+        with self._has_changed:
+            queue.remove(self)
+            if not queue:
+                del self._queues[id(self._coordinator)]
+            self._has_changed.notify_all()
+
+
+class TensorMetadata(NamedTuple):
+    """A tensor as strategies need it: its dtype, and its layout over source ranks."""
+
+    dtype: Any
+    layout: Layout
+
+
+class HasLayout(Protocol):
+    """A `TensorMetadata`, or a tensor of an opened checkpoint."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements, by name or as an object."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which source rank holds what."""
+
+
+class Coordinator(Protocol):
+    """Processes that share the work, seen from one of them.
+
+    `reshard.checkpoint.running_processes` gives one for a job of torchrun, or for one process.
+    """
+
+    rank: int
+    size: int
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all processes, on every process."""
+
+
+class _ThisProcess:
+    """The coordinator of a strategy that shares its work with nobody."""
+
+    rank = 0
+    size = 1
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ReshardingStrategy:
+    """Makes plans from N ranks to M ranks, and carries them out on arrays.
+
+    Attributes:
+        policy: says which layout each tensor gets.
+        coordinator: the processes that share the target ranks; this one alone, for most.
+        threads: how many target ranks a process treats at the same time.
+    """
+
+    policy: Strategy
+    coordinator: Coordinator
+    threads: int
+
+    def create_plan(
+        self,
+        metadata: Mapping[str, HasLayout],
+        target_world_size: int,
+        config: Config | None = None,
+    ) -> ReshardingPlan:
+        """The plan from the layouts that tensors have to those that the policy gives them.
+
+        Args:
+            metadata: of each tensor by name; the `tensors` of an opened checkpoint will do.
+            target_world_size: the number of ranks to reshard to.
+            config: the model's config.json, for policies that look into it.
+
+        Raises:
+            UsageError: no whole number of ranks from 1 on; metadata that has no dtype and layout.
+            RecipeError: a policy that cannot lay out these tensors.
+            PlanError: a source that leaves out an element.
+        """
+        _check_metadata(metadata)
+        ranks = check_int(target_world_size, "target world size", minimum=1)
+        dtypes = {name: as_dtype(one.dtype) for name, one in metadata.items()}
+        tensors = {name: (dtypes[name], one.layout.shape) for name, one in metadata.items()}
+        layouts = self.policy(tensors, ranks, config)
+        job = Job(
+            JobItem.between_ranks(name, dtypes[name], one.layout, layouts[name])
+            for name, one in metadata.items()
+        )
+        sources = max((one.layout.slots for one in metadata.values()), default=0)
+        return ReshardingPlan.of_job(job, sources, ranks)
+
+    def execute(
+        self,
+        plan: ReshardingPlan,
+        source_shards: SourceShards,
+        cancellation: Cancellation | None = None,
+    ) -> ReshardingResult:
+        """The target's shards, from the source's.
+
+        Runs of one coordinator take turns, in the order in which they were begun.
+
+        Args:
+            plan: that `create_plan` made.
+            source_shards: for each source rank, its arrays by name. They are only read.
+            cancellation: looked at before each box; once it is set, the rest is left undone.
+
+        Raises:
+            ShardError: an array that is missing, or has another shape or dtype; nothing was
+                copied.
+            PlanError: a plan that was written by hand, or is not that of the other processes.
+            RunError: another process that failed.
+        """
+        return self._execute_in_turn(self._begin(), plan, source_shards, cancellation)
+
+    async def execute_async(
+        self,
+        plan: ReshardingPlan,
+        source_shards: SourceShards,
+        cancellation: Cancellation | None = None,
+    ) -> ReshardingResult:
+        """`execute` in a thread, so that the event loop goes on meanwhile.
+
+        Where the task is cancelled, the work ends before its next box, and the CancelledError
+        says what was done. The source is as it was.
+        """
+        stop = _Stop(cancellation)
+        turn = self._begin()
+        # A thread of its own: runs that wait for their turn must not use up the loop's threads.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-strategy")
+        running = asyncio.get_running_loop().run_in_executor(
+            pool, self._execute_in_turn, turn, plan, source_shards, stop
+        )
+        pool.shutdown(wait=False)
+        try:
+            # Shielded: cancelling the task asks the run to stop, which then says how far it came.
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # The other processes wait for this one in this run, so it comes to its end as theirs.
+            stop.set()
+            try:
+                result = await running
+            except ReshardError as error:
+                raise asyncio.CancelledError(str(error)) from error
+            message = "cancelled when all was done" if result.success else result.warnings[-1]
+            raise asyncio.CancelledError(message) from None
+
+    def _begin(self) -> Turn | None:
+        """The place of a run that begins now; runs of a single process need none."""
+        return Turn(self.coordinator) if self.coordinator.size > 1 else None
+
+    def _execute_in_turn(
+        self,
+        turn: Turn | None,
+        plan: ReshardingPlan,
+        shards: SourceShards,
+        cancellation: Cancellation | None,
+    ) -> ReshardingResult:
+        if turn is None:
+            return self._execute(plan, shards, cancellation)
+        try:
+            turn.wait()
+            return self._execute(plan, shards, cancellation)
+        finally:
+            turn.leave()
+
+    def _execute(
+        self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
+    ) -> ReshardingResult:
+        run, problem, digest = None, None, None
+        # Whatever goes wrong here, the other processes must not wait for this one.
+        try:
+            run = ReshardingRun(plan, shards, cancellation)
+            run.check()
+            digest = run.job.digest
+        except Exception as error:
+            problem = error
+        # Nobody copies before everybody can, and means the same.
+        digests = self._exchange(problem, "nothing was copied", digest)
+        if run is None or len(set(digests)) > 1:
+            raise PlanError(
+                "the processes have different plans; nothing was copied. Give every process the "
+                "same metadata, number of ranks and policy, and begin their runs in one order"
+            )
+        place = self.coordinator.rank
+        # Consecutive target ranks, as equal in number as can be; the same split in every process.
+        shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
+        ranks = shares[place].tolist()
+        try:
+            run.fill_all(ranks, self.threads)
+        except Exception as error:
+            problem = error
+        otherwise = "the target ranks of other processes are not complete"
+        cancelled = self._exchange(problem, otherwise, run.was_cancelled)
+        notes = [
+            f"process {process} was cancelled; its target ranks are not complete"
+            for process, is_so in enumerate(cancelled)
+            if is_so and process != place
+        ]
+        return run.result(ranks, notes)
+
+    def _exchange(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
+        """The values of all processes. Raises this one's problem, or RunError for another's."""
+        received = self.coordinator.collect((None if problem is None else repr(problem), value))
+        if problem is not None:
+            raise problem
+        for process, (other, _) in enumerate(received):
+            if other is not None:
+                raise RunError(f"{otherwise}: process {process} failed: {other}")
+        return [value for _, value in received]
+
+
+@dataclass(frozen=True)
+class SimpleReshardingStrategy(ReshardingStrategy):
+    """One target rank after the other, in this process."""
+
+    policy: Strategy = field(default_factory=lambda: strategy("simple"))
+    coordinator: Coordinator = field(default=_ThisProcess(), init=False, repr=False)
+    threads: int = field(default=1, init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class ParallelReshardingStrategy(ReshardingStrategy):
+    """Target ranks at the same time: in the processes of a coordinator, and in threads of each.
+
+    Every process calls `create_plan` and `execute` with the same arguments, and gets the shards
+    of its own target ranks: a run of them, as many as others have, or one more. Give source
+    shards that are mapped from files; then a process needs memory for its own ranks only.
+
+    Raises:
+        UsageError: no whole number of threads from 1 on.
+    """
+
+    coordinator: Coordinator
+    policy: Strategy = field(default_factory=lambda: strategy("parallel"))
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", check_int(self.threads, "threads", minimum=1))
+
+
+def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:
+    """Raise UsageError for what does not give every tensor a dtype and a layout."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(
+            f"metadata of type {type(metadata).__name__}; give a mapping of names to "
+            "TensorMetadata, or the tensors of an opened checkpoint"
+        )
+    for name, one in metadata.items():
+        if not isinstance(getattr(one, "layout", None), Layout) or not hasattr(one, "dtype"):
+            raise UsageError(
+                f"the metadata {one!r} of tensor {name!r}; give TensorMetadata(dtype, layout), "
+                "such as TensorMetadata('float32', spec.layout(shape))"
+            )
+
+
+def create_strategy(name: str, coordinator: Coordinator | None = None) -> ReshardingStrategy:
+    """The strategy of a name; case does not matter.
+
+    `parallel` shares the work among a coordinator's processes. All others, those that
+    `reshard.recipes.strategies.register_strategy` added included, need none.
+
+    Raises:
+        UsageError: `parallel` without a coordinator.
+        RecipeError: an unknown name; the known ones are listed.
+
+    >>> create_strategy("Simple").policy.name
+    'simple'
+    >>> create_strategy("parallel")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.UsageError: the strategy 'parallel' needs a coordinator, whose processes share
+    the work: create_strategy('parallel', coordinator); reshard.checkpoint.OneProcess() is one of a
+    single process
+    """
+    policy = strategy(name)
+    if policy.name != "parallel":
+        return SimpleReshardingStrategy(policy)
+    if coordinator is None:
+        raise UsageError(
+            f"the strategy {name!r} needs a coordinator, whose processes share the work: "
+            f"create_strategy({name!r}, coordinator); "
+            "reshard.checkpoint.OneProcess() is one of a single process"
+        )
+    return ParallelReshardingStrategy(coordinator, policy)
+
+
+class _Stop:
+    """Set by itself, or by what the caller gave."""
+
+    def __init__(self, given: Cancellation | None) -> None:
+        self._given = given
+        self._own = threading.Event()
+
+    def set(self) -> None:
+        self._own.set()
+
+    def is_set(self) -> bool:
+        return self._own.is_set() or (self._given is not None and self._given.is_set())
