@@ -16,8 +16,7 @@ from hypothesis import given
 
 import reshard
 from reshard._interning import Interned
-from reshard.block_rules import BlockCyclic
-from reshard.cut_rules import Ceil, Nested
+from reshard.cut_rules import BlockCyclic, Ceil, Nested
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import RunTable

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from reshard.plans.job_item import JobItem
     from reshard.plans.plan import Plan, plan
     from reshard.plans.relabelling import relabel
-    from reshard.sharding import DimSpec, Level, ShardingSpec
-    from reshard.sharding_text import spec
+    from reshard.sharding import DimSpec, Level, ShardingSpec, spec
     from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
 
@@ -108,7 +107,7 @@ __getattr__, __dir__ = attach(
         "ReshardError": "reshard.errors",
         "sharding_of": "reshard.notation.objects",
         "ShardingSpec": "reshard.sharding",
-        "spec": "reshard.sharding_text",
+        "spec": "reshard.sharding",
         "StagedJob": "reshard.plans.hosts.staged_job",
         "TensorName": "reshard.binding",
         "to_json": "reshard.plans.documents.serialization",

@@ -1,11 +1,11 @@
-"""Layouts: where every element of a tensor lives.
+"""Layouts: which rank holds which elements of a tensor.
 
-A `Layout` is concrete: a shape, and for each of the ranks 0..n-1 the elements it holds. In tables
-a rank is a *slot*: a place, with or without a process, a host or a file behind it.
+A `Layout` is concrete: a shape, and for each of the ranks 0..n-1 the elements it holds. Tables call
+a rank a *slot*: a process, a host, a file, or none of them may stand for it.
 
-What a rank holds is a list of *cells*. A cell takes one part of each dimension's run table
-and holds the product of them, so a layout whose dimensions are cut one by one has one cell a
-rank, and a flat buffer cut anywhere has a few::
+The elements of a rank are a list of *cells*. A cell takes one part of each dimension's run table
+and holds their product, so a layout whose dimensions are split independently has one cell per rank,
+and a flat buffer that is split anywhere has a few::
 
     6 x 6, rows over 2 and columns over 3        4 x 4, elements 0:6 on rank 0, 6:16 on rank 1
 
@@ -15,11 +15,25 @@ rank, and a flat buffer cut anywhere has a few::
     | 3  | 4  | 5  |   part 1 of dim 1           +------+ 1  1
     +----+----+----+                             | 1  1  1  1
 
-In the rank's own memory a cell is a dense array, row major, of shape `local_shape`; the
-cells of one rank lie one after another.
+In the memory of a rank, a cell is a dense row-major array of shape `local_shape`; the cells of a
+rank are stored one after another.
 
 A rank of a partial layout carries a *contribution*: the tensor is the reduction over the
 contributions 0..c-1.
+
+`print(layout)` lists how each dimension is split, and the ranks of its parts::
+
+    6 x 9 on ranks 0-5
+    dimension 0 in 2 parts
+      0:3  ranks 0-2
+      3:6  ranks 3-5
+    dimension 1 in 3 parts
+      0:3  ranks 0,3
+      3:6  ranks 1,4
+      6:9  ranks 2,5
+
+Ranks with several boxes, as in a flat buffer, are listed with their boxes instead. Long lists are
+abbreviated to their ends.
 """
 
 from __future__ import annotations
@@ -42,11 +56,14 @@ from reshard._validation import (
     check_ints,
     check_type,
 )
-from reshard.cuts_text import cuts_text
 from reshard.errors import LayoutError
-from reshard.runs import OWNED, PAD, IntArray, RunTable, distinct
+from reshard.runs import OWNED, PAD, ROLE_NAMES, IntArray, Run, RunTable, distinct
+from reshard.text import ranks_text
 
 REDUCTIONS = ("sum", "max", "min", "mean", "product")
+
+# Tables with more lines are scrolled past, not read.
+_MAX_LINES, _LAST_LINES, _MAX_RUNS = 8, 2, 3
 
 
 class Box(NamedTuple):
@@ -430,8 +447,7 @@ class Layout(Interned):
         return any((table.single_runs().role == PAD).any() for table in self.tables)
 
     def __str__(self) -> str:
-        carried = (self.reduction, self.cell_contribution) if self.reduction is not None else None
-        return cuts_text(self.tables, self.cell_slot, self.cell_part, self.boxes, carried)
+        return _layout_text(self)
 
     def __repr__(self) -> str:
         partial = f", {self.contributions} contributions by {self.reduction}"
@@ -510,3 +526,122 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if whole == last:
         boxes += below(last, 0, tail)
     return boxes
+
+
+def _layout_text(layout: Layout) -> str:
+    """Return the lines of `print(layout)`."""
+    tables, slot, holders = layout.tables, layout.cell_slot, layout.holders
+    shape = " x ".join(map(str, layout.shape)) or "scalar"
+    lines = [f"{shape} on {_name_ranks(holders)}"]
+    # Ranks with several boxes, such as flat ranges, are listed by rank, all others by dimension.
+    if len(holders) < layout.cells:
+        listed = [
+            (_name_ranks([rank]), _list_boxes(layout.boxes(rank)))
+            for rank in _ends(np.array(holders))
+        ]
+        lines += _align(listed, len(holders), "rank")
+    else:
+        lines += _list_dimensions(tables, slot, layout.cell_part)
+    if layout.reduction is not None:
+        contribution = layout.cell_contribution
+        numbers = distinct(contribution)
+        lines.append(f"{layout.reduction} of {len(numbers)} contributions")
+        listed = [
+            (str(number), _name_ranks(distinct(slot[contribution == number])))
+            for number in _ends(numbers)
+        ]
+        lines += _align(listed, len(numbers), "contribution")
+    return "\n".join(lines)
+
+
+def grid_text(layout: Layout) -> str | None:
+    """Describe how a grid of ranks shards a tensor, such as `dim 0 over 4`; None if it is no grid.
+
+    Cells without elements are ignored.
+    """
+    held = np.flatnonzero(layout.cell_elements)
+    slot, part = layout.cell_slot[held], layout.cell_part[held]
+    counts = []
+    for dimension, table in enumerate(layout.tables):
+        taken = distinct(part[:, dimension])
+        rows = table.rows[np.isin(table.rows[:, 0], taken)]
+        runs = [Run(*row) for row in rows.tolist()]
+        is_plain = all(run.role == OWNED and run.repeat == 1 for run in runs)
+        length = sum(run.length for run in runs)
+        if not is_plain or len(runs) != len(taken) or length != table.dimension_length:
+            return None
+        counts.append(len(taken))
+    boxes = len(np.unique(part, axis=0)) if part.shape[1] else 1
+    if len(distinct(slot)) < len(slot) or boxes != math.prod(counts):
+        return None
+    words = [f"dim {dimension} over {count}" for dimension, count in enumerate(counts) if count > 1]
+    if len(slot) > boxes:
+        copies, rest = divmod(len(slot), boxes)
+        words.append(f"{copies}{'' if not rest else ' or more'} copies")
+    return ", ".join(words) or None
+
+
+def _list_dimensions(tables: Sequence[RunTable], slot: IntArray, part: IntArray) -> list[str]:
+    lines = []
+    for dimension, table in enumerate(tables):
+        column = part[:, dimension]
+        taken = distinct(column)
+        if len(taken) == 1 and table.runs_of(int(taken[0])) == _cover(table):
+            lines.append(f"dimension {dimension} whole")
+            continue
+        lines.append(f"dimension {dimension} in {table.parts} parts")
+        listed = [
+            (_list_runs(table, one), _name_ranks(slot[column == one])) for one in _ends(taken)
+        ]
+        lines += _align(listed, len(taken), "part")
+    return lines
+
+
+def _ends(numbers: IntArray) -> list[int]:
+    """All numbers, or the first and the last of many."""
+    if len(numbers) > _MAX_LINES:
+        numbers = np.append(numbers[: _MAX_LINES - _LAST_LINES - 1], numbers[-_LAST_LINES:])
+    return [int(number) for number in numbers]
+
+
+def _align(listed: Sequence[tuple[str, str]], count: int, what: str) -> list[str]:
+    width = max((len(left) for left, _ in listed), default=0)
+    lines = [f"  {left:<{width}}  {right}" for left, right in listed]
+    if count > len(listed):
+        lines.insert(len(lines) - _LAST_LINES, f"  ... {count - len(listed):,} {what}s more")
+    return lines
+
+
+def _cover(table: RunTable) -> list[tuple[int, int, int, int]]:
+    return [(0, table.dimension_length, 0, OWNED)] if table.dimension_length else []
+
+
+def _name_ranks(ranks: Sequence[int] | IntArray) -> str:
+    return ranks_text([int(rank) for rank in ranks]) if len(ranks) else "no ranks"
+
+
+def _list_runs(table: RunTable, part: int) -> str:
+    """The indices of a part: `0:4`, `0:2, 4:6, 8:10` or `0:2 and 62 more every 4`."""
+    words = []
+    rows = table.rows[table.rows[:, 0] == part]
+    for row in rows[:_MAX_RUNS].tolist():
+        run = Run(*row)
+        role = "" if run.role in (OWNED, PAD) else f" ({ROLE_NAMES[run.role]})"
+        if run.role == PAD:
+            words.append(f"{run.length} of padding")
+            continue
+        starts = [run.start + run.global_step * i for i in range(min(run.repeat, _MAX_RUNS))]
+        shown = starts if run.repeat <= _MAX_RUNS else starts[:1]
+        words += [f"{start}:{start + run.length}{role}" for start in shown]
+        if run.repeat > _MAX_RUNS:
+            words[-1] += f" and {run.repeat - 1:,} more every {run.global_step}"
+    if len(rows) > _MAX_RUNS:
+        words.append(f"{len(rows) - _MAX_RUNS:,} runs more")
+    return ", ".join(words) or "nothing"
+
+
+def _list_boxes(boxes: Sequence[object]) -> str:
+    words = [str(box) for box in boxes[:_MAX_RUNS]]
+    if len(boxes) > _MAX_RUNS:
+        words.append(f"and {len(boxes) - _MAX_RUNS:,} boxes more")
+    return " ".join(words) or "nothing"

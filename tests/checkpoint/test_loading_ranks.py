@@ -26,7 +26,7 @@ from reshard.checkpoint.loading import arrays as loading
 from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import layouts_with_contents
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cli.command_runs import mask_measurements, run_here, write_model
-from reshard.text.width import display_width
+from reshard.text import display_width
 from selection import keep_where
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"

@@ -12,7 +12,7 @@ import pytest
 from cli.command_runs import entries, mask_measurements, run_here, write_model
 from reshard.cli import report_file
 from reshard.errors import RunError, UsageError
-from reshard.text.quantities import bytes_text
+from reshard.text import bytes_text
 from show.page_parts import parsed, svgs
 
 EXPLAIN = ("explain", "x, y", "y, x", "--mesh", "x=2,y=3", "--shape", "6x6")

@@ -24,7 +24,7 @@ from reshard.collectives import (
 from reshard.cost import load_preset
 from reshard.errors import PlanError, ShardError
 from reshard.mesh import Axis
-from reshard.text.quantities import duration_text
+from reshard.text import duration_text
 
 MESH = reshard.DeviceMesh.of(x=2, y=2)
 LINE = reshard.DeviceMesh.of(x=4)

@@ -35,7 +35,7 @@ from reshard.notation.dtensor import (
 from reshard.notation.ragged import parse_ragged
 from reshard.notation.registry import read_sharding
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.sharding_text import spec as native
+from reshard.sharding import spec as native
 from reshard.testing.strategies import specs_with_shapes
 from selection import choose
 

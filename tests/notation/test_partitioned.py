@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.block_rules import Blocks, Pieces, WholeBlocks
-from reshard.cut_rules import Balanced
+from reshard.cut_rules import Balanced, Blocks, Pieces, WholeBlocks
 from reshard.errors import NotationError, RuleError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -26,7 +25,7 @@ from reshard.notation.dtensor import (
 )
 from reshard.notation.partitioned import PartitionedShard
 from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec as native
+from reshard.sharding import spec as native
 from reshard.testing.strategies import specs_with_shapes
 
 TWO = DeviceMesh.of(ep=2)

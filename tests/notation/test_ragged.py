@@ -17,7 +17,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor import Partial, Placement, Replicate, Shard, StridedShard
 from reshard.notation.ragged import RaggedShard, parse_ragged, ragged_layout, ragged_text
-from reshard.sharding_text import spec as native
+from reshard.sharding import spec as native
 
 Shape = tuple[int, ...]
 

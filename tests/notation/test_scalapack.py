@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.block_rules import BlockCyclic
+from reshard.cut_rules import BlockCyclic
 from reshard.errors import LayoutError, MeshError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.scalapack import Descriptor, parse_scalapack, process_grid, scalapack_text
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.sharding_text import spec as native
+from reshard.sharding import spec as native
 
 GRID = process_grid(2, 3)
 

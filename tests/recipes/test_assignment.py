@@ -13,7 +13,7 @@ from reshard.recipes.coupling import Coupling
 from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 
 MESH = DeviceMesh.of(dp=2, tp=4)
 SHAPES = {"a.weight": (8, 6), "a.bias": (8,), "b.weight": (6, 8), "step": ()}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.cut_rules import parse_rule
 from reshard.errors import RecipeError, UncomputableError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
@@ -20,7 +21,6 @@ from reshard.recipes.library import load_recipe
 from reshard.recipes.overrides import parse_allowed
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.rule_text import parse_rule
 
 HEADS = Coupling((("query", "heads"), ("key_value", "groups|heads"), ("rows", "heads * 4")))
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.cut_rules import parse_rule
 from reshard.errors import RecipeError, RuleError
 from reshard.recipes.layer_placement import Numbering, Places, sizes_by_weight
-from reshard.rule_text import parse_rule
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

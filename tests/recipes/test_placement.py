@@ -12,7 +12,7 @@ from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 
 NUMBERS = {"layer": Numbering("pp", "layers", "balanced"), "expert": Numbering("ep", "experts")}
 CONFIG = {"layers": 4, "experts": 6, "tied": True}

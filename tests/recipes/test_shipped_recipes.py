@@ -10,7 +10,7 @@ from recipes.published_models import LLAMA_3_8B, MINI_LM, TINY_LLAMA, PublishedM
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 
 
 def _assigned(model: PublishedModel, **mesh: int) -> Assignment:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 
 Function = Callable[..., Any]
 

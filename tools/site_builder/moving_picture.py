@@ -14,7 +14,7 @@ import numpy as np
 
 import reshard
 from reshard.plans.plan import Plan
-from reshard.show.pictures.palette import rank_colours
+from reshard.show.svg import rank_colours
 
 # Pixels: the side of a tensor, the margin around it, the way between the two.
 _SIDE, _TOP, _LEFT, _BETWEEN = 240, 40, 20, 160

@@ -55,8 +55,7 @@ from reshard.errors import CoverageError, MissingExtraError, UsageError
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
 from reshard.runs import OWNED
-from reshard.text.quantities import count_text
-from reshard.text.rank_sets import ranks_text
+from reshard.text import count_text, ranks_text
 
 SAMPLE_BYTES = 4096
 MAX_SAMPLED_SHARE = 0.01

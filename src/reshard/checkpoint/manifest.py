@@ -39,7 +39,7 @@ from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 
 MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1

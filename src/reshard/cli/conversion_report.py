@@ -9,7 +9,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.plans.job_item import JobItem
 from reshard.plans.plan import Plan
 from reshard.show.pages.html_report import DrawnChange, Figure, Report, movement_figures
-from reshard.text.quantities import bytes_text, count_text
+from reshard.text import bytes_text, count_text
 
 MOST_DRAWN = 6
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.cli.output import listing, mesh_json, printable
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.text.quantities import bytes_text, count_text, duration_text, table
-from reshard.text.rank_sets import rank_text
+from reshard.text import bytes_text, count_text, duration_text, rank_text, table
 
 if TYPE_CHECKING:
     from reshard.layout import Layout

@@ -36,9 +36,7 @@ from reshard.plans.traffic import Traffic, busiest
 from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
 from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
 from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
-from reshard.text.quantities import bytes_text, count_text, duration_text
-from reshard.text.rank_sets import ranks_text
-from reshard.text.width import shortened
+from reshard.text import bytes_text, count_text, duration_text, ranks_text, shortened
 from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096

@@ -14,8 +14,7 @@ from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
 from reshard.checkpoint.training.styles import STYLES
-from reshard.elements.block_scaling import QUANTIZATIONS
-from reshard.elements.casting import CAST_TYPES, cast_type
+from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
 from reshard.recipes.overrides import ALLOWANCES, DIFFERING_COPIES, FORMER_ALLOWANCES
 

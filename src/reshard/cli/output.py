@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.text.markup import printable as printable
-from reshard.text.width import cut_in_the_middle, display_width
+from reshard.text import cut_in_the_middle, display_width
+from reshard.text import printable as printable
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredFile, StoredTensor
@@ -181,14 +181,12 @@ def cut_text(tensor: StoredTensor) -> str:
     """
     if tensor.spec:
         return tensor.spec
-    from reshard.cuts_text import grid_text
+    from reshard.layout import grid_text
 
     layout = tensor.layout
     if all(layout.local_shape(slot) == layout.shape for slot in layout.holders):
         return "whole"
-    # Ranks without elements are no shards.
-    held = layout.cell_elements > 0
-    return grid_text(layout.tables, layout.cell_slot[held], layout.cell_part[held]) or "boxes"
+    return grid_text(layout) or "boxes"
 
 
 def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.cli.output import write_error
-from reshard.text.quantities import bytes_text, duration_text, rate_text
+from reshard.text import bytes_text, duration_text, rate_text
 
 LINES_EVERY_S = 5.0
 # A run that has worked for a second says nothing of what is more than 100 seconds ahead: the first

@@ -72,7 +72,7 @@ def _plan_for_vllm(
     from reshard.checkpoint.naming.selection import TensorSelection
     from reshard.checkpoint.training.model_sets import expect_one_model, find_model_sets
     from reshard.checkpoint.training.state import shapes_without_state
-    from reshard.elements.casting import cast_type
+    from reshard.elements import cast_type
     from reshard.recipes.engine_layouts.document import read_layout_file
     from reshard.recipes.engine_layouts.engines import derive_layout
     from reshard.recipes.rank_order import describe_order

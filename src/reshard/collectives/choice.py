@@ -26,7 +26,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.plan import plan
 from reshard.sharding import ShardingSpec
-from reshard.text.quantities import bytes_text, duration_text, table
+from reshard.text import bytes_text, duration_text, table
 from reshard.topology import Topology
 
 

@@ -21,8 +21,7 @@ from reshard.collectives.steps import Step
 from reshard.cost.estimate import Estimate
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
-from reshard.text.quantities import duration_text
-from reshard.text.width import cut_in_the_middle
+from reshard.text import cut_in_the_middle, duration_text
 
 
 def step_table(

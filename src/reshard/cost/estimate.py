@@ -79,7 +79,7 @@ class Estimate:
         return sum((part.copy_s for part in self.parts), 0.0)
 
     def __str__(self) -> str:
-        from reshard.text.quantities import bytes_text, duration_text, table
+        from reshard.text import bytes_text, duration_text, table
 
         rows = [
             (part.name, part.algorithm, f"{part.messages:,}", bytes_text(part.busiest_bytes))

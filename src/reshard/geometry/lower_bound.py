@@ -33,7 +33,7 @@ def lower_bound_elements(
     `combines[c]` are the source contributions that target contribution `c` adds up.
 
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> a, b = (spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
     >>> lower_bound_elements(a, b, ((0,),)).tolist()

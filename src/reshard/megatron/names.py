@@ -32,8 +32,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from reshard.block_rules import Pieces
-from reshard.cut_rules import CutRule, Sizes
+from reshard.cut_rules import CutRule, Pieces, Sizes
 from reshard.errors import NotationError, RuleError
 from reshard.megatron.ranks import Ranks, places_along
 

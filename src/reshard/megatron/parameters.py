@@ -38,8 +38,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from reshard._validation import check_int, check_ints
-from reshard.block_rules import Blocks, Pieces, Strided
-from reshard.cut_rules import Ceil, CutRule, Heads, Padded, Sizes, ceil_sizes
+from reshard.cut_rules import (
+    Blocks,
+    Ceil,
+    CutRule,
+    Heads,
+    Padded,
+    Pieces,
+    Sizes,
+    Strided,
+    ceil_sizes,
+)
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RuleError, SpecError
 from reshard.megatron.names import MegatronNames

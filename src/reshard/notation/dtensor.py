@@ -85,7 +85,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-from reshard.block_rules import Strided
+from reshard.cut_rules import Strided
 from reshard.errors import LayoutError, MissingExtraError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -977,7 +977,7 @@ def find_placements(
     Raises:
         NotationError: what DTensor cannot express, see `placements_of`.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
     >>> print(*find_placements(spec(mesh, "tp / dp, -"), (8, 4)))
     _StridedShard(0, split_factor=2) Shard(0)

@@ -241,7 +241,7 @@ def hlo_text(spec: ShardingSpec) -> str:
     Raises:
         NotationError: a part of the sharding that HLO cannot express, such as a cut rule.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> print(hlo_text(spec(DeviceMesh.of(x=4, y=2), "y, -")))
     {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}
     """

@@ -204,7 +204,7 @@ def jax_text(spec: ShardingSpec) -> str:
     Raises:
         NotationError: a part of the sharding that JAX cannot express, such as a cut rule.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> jax_text(spec(DeviceMesh.of(x=2, y=2, z=2), "x y, -, ? | sum(z)"))
     "PartitionSpec(('x', 'y'), None, PartitionSpec.UNCONSTRAINED, unreduced={'z'})"
     """

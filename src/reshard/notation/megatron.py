@@ -32,8 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reshard.block_rules import Blocks, Pieces, Strided
-from reshard.cut_rules import Ceil, CutRule, Heads, Padded, Sizes
+from reshard.cut_rules import Blocks, Ceil, CutRule, Heads, Padded, Pieces, Sizes, Strided
 from reshard.errors import NotationError
 from reshard.megatron.parameters import blocks_rule, tensor_parallel_spec
 from reshard.megatron.ranks import (
@@ -217,7 +216,7 @@ def megatron_text(spec: ShardingSpec) -> str:
     Raises:
         NotationError: what Megatron's words cannot express, with the part of the sharding.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> grid = MegatronRanks(dp=4, ep=2).expert
     >>> megatron_text(spec(grid, "etp, - | only(ep=1)"))
     'ep=2 edp=2 | expert partition_dim=0 expert_ranks=1 ndim=2'

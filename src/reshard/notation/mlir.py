@@ -241,7 +241,7 @@ def mlir_text(spec: ShardingSpec) -> str:
     Raises:
         NotationError: a part of the sharding that MLIR cannot express, such as a sub-axis.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mlir_text(spec(DeviceMesh.of(x=2, y=3, z=2), "y x, - | max(z)"))
     '[[1, 0], []] partial = max[2]'
     """
@@ -298,7 +298,7 @@ def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
     Raises:
         NotationError: what MLIR cannot express; in `shard`, also partial axes.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mlir_operation_text(spec(DeviceMesh.of(name="grid", x=2, y=3), "y, -"))
     'shard.sharding @grid split_axes = [[1], []] : !shard.sharding'
     """

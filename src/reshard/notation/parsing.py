@@ -175,7 +175,7 @@ class Vocabulary:
         has_replicated_axes: whether it can ask for copies along an axis.
 
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> Vocabulary("JAX").check(spec(DeviceMesh.of(x=2), "x@stride2"))
     Traceback (most recent call last):
         ...

@@ -21,8 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from reshard.block_rules import Blocks, Pieces, WholeBlocks
-from reshard.cut_rules import CutRule
+from reshard.cut_rules import Blocks, CutRule, Pieces, WholeBlocks
 from reshard.errors import NotationError
 
 Splits = tuple[int, ...] | tuple[tuple[int, ...], ...]

@@ -5,7 +5,7 @@ Which notation is a text written in?
 1. A prefix names it, `jax:P('x', None)`, or the caller's `notation` does.
 2. Otherwise each notation looks for what only its own texts have: `[[0], [1]]` is MLIR's,
    `Replicate()` is DTensor's. One that finds it reads the text.
-3. Where none does, the text is native (`reshard.sharding_text`). Where several do, or nobody
+3. Where none does, the text is native (`reshard.sharding`). Where several do, or nobody
    can read it, the error shows an example of each.
 
 To add a notation: a module with `parse_NAME(text, mesh, shape)` and `NAME_text(sharding)`, and a
@@ -13,7 +13,7 @@ row in `NOTATIONS` with its module, which is loaded when it is used.
 
 The native notation as one among others: `dp tp, -`.
 
-Its reader is `reshard.sharding_text`, which every part of the package can use; here it takes a mesh
+Its reader is `reshard.sharding`, which every part of the package can use; here it takes a mesh
 and a shape as the readers of all notations do.
 """
 
@@ -29,8 +29,7 @@ from reshard._validation import check_ints, check_type
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 
 NATIVE = "native"
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard._validation import check_int, check_ints
-from reshard.block_rules import BlockCyclic
+from reshard.cut_rules import BlockCyclic
 from reshard.errors import LayoutError, NotationError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec

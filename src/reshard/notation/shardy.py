@@ -251,7 +251,7 @@ def shardy_text(spec: ShardingSpec) -> str:
     Raises:
         NotationError: a part of the sharding that Shardy cannot express, such as a cut rule.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> print(shardy_text(spec(DeviceMesh.of(x=8, y=2), "x:(1)2 ?!1, - | replicated(y)")))
     #sdy.sharding<@mesh, [{"x":(1)2, ?}p1, {}], replicated={"y"}>
     """

@@ -62,8 +62,7 @@ from reshard.recipes.quantization import find_quantized
 from reshard.recipes.quantized_sharding import FoldedWeights
 from reshard.recipes.recipe import REPLICA_AXES, Recipe
 from reshard.recipes.rules import Rule, RuleList
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 
 # For each number of a recipe the coordinates, along the axis that deals it out.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]

@@ -18,8 +18,7 @@ import numpy as np
 
 from reshard.errors import RecipeError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import DimSpec, Level, ShardingSpec, spec
 
 AxisMapping = Mapping[str, tuple[Axis, ...]]
 

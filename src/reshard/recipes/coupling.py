@@ -88,17 +88,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from reshard.block_rules import Blocks, Grouped, Joined
-from reshard.cut_rules import CutRule, Heads
+from reshard.cut_rules import Blocks, CutRule, Grouped, Heads, Joined, split_outside_brackets
 from reshard.errors import RecipeError
 from reshard.layout import Layout
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.axis_mapping import map_sharding
 from reshard.recipes.expressions import NO_NUMBERS, Config, Numbers, parse_expression
-from reshard.rule_text import split_outside_brackets
 from reshard.runs import PAD
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +317,7 @@ def held_units(
     Other ranks than `ranks`, if given, are left out.
 
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> rows = spec(DeviceMesh.of(tp=2), "tp, -").layout((8, 3))
     >>> held_units(rows, 0, (0, 8), 2).ranges
     {0: ((0, 2),), 1: ((2, 4),)}

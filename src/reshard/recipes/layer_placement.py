@@ -24,10 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.cut_rules import CutRule, Sizes
+from reshard.cut_rules import CutRule, Sizes, parse_rule
 from reshard.errors import LayoutError, RecipeError
 from reshard.recipes.expressions import parse_expression
-from reshard.rule_text import parse_rule
 
 BY_BYTES = "bytes"
 

@@ -60,8 +60,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from reshard.block_rules import Blocks, Grouped, Joined, Pieces
-from reshard.cut_rules import CutRule, Heads, Sizes
+from reshard.cut_rules import Blocks, CutRule, Grouped, Heads, Joined, Pieces, Sizes
 from reshard.errors import RecipeError, RuleError, UsageError
 from reshard.mesh import Axis
 from reshard.recipes.expressions import parse_condition, parse_expression
@@ -366,7 +365,7 @@ def fused_spec(
             more ranks than groups.
 
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> cut = spec(DeviceMesh.of(tp=2), "tp, -")
     >>> shapes = {"gate": (6, 4), "up": (6, 4)}
     >>> print(fused_spec("fc1", Fusion(("gate", "up")), dict.fromkeys(shapes, cut), shapes))

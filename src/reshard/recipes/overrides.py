@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import UsageError
-from reshard.text.quantities import count_text, first_text
+from reshard.text import count_text, first_text
 
 DIFFERING_COPIES = "differing-copies"
 UNSCALED = "unscaled"

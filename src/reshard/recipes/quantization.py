@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import UncomputableError
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,15 +35,23 @@ from functools import lru_cache
 
 import numpy as np
 
-from reshard.block_rules import Blocks
-from reshard.cut_rules import Balanced, Ceil, CutRule, Heads, Padded, Sizes, Windows
+from reshard.cut_rules import (
+    Balanced,
+    Blocks,
+    Ceil,
+    CutRule,
+    Heads,
+    Padded,
+    Sizes,
+    Windows,
+    parse_rule,
+)
 from reshard.errors import RuleError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.quantization import QuantizedWeight, Shape, Shapes, StoredDimension
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.rule_text import parse_rule
 from reshard.runs import PAD, RunTable
 from reshard.sharding import DimSpec, Level, ShardingSpec
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.text.rank_sets import rank_text
+from reshard.text import rank_text
 
 # From the fastest to the slowest. Virtual stages share a rank. `etp` and `vtp` stand for `tp`, and
 # PyTorch's two axes of data parallelism for `fsdp` and `dp`.

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard._validation import check_used
+from reshard.cut_rules import split_outside_brackets
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.coupling import Coupling
@@ -29,7 +30,6 @@ from reshard.recipes.expressions import parse_expression, variables
 from reshard.recipes.layer_placement import Numbering, check_cut
 from reshard.recipes.naming import Fusion
 from reshard.recipes.rules import Rule
-from reshard.rule_text import split_outside_brackets
 
 # The names that axes of data parallelism and of weights divided among its ranks have.
 STORAGE_AXES = ("fsdp", "dp")

@@ -73,7 +73,7 @@ from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.plans.run import run_rank
 from reshard.recipes.strategies import Config, Strategy, strategy
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 
 Shape = tuple[int, ...]
 

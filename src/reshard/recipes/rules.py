@@ -51,7 +51,7 @@ class Rule:
         pattern: a glob on the whole name, case included: `*` stands for any characters (dots
             too, so it crosses levels of a name), `?` for one, `[0-3]` for one of a set, and
             `{layer}` for a number.
-        spec: the native text of a sharding (see `reshard.sharding_text`). `...` stands for the
+        spec: the native text of a sharding (see `reshard.sharding`). `...` stands for the
             missing `-`, and expressions of the model's config.json in braces for their numbers
             (see `reshard.recipes.expressions`).
         at: with which of what a recipe numbers the tensor lives, where its name has no number:

@@ -8,7 +8,7 @@ Sizes and tables as text come from `reshard.text`.
 
 from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
 from reshard.show.pictures.text_picture import change_picture, picture
-from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
+from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 
 __all__ = [
     "bytes_text",

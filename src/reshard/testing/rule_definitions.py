@@ -15,26 +15,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.block_rules import (
-    BlockCyclic,
-    Blocks,
-    Grouped,
-    Joined,
-    Pieces,
-    Strided,
-    WholeBlocks,
-    Zigzag,
-)
 from reshard.cut_rules import (
     Balanced,
+    BlockCyclic,
+    Blocks,
     Ceil,
     CutRule,
+    Grouped,
     Halo,
     Heads,
+    Joined,
     Nested,
     Padded,
+    Pieces,
     Sizes,
+    Strided,
+    WholeBlocks,
     Windows,
+    Zigzag,
 )
 from reshard.errors import RuleError
 

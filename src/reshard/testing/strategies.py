@@ -21,25 +21,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from reshard.block_rules import (
-    BlockCyclic,
-    Blocks,
-    Grouped,
-    Joined,
-    Pieces,
-    Strided,
-    WholeBlocks,
-    Zigzag,
-)
 from reshard.cut_rules import (
     Balanced,
+    BlockCyclic,
+    Blocks,
     Ceil,
     CutRule,
+    Grouped,
     Halo,
     Heads,
+    Joined,
     Padded,
+    Pieces,
     Sizes,
+    Strided,
+    WholeBlocks,
     Windows,
+    Zigzag,
 )
 from reshard.errors import MissingExtraError
 from reshard.layout import REDUCTIONS, Box, Layout

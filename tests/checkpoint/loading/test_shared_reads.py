@@ -13,7 +13,7 @@ from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint.blocks.block_io import open_sources
 from reshard.dtypes import dtype
-from reshard.elements.casting import cast_elements
+from reshard.elements import cast_elements
 from reshard.errors import RunError
 from reshard.layout import Layout
 

@@ -20,7 +20,7 @@ from reshard.layout import Layout
 from reshard.plans.traffic import Traffic
 from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
 from reshard.testing.strategies import movements
-from reshard.text.quantities import bytes_text, count_text
+from reshard.text import bytes_text, count_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "reports" / "transposed_mesh.html"

@@ -18,9 +18,9 @@ from reshard.plans.traffic import Traffic
 from reshard.show.pages.heat_map import heat_map
 from reshard.show.pages.host_flows import across_hosts, host_flows, host_traffic
 from reshard.show.pictures.origins import origins
-from reshard.show.pictures.palette import rank_colours
 from reshard.show.pictures.regions import drawn_dimensions
 from reshard.show.pictures.svg_picture import svg_picture
+from reshard.show.svg import rank_colours
 from reshard.testing.strategies import specs_with_shapes
 from show.page_parts import local_name
 

@@ -13,7 +13,7 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO
 from reshard.show.pictures.text_picture import change_picture, movement_text, picture
-from reshard.text.width import display_width
+from reshard.text import display_width
 
 LINES = set("│─┌┐└┘├┤┬┴┼╵╷╴╶")
 BORDER_LINE = re.compile(r"^\s*\d* ?[│├┌└].*[│┤┐┘]$")

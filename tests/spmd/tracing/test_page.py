@@ -12,7 +12,7 @@ from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.show.pages.memory_chart import Moment, memory_chart
 from reshard.spmd.tracing.page import MOST_DRAWN
-from reshard.text.quantities import bytes_text
+from reshard.text import bytes_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
 

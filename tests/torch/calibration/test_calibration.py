@@ -15,7 +15,7 @@ from reshard.cost import load_preset
 from reshard.cost.fitting import COPIES, SHARED, WITHIN_HOST
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 from reshard.torch.calibration.calibration import hosts_of
 from reshard.torch.calibration.cases import SMALLEST_BYTES, Case, cases_of
 

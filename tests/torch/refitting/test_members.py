@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided
-from reshard.cut_rules import Balanced, Ceil, CutRule, Padded
+from reshard.cut_rules import Balanced, BlockCyclic, Blocks, Ceil, CutRule, Padded, Pieces, Strided
 from reshard.errors import ShardError
 from reshard.layout import Box, Layout
 from reshard.recipes.naming import Fusion

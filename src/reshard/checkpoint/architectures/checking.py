@@ -26,7 +26,7 @@ from reshard.checkpoint.architectures.records import find_recorded_differences
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, MissingExtraError, RunError, UncomputableError
 from reshard.recipes.quantization import find_quantized, quantization_config
-from reshard.text.quantities import count_text, first_text
+from reshard.text import count_text, first_text
 
 _MAX_LISTED = 4
 # Stands for tensors of another shape among what is allowed; users allow `unknown`.

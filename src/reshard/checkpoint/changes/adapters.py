@@ -26,10 +26,10 @@ from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.merged import LowRankChange, MergedBias, MergedWeight
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.opening import open_checkpoint, read_adapter_config
-from reshard.elements.casting import is_castable
+from reshard.elements import is_castable
 from reshard.errors import UsageError
 from reshard.recipes.adapters import LowRankAdapters
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _MERGED_TYPES = ("float32", "bfloat16", "float16")
 # What PEFT saves of a module that it has wrapped, beside the change.

@@ -24,7 +24,7 @@ from reshard.checkpoint.changes.casts import cast_blocks
 from reshard.checkpoint.changes.computed import ComputedReader, ComputedTensor
 from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 
 #: Of each section, the digests of its blocks.
 SectionDigests = list[list[bytes]]

@@ -21,7 +21,7 @@ from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed import ComputedTensor, ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType
-from reshard.elements.casting import CastCounts, cast_elements
+from reshard.elements import CastCounts, cast_elements
 from reshard.layout import Box
 
 

@@ -20,7 +20,7 @@ from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.dtypes import DType
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 from reshard.layout import Box
 
 #: What the arithmetic of one block takes beside its buffers.

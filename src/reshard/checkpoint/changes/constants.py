@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.changes.computed import ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 from reshard.layout import Box
 
 

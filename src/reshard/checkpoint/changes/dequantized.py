@@ -25,9 +25,15 @@ from numpy.typing import NDArray
 from reshard.checkpoint.changes.computed import ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType, dtype
-from reshard.elements.casting import CastCounts, as_float32, cast_elements, is_castable
-from reshard.elements.decoding import unpack_e2m1, unpack_integers
-from reshard.elements.float8 import decode_float8
+from reshard.elements import (
+    CastCounts,
+    as_float32,
+    cast_elements,
+    decode_float8,
+    is_castable,
+    unpack_e2m1,
+    unpack_integers,
+)
 from reshard.errors import UsageError
 from reshard.layout import Box
 from reshard.recipes.quantization import QuantizedWeight, StoredDimension

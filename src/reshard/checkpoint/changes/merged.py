@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.changes.computed import ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType, dtype
-from reshard.elements.casting import CastCounts, as_float32, cast_elements
+from reshard.elements import CastCounts, as_float32, cast_elements
 from reshard.layout import Box
 
 # Elements of a product at once, and of a piece of A in float64: 1 MiB and 2 MiB.

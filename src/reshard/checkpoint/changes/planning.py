@@ -28,8 +28,7 @@ from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
-from reshard.elements.block_scaling import QUANTIZATIONS
-from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
+from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type, is_castable
 from reshard.errors import CheckpointError, RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.recipes.overrides import UNSCALED
@@ -41,7 +40,7 @@ from reshard.recipes.quantization import (
     list_codes,
     quantization_config,
 )
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 # Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
 # and others call theirs. Routers, norms and embeddings are none of them.

@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.changes.computed import ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType, dtype
-from reshard.elements.block_scaling import scale_blocks
-from reshard.elements.casting import CastCounts, as_float32
-from reshard.elements.float8 import GREATEST_E4M3FN, round_to_e4m3fn
+from reshard.elements import GREATEST_E4M3FN, CastCounts, as_float32, round_to_e4m3fn, scale_blocks
 from reshard.layout import Box
 
 BLOCK = 128

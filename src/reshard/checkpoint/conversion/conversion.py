@@ -35,7 +35,7 @@ from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import WritePlan
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.job import Job
@@ -43,7 +43,7 @@ from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 # Of files that are not copied, so many are named.
 _MOST_FILES = 8

@@ -22,7 +22,7 @@ from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.dtypes import DType
-from reshard.elements.casting import is_castable
+from reshard.elements import is_castable
 from reshard.errors import UsageError
 from reshard.runs import IntArray
 

@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 from reshard.errors import MissingExtraError, RunError, UsageError
 from reshard.log import WaitNotice
 from reshard.system import find_process_start, name_process_space
-from reshard.text.rank_sets import ranks_text
+from reshard.text import ranks_text
 
 Value = TypeVar("Value")
 

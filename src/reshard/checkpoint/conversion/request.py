@@ -24,7 +24,7 @@ from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.naming.renaming import Names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.training.styles import TrainingStyle, training_style
-from reshard.elements.casting import cast_type
+from reshard.elements import cast_type
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout

@@ -71,7 +71,7 @@ from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES, give_b
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray

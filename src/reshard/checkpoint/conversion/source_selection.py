@@ -30,7 +30,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _GROUPS = "param_groups"
 

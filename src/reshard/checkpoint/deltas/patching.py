@@ -38,7 +38,7 @@ from reshard.checkpoint.files.descriptors import read_up_to
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.elements.casting import CastCounts
+from reshard.elements import CastCounts
 from reshard.errors import CheckpointError, DigestError, FormatError
 from reshard.layout import Box, Layout
 

@@ -38,7 +38,7 @@ from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.overrides import parse_allowed
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 
 def plan_for_vllm(

@@ -34,7 +34,7 @@ from reshard.recipes.engine_layouts import (
     SourceTensor,
 )
 from reshard.recipes.engine_layouts.source_layouts import find_steps
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 
 
 @dataclass

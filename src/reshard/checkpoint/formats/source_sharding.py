@@ -34,7 +34,7 @@ from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.sharding import ShardingSpec
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 
 Shape = tuple[int, ...]
 # How often rules are asked again for shapes that they depend on themselves.
@@ -263,7 +263,7 @@ def find_layouts(
         ShardError: parts that do not fit together, or to their sharding; the first is named.
         RecipeError: from `find_shardings`.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> rows = spec(DeviceMesh.of(tp=2), "tp, -")
     >>> found = find_layouts({"w": {0: (3, 4), 1: (2, 4)}}, rows.mesh, lambda _: {"w": rows})
     >>> found["w"][1].shape

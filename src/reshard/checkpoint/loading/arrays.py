@@ -49,7 +49,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.shared_reads import PieceKind, SharedReads, SharedTask
 from reshard.dtypes import DType
-from reshard.elements.casting import cast_elements, cast_type, is_castable
+from reshard.elements import cast_elements, cast_type, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout

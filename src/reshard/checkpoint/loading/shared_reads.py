@@ -37,7 +37,7 @@ from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
 from reshard.checkpoint.files.places.host_reads import ReadSpan
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.dtypes import DType
-from reshard.elements.casting import cast_elements
+from reshard.elements import cast_elements
 from reshard.runs import IntArray
 
 # A longer one gains nothing by company.

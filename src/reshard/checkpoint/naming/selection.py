@@ -29,7 +29,7 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.errors import RecipeError, UsageError
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _MOST_LISTED = 8
 _PART = re.compile(r"\*|\{(\d{1,4})\}")

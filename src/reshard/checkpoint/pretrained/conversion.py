@@ -72,13 +72,13 @@ from reshard.checkpoint.pretrained.model_names import (
 from reshard.checkpoint.pretrained.ties import describe_missing_output, store_tied_once
 from reshard.checkpoint.pretrained.weights import model_name, take_weights
 from reshard.checkpoint.training.state import find_training_state
-from reshard.elements.casting import is_castable
+from reshard.elements import is_castable
 from reshard.errors import CheckpointError, RecipeError
 from reshard.recipes.expressions import parse_expression
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 #: Files are begun anew beyond so many bytes, as `save_pretrained` does.
 MOST_FILE_BYTES = 5_000_000_000

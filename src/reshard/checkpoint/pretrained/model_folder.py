@@ -21,7 +21,7 @@ from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
 from reshard.dtypes import DType
-from reshard.elements.casting import is_castable
+from reshard.elements import is_castable
 from reshard.errors import CheckpointError, FormatError, UsageError
 
 CONFIG = "config.json"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 TIE = "tie_word_embeddings"
 # Names of output layers, and of input embeddings, behind whatever the architecture has in front.

@@ -22,7 +22,7 @@ from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
 from reshard.checkpoint.training.state import find_training_state, is_optimizer_state
 from reshard.errors import CheckpointError
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _PEFT = re.compile(r"(^|\.)base_model\.model\.")
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|hada_\w+|lokr_\w+|oft_\w+|ia3_l|boft_\w+)(\.|$)")

@@ -36,9 +36,8 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.sharding import DimSpec, ShardingSpec
-from reshard.sharding_text import spec
-from reshard.text.quantities import count_text
+from reshard.sharding import DimSpec, ShardingSpec, spec
+from reshard.text import count_text
 
 Shape = tuple[int, ...]
 # The dimensions of its parameter that the dimensions of a tensor are; None where it is no part of

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from reshard.errors import RecipeError
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}

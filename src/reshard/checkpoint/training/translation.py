@@ -38,10 +38,10 @@ from reshard.checkpoint.training.plain_state import (
 from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.checkpoint.training.styles import TrainingStyle
 from reshard.dtypes import DType, dtype
-from reshard.elements.casting import as_float32, is_castable
+from reshard.elements import as_float32, is_castable
 from reshard.errors import FormatError, UsageError
 from reshard.layout import Layout
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 _FLOAT32 = dtype("float32")
 

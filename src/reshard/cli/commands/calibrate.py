@@ -17,7 +17,7 @@ from reshard.cli.output import write, write_error, write_json
 from reshard.cli.progress import LINES_EVERY_S
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
-from reshard.text.quantities import bytes_text, duration_text, rate_text
+from reshard.text import bytes_text, duration_text, rate_text
 
 if TYPE_CHECKING:
     from reshard.topology import Link

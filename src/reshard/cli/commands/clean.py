@@ -13,7 +13,7 @@ from reshard.cli.options import as_path as as_text
 from reshard.cli.options import json_option, staging_option
 from reshard.cli.output import printable, write, write_json
 from reshard.errors import UsageError
-from reshard.text.quantities import bytes_text, count_text, duration_text, table
+from reshard.text import bytes_text, count_text, duration_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.files.places.abandoned import AbandonedUpload

@@ -37,7 +37,7 @@ from reshard.cli.output import (
 from reshard.cli.progress import shown_progress
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
-from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
+from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport

@@ -21,7 +21,7 @@ from reshard.cli.options import (
 from reshard.cli.output import MOST_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_selected_source
-from reshard.text.quantities import bytes_text, count_text, duration_text
+from reshard.text import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
     from reshard.checkpoint.deltas.making import DeltaReport

@@ -9,7 +9,7 @@ import click
 from reshard.cli.failures import DONE
 from reshard.cli.options import as_path, json_option, quiet_option
 from reshard.cli.output import printable, write, write_json
-from reshard.text.quantities import bytes_text, count_text
+from reshard.text import bytes_text, count_text
 
 
 @click.command()

@@ -38,9 +38,15 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_selected_source
 from reshard.errors import UsageError
 from reshard.recipes.rank_order import describe_groups
-from reshard.text.folded_names import FoldedName, fold_names
-from reshard.text.quantities import bytes_text, count_text, table, table_lines
-from reshard.text.rank_sets import rank_text
+from reshard.text import (
+    FoldedName,
+    bytes_text,
+    count_text,
+    fold_names,
+    rank_text,
+    table,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns

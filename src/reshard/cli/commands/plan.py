@@ -34,8 +34,7 @@ from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.mesh import DeviceMesh
 from reshard.system import resident_bytes
-from reshard.text.quantities import bytes_text, count_text
-from reshard.text.short_tables import file_table, rank_table
+from reshard.text import bytes_text, count_text, file_table, rank_table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredTensor

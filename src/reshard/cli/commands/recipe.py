@@ -28,8 +28,7 @@ from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.overrides import ALLOWANCES, IDLE_AXES
 from reshard.recipes.rank_order import describe_order, order_axes
-from reshard.text.quantities import bytes_text, count_text, table
-from reshard.text.rank_sets import rank_text
+from reshard.text import bytes_text, count_text, rank_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
@@ -235,7 +234,7 @@ def derive(
       computed {parameter: operations}, unfilled, unread, notes
     """
     from reshard.cli.engine_report import layout_json, layout_lines
-    from reshard.elements.casting import cast_type
+    from reshard.elements import cast_type
     from reshard.plans.documents.serialization import to_json
     from reshard.recipes.engine_layouts.engines import derive_layout
 

@@ -27,7 +27,7 @@ from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
 from reshard.cli.targets import config_option
 from reshard.errors import UsageError
-from reshard.text.quantities import bytes_text, count_text, duration_text
+from reshard.text import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import Comparison

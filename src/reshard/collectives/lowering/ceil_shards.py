@@ -38,7 +38,7 @@ def ceil_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the largest shard, which every device has.
 
     >>> from reshard import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> ceil_shape(spec(DeviceMesh.of(x=4, y=2), "x, y"), (10, 4))
     (3, 2)
     """
@@ -72,7 +72,7 @@ def lines_up(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], di
     `long` cuts the dimension by more axes.
 
     >>> from reshard import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> one, both = spec(mesh, "x"), spec(mesh, "x y")
     >>> lines_up(one, both, (12,), 0), lines_up(one, both, (10,), 0)

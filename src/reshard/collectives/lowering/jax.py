@@ -179,7 +179,7 @@ def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the array that JAX has for a tensor: as long as its shards together.
 
     >>> from reshard import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> padded_shape(spec(DeviceMesh.of(x=4), "x, -"), (10, 3))
     (12, 3)
     """

@@ -27,7 +27,7 @@ class WholeAxes:
     Raises:
         NotationError: parts of an axis that do not divide one another.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=4, y=2)
     >>> whole = WholeAxes(mesh, [spec(mesh, "x:(2)2")], "JAX")
     >>> whole.mesh

@@ -23,7 +23,7 @@ class AxisProblem:
 
     >>> from reshard.collectives.search.problems import problem_of
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=8, y=4)
     >>> fine = problem_of(spec(mesh, "x, y"), spec(mesh, "y, x"), (64, 64), None, "classical")
     >>> whole = AxisProblem(fine)

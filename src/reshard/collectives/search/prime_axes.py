@@ -171,7 +171,7 @@ def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
 def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
     """The prime meshes of two shardings on the same devices: one where their axes agree, else two.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> one = spec(DeviceMesh.of(x=6), "x")
     >>> two = spec(DeviceMesh.of(y=2, z=3), "y z")
     >>> other = spec(DeviceMesh.of(x=3, y=2), "x")

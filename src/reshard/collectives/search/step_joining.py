@@ -29,7 +29,7 @@ def join_steps(problem: Problem, path: Path) -> Path:
     >>> from reshard.collectives.search.problems import problem_of
     >>> from reshard.collectives.search.states import State
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=4)
     >>> problem = problem_of(spec(mesh, "-"), spec(mesh, "x"), (8,))
     >>> half = State(0, (((0,),),))

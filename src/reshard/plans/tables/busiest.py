@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard.runs import IntArray
-from reshard.text.rank_sets import ranks_text
+from reshard.text import ranks_text
 
 _MOST_LETTERS = 32
 

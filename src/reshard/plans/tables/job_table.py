@@ -15,8 +15,7 @@ from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.tables.plan_table import busiest_row, gather_row, messages_text
 from reshard.runs import IntArray
-from reshard.text.quantities import bytes_text, count_text, table
-from reshard.text.width import shortened
+from reshard.text import bytes_text, count_text, shortened, table
 
 # The most kinds of tensors that are listed, and the columns that names are cut to.
 _MOST_KINDS = 8

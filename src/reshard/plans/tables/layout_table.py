@@ -9,8 +9,7 @@ import numpy as np
 from reshard.geometry.replicas import Replicas, find_replicas
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, distinct
-from reshard.text.quantities import count_text, table
-from reshard.text.rank_sets import short_rank_text
+from reshard.text import count_text, short_rank_text, table
 
 # The most sizes of parts that are listed, and the letters that ranks are cut to.
 _MOST_SIZES = 4

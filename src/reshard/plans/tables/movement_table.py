@@ -14,8 +14,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.geometry.transfers import Transfers
 from reshard.plans.traffic import Traffic
-from reshard.text.quantities import bytes_text, count_text, table
-from reshard.text.rank_sets import short_rank_text
+from reshard.text import bytes_text, count_text, short_rank_text, table
 
 MOST_ROWS = 24
 

@@ -13,7 +13,7 @@ from reshard.plans.tables.layout_table import layout_table
 from reshard.plans.tables.movement_table import rank_table
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
-from reshard.text.quantities import bytes_text, count_text, table
+from reshard.text import bytes_text, count_text, table
 
 # Rows of ranks that do alike; with the rest the table fits on a screen.
 _MOST_ROWS = 12

@@ -481,7 +481,7 @@ def shard_parameter(
             (a flat buffer), which are no parameter of the tensor's rank.
 
     >>> from reshard.mesh import DeviceMesh
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> cut = spec(DeviceMesh.of(tp=2), "tp@blocks[4,4], -").layout((8, 3))
     >>> print(shard_parameter("gate_up", "float32", cut, 1))
     gate_up float32 [4, 3]

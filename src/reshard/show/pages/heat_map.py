@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reshard.plans.traffic import Traffic
-from reshard.text.markup import element, escaped
+from reshard.show.svg import element, escaped
 
 MOST_GROUPS = 64
 # Pixels: the side of the map, the largest square, a letter of the indices.

@@ -13,8 +13,7 @@ from reshard.errors import UsageError
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
 from reshard.show.pages.heat_map import heat_map
-from reshard.show.pictures.palette import rank_colours
-from reshard.text.markup import element, escaped
+from reshard.show.svg import element, escaped, rank_colours
 
 MOST_BANDED = 12
 _BETWEEN, _BAR, _LETTER = 220.0, 12.0, 6.4

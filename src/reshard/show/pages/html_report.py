@@ -19,13 +19,11 @@ from reshard.show.pages.rank_legend import rank_legend
 from reshard.show.pages.style import STYLE
 from reshard.show.pictures.notes import notes
 from reshard.show.pictures.origins import origins
-from reshard.show.pictures.palette import rank_colours
 from reshard.show.pictures.regions import drawn_dimensions
 from reshard.show.pictures.svg_picture import svg_picture
 from reshard.show.pictures.text_picture import change_picture, movement_text
-from reshard.text.markup import element, escaped
-from reshard.text.quantities import count_text
-from reshard.text.rank_sets import ranks_text, short_rank_text
+from reshard.show.svg import element, escaped, rank_colours
+from reshard.text import count_text, ranks_text, short_rank_text
 
 MOST_RANKS_LISTED = 32
 # Between two pictures; those who listen hear their captions. It points down on a narrow page.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from reshard.text.markup import element, escaped
+from reshard.show.svg import element, escaped
 
 _WIDTH, _HEIGHT, _MOST_WIDE, _LETTER = 760.0, 150.0, 36.0, 6.1
 _MOST_NUMBERED = 32

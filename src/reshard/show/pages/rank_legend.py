@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.text.markup import element
+from reshard.show.svg import element
 
 _MOST_SEPARATE = 16
 

@@ -6,7 +6,7 @@ and corners come out right however the lines meet.
 
 from __future__ import annotations
 
-from reshard.text.width import display_width
+from reshard.text import display_width
 
 # A character's strokes are the sum of these; the sum is its place in the alphabets below.
 _UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8

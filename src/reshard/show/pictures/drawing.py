@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from reshard.show.pictures.canvas import Canvas
 from reshard.show.pictures.regions import Interval, RegionGrid
-from reshard.text.width import display_width
+from reshard.text import display_width
 
 Place = tuple[int, int]
 RegionLabel = Callable[[Sequence[Place], int], list[str]]

@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from reshard.show.pictures.regions import Holdings, RankHolding
-from reshard.text.quantities import count_text
-from reshard.text.rank_sets import rank_text
-from reshard.text.width import display_width, shortened
+from reshard.text import count_text, display_width, rank_text, shortened
 
 SlotLabel = Callable[[int], str]
 

@@ -27,7 +27,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import PAD
 from reshard.show.pictures.canvas import Canvas
-from reshard.text.width import display_width, padded
+from reshard.text import display_width, padded
 
 MOST_DEVICES = 4096
 
@@ -84,7 +84,7 @@ def element_texts(layout: Layout) -> dict[int, list[str]]:
     comma between. The dimensions before the last two begin new lines, too. A position that is
     no element of the tensor is `-`.
 
-    >>> from reshard.sharding_text import spec
+    >>> from reshard.sharding import spec
     >>> layout = spec(DeviceMesh.of(x=2), "-, x").layout((2, 4))
     >>> element_texts(layout)
     {0: ['11 12', '21 22'], 1: ['13 14', '23 24']}

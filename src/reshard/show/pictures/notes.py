@@ -14,7 +14,7 @@ import numpy as np
 from reshard.layout import Layout
 from reshard.runs import PAD
 from reshard.show.pictures.regions import RegionGrid, region_grid
-from reshard.text.rank_sets import short_rank_text
+from reshard.text import short_rank_text
 
 MOST_RANK_LETTERS = 60
 # Lengths of padding in one dimension that have a line each.

@@ -19,12 +19,10 @@ from reshard.layout import Layout
 from reshard.show.pictures.drawing import Place, Region, sketch
 from reshard.show.pictures.labels import Labels, holders_text, shorter_texts
 from reshard.show.pictures.origins import Origins
-from reshard.show.pictures.palette import ink_on
 from reshard.show.pictures.regions import Holdings, RegionGrid, region_grid
 from reshard.show.pictures.scale import interval_edges, spaced_indices
-from reshard.text.markup import element, escaped
-from reshard.text.quantities import count_text
-from reshard.text.rank_sets import rank_text
+from reshard.show.svg import element, escaped, ink_on
+from reshard.text import count_text, rank_text
 
 # Pixels: of a picture, and of the one row of a tensor of one dimension.
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0

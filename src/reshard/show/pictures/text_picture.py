@@ -30,9 +30,7 @@ from reshard.show.pictures.notes import notes
 from reshard.show.pictures.origins import MOST_BOXES, Origins
 from reshard.show.pictures.origins import origins as find_origins
 from reshard.show.pictures.regions import RegionGrid, drawn_dimensions, region_grid
-from reshard.text.quantities import bytes_text, count_text
-from reshard.text.rank_sets import rank_text
-from reshard.text.width import display_width, padded, shortened
+from reshard.text import bytes_text, count_text, display_width, padded, rank_text, shortened
 
 LEAST_WIDTH = 40
 LEAST_HEIGHT = 9

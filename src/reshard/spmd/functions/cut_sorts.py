@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.block_rules import Joined
-from reshard.cut_rules import Sizes
+from reshard.cut_rules import Joined, Sizes
 from reshard.dtypes import dtype as as_dtype
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.array_type import ArrayType

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.block_rules import Joined
-from reshard.cut_rules import Sizes
+from reshard.cut_rules import Joined, Sizes
 from reshard.spmd.local.library import Library, records_gradient
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

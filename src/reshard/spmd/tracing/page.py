@@ -15,7 +15,7 @@ from reshard.sharding import ShardingSpec
 from reshard.show.pages.html_report import DrawnChange, Figure, change_html, figures_html, page_html
 from reshard.show.pages.memory_chart import Moment, memory_chart
 from reshard.show.pages.rank_legend import rank_legend
-from reshard.show.pictures.palette import rank_colours
+from reshard.show.svg import element, escaped, rank_colours
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.tracing.table import (
     call_text,
@@ -30,9 +30,7 @@ from reshard.spmd.tracing.table import (
 )
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
-from reshard.text.markup import element, escaped
-from reshard.text.quantities import bytes_text, count_text, duration_text
-from reshard.text.rank_sets import ranks_text, short_rank_text
+from reshard.text import bytes_text, count_text, duration_text, ranks_text, short_rank_text
 
 # Words stand at the left of their columns, numbers at the right.
 STYLE = """main { max-width: 1400px; }

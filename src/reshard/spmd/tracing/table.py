@@ -26,8 +26,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import WITH_SHARDING, Operation
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import TracedOperation
-from reshard.text.quantities import bytes_text, count_text, duration_text, table
-from reshard.text.rank_sets import ranks_text
+from reshard.text import bytes_text, count_text, duration_text, ranks_text, table
 
 HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live")
 

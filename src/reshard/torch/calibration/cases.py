@@ -28,8 +28,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.local_copies import copies_of
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 
 SMALLEST_BYTES = 1 << 12
 _FACTOR = 4

@@ -24,7 +24,7 @@ import torch
 from reshard.errors import NotationError, ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.given_models import MegatronModel, Model, chunks_of

@@ -38,7 +38,7 @@ from reshard.plans.documents.document import (
 from reshard.plans.documents.number_columns import packed, unpacked, whole_number
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec as parse_spec
+from reshard.sharding import spec as parse_spec
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns
 from reshard.torch.models.rosters import Roster
 

@@ -29,7 +29,7 @@ from reshard.megatron.parameters import LocalParameter, MegatronParameter, gathe
 from reshard.recipes.naming import Fusion
 from reshard.runs import RunTable
 from reshard.sharding import ShardingSpec
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 from reshard.torch.models.entries import Entry, EntryColumns, ListedEntries
 
 _SHOWN_RANKS = 4

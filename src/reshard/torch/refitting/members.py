@@ -243,7 +243,7 @@ def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, Int
 
     Raises ShardError where a part has other indices between them.
 
-    >>> from reshard.block_rules import Strided
+    >>> from reshard.cut_rules import Strided
     >>> found, begins = table_between(Strided(2).table(8, 2), 4, 8)
     >>> print(found, begins)
     part 0: 2 from 0

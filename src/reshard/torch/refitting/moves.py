@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.transfers import Transfers
-from reshard.text.quantities import bytes_text
+from reshard.text import bytes_text
 from reshard.torch.refitting.plan import PartItem
 
 _SHOWN = 40

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.elements.block_scaling import scale_blocks
+from reshard.elements import scale_blocks
 from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.runs import PAD, RunTable

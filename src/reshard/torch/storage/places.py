@@ -27,7 +27,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.layout import Box, Layout
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 
 _SHOWN = 5
 

@@ -15,7 +15,7 @@ import pytest
 from checkpoint.formats.orbax.orbax_states import VALUES, VARIANTS, arrays, as_read
 from reshard import checkpoint
 from reshard.errors import CheckpointError, CoverageError, FormatError, ReshardError
-from reshard.sharding_text import spec
+from reshard.sharding import spec
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -30,7 +30,7 @@ from reshard.errors import CoverageError, RecipeError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 from reshard.recipes.engine_layouts.document import read_layout_file
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 #: The layout of the ranks, beside a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"

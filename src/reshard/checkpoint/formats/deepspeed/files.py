@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.errors import CheckpointError, FormatError
-from reshard.text.quantities import first_text
+from reshard.text import first_text
 
 SUFFIXES = ("model_states.pt", "optim_states.pt")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"

@@ -49,7 +49,7 @@ from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTens
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 Key = TypeVar("Key", bound=tuple[int, ...])
 Found = TypeVar("Found")

@@ -48,7 +48,7 @@ from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor
 from reshard.dtypes import dtype
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 # The step of an optimizer that has it in the state of its parameters, and not in groups.
 COMMON_STEP = "optimizer.common_step"

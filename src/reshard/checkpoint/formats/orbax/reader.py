@@ -70,7 +70,7 @@ from reshard.checkpoint.formats.orbax.zarr_metadata import (
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 # Attributes of this format: arrays that are keys of random numbers, and those of narrow types.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"

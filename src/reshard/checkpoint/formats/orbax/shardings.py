@@ -21,8 +21,7 @@ from reshard._validation import MAX_RANKS
 from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
 from reshard.errors import ReshardError
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 
 SHARDING_NAME = "_sharding"
 

@@ -56,7 +56,7 @@ from reshard.notation.dtensor import (
     sharding_of_placements,
 )
 from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec as parse_sharding
+from reshard.sharding import spec as parse_sharding
 
 _BEGINNINGS = {MODEL: "model", OPTIMIZER: "optim", EXTRA: "extra_state"}
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")

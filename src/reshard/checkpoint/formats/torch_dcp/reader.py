@@ -53,7 +53,7 @@ from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.text.rank_sets import rank_text
+from reshard.text import rank_text
 
 # Bounds on what is read into memory at once: metadata, and items that are compared.
 LARGEST_METADATA_BYTES = 1 << 30

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.block_rules import Joined, Zigzag
-from reshard.cut_rules import CutRule, Windows
+from reshard.cut_rules import CutRule, Joined, Windows, Zigzag
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.local import ring_attention
 from reshard.spmd.local.local_work import Stretch, stretches_of

@@ -26,8 +26,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
+from reshard.sharding import ShardingSpec, spec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import from_shards
 from reshard.spmd.shards.pending_sums import without_pending

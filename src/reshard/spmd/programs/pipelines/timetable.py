@@ -9,7 +9,7 @@ from math import isfinite
 
 from reshard.errors import UsageError
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
-from reshard.text.quantities import bytes_text
+from reshard.text import bytes_text
 
 
 @dataclass(frozen=True)

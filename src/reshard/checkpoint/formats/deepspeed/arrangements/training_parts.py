@@ -21,7 +21,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     state_name,
 )
 from reshard.errors import UsageError
-from reshard.text.quantities import count_text
+from reshard.text import count_text
 
 Shape = tuple[int, ...]
 CONFIG = "ds_config"

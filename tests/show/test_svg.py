@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from reshard.show.pictures.palette import ink_on, rank_colours
+from reshard.show.svg import ink_on, rank_colours
 
 # How strongly long, middle and short cones see linear red, green and blue (Viénot, Brettel and
 # Mollon 1999, "Digital video colourmaps for checking the legibility of displays by dichromats").

@@ -1,13 +1,16 @@
-"""Colours of ranks.
+"""Elements of SVG and HTML as text, and the colours of ranks.
 
-Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), a dark grey
-in place of black; people who see fewer colours tell them apart too. More ranks share a scale from
-dark blue to light yellow: lightness alone puts them in order, and neighbours look alike.
+Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), with a dark
+grey in place of black, which remain distinct for colour-blind readers. More ranks share a scale
+from dark blue to light yellow: lightness alone orders them, and neighbours look alike.
 """
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
+
+from reshard.text import printable
 
 _DISTINCT = (
     "#0072b2",
@@ -20,6 +23,41 @@ _DISTINCT = (
     "#45475a",
 )
 _SCALE = ((38, 36, 104), (38, 92, 148), (28, 146, 140), (122, 190, 96), (246, 224, 94))
+
+
+def escaped(text: object) -> str:
+    """Text for the inside of an element or an attribute, whatever is in it.
+
+    >>> escaped('<w & "b">\\0')
+    '&lt;w &amp; &quot;b&quot;&gt;\\\\x00'
+    """
+    return html.escape(printable(str(text), keep="\n"))
+
+
+def element(tag: str, /, *content: str, **attributes: object) -> str:
+    """An element with its content, which must be escaped already, and its attributes.
+
+    `_` in the name of an attribute stands for `-`; one behind it is for words of Python's.
+    Attributes that are None are left out.
+
+    >>> element("rect", x=2.50, stroke_width=1, class_="box")
+    '<rect x="2.5" stroke-width="1" class="box"/>'
+    >>> element("p", escaped("a < b"), element("br"))
+    '<p>a &lt; b<br/></p>'
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(_number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if not content:
+        return f"<{tag}{written}/>"
+    return f"<{tag}{written}>{''.join(content)}</{tag}>"
+
+
+def _number(value: object) -> object:
+    """Lengths are written to a tenth, which is less than anyone sees."""
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
 
 
 def rank_colours(ranks: Iterable[int]) -> dict[int, str]:
