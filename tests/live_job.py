@@ -9,9 +9,12 @@ milliseconds of processor time that it and its ranks took the third.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import traceback
@@ -92,18 +95,24 @@ def main() -> None:
     import hypothesis  # noqa: F401
     import numpy.testing  # noqa: F401
     import pytest  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.tensor  # noqa: F401
+    import torch._dynamo.testing
+    import torch.distributed.tensor
 
-    import reshard.spmd
-    import reshard.torch  # noqa: F401
+    import reshard
     from reshard._contexts import pause_gc
+
+    torch._dynamo.list_backends()  # Imports what compiled functions need.
+    for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
+        # A module of an extra that is not installed here.
+        with contextlib.suppress(ImportError):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
 
     sys.path.append(str(Path(__file__).parent))
     # Collections in the ranks pass over what is here, and leave its pages shared.
     gc.freeze()
     # Counts what is frozen once here, and not in each of the ranks.
-    with pause_gc(are_kept=True):
+    with pause_gc(freeze=True):
         pass
     for line in sys.stdin:
         job = os.fork()
