@@ -1,12 +1,13 @@
-"""The geometry of a change of layouts: what moves, in elements, for one shape and two layouts.
+"""The geometry of a change of layouts: which elements move, for a shape and two layouts.
 
 Start at `layout_change`: `LayoutChange(source, target)` is the core that plans, jobs, collectives
-and checkpoints share. It knows no dtype, runner, cost or picture. Behind it:
+and checkpoints share. It knows no dtype, runner, cost or picture. In the order of the computation:
 
-- who holds what: `replicas`, `holders`, `contributions`, `part_runs`;
-- what meets what: `overlap` of a dimension, `key_intersections` and `box_intersections` where
-  cells form no grid;
-- what moves: `routes`, written out as boxes by `transfers` and joined by `coalescing`;
-- what is chosen among: `demand` (for `reshard.plans.senders`), `overlap_matrix` (for relabelling);
-- what is proved: `lower_bound`, `verification`.
+boxes         boxes and runs that intersect
+holders       the slots that hold each element of the source
+overlap       what target parts and cells take from which holders
+routes        which source cell feeds which target cell
+transfers     routes expanded to boxes, and adjacent boxes coalesced
+volumes       the fewest elements that must move
+verification  transfers checked against the two layouts
 """

@@ -19,14 +19,12 @@ import numpy as np
 
 from reshard._interning import Interned
 from reshard.errors import LayoutError, PlanError
-from reshard.geometry.coalescing import join_boxes
-from reshard.geometry.contributions import contribution_sources, mean_scale
 from reshard.geometry.holders import Holders, find_holders
-from reshard.geometry.lower_bound import lower_bound_elements
 from reshard.geometry.overlap import Overlap, RoutePieces
-from reshard.geometry.routes import RouteFinder, Routes
-from reshard.geometry.transfers import Transfers, expand
+from reshard.geometry.routes import RouteFinder, Routes, contribution_sources, mean_scale
+from reshard.geometry.transfers import Transfers, coalesce, expand
 from reshard.geometry.verification import verify_transfers
+from reshard.geometry.volumes import lower_bound_elements, overlap_elements
 from reshard.layout import Layout
 from reshard.runs import IntArray
 
@@ -139,7 +137,7 @@ class LayoutChange(Interned):
         """Routes written out as boxes."""
         boxes = expand(self.source, self.target, self.overlaps, routes)
         # Where no element has two keys, the pieces were joined dimension by dimension already.
-        return boxes if self.holders.is_exclusive else join_boxes(boxes)
+        return boxes if self.holders.is_exclusive else coalesce(boxes)
 
     def for_rank(self, rank: int) -> Transfers:
         """The transfers of one rank: to it, within it and from it, found without the others'.
@@ -185,6 +183,29 @@ class LayoutChange(Interned):
     def lower_bound_elements(self) -> int:
         """The fewest elements any direct exchange can move."""
         return int(lower_bound_elements(self.source, self.target, self.combines).sum())
+
+    @property
+    def needed_elements(self) -> int:
+        """Elements of all target cells, times the contributions combined in each."""
+        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
+        needed = self.target.cell_elements * counts[self.target.cell_contribution]
+        return int(needed.sum())
+
+    def overlap_elements(self) -> IntArray:
+        """Count the elements that source slot `i` holds of the need of target slot `j`.
+
+        Shape `(source.slots, target.slots)`, with the elements that stay on the diagonal. Any two
+        slots are compared, whatever their numbers.
+
+        >>> import reshard
+        >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
+        >>> source, target = (reshard.spec(mesh, text).layout((4, 4)) for text in ("x, y", "y, x"))
+        >>> LayoutChange(source, target).overlap_elements().tolist()
+        [[4, 0, 0, 0], [0, 0, 4, 0], [0, 4, 0, 0], [0, 0, 0, 4]]
+        """
+        return overlap_elements(
+            self.source, self.target, self.combines, self.holders, self.overlaps
+        )
 
     def verify(self, transfers: Transfers | None = None) -> None:
         """Check the transfers of this change, or the given ones, against the two layouts.

@@ -1,26 +1,37 @@
-"""Overlap of one dimension: what each target part takes from each set of source holders.
+"""Overlap of source and target, per dimension and, for layouts that form no grid, per cell.
 
-Both sides are sorted lists of intervals, so their overlap is a merge::
+*Along a dimension*, both sides are sorted lists of intervals, so their overlap is a merge::
 
     source   |  A  |  A  |     B     |   C   |
     target   |   0   |    1    |    2        |
     pieces   | 0A  |0A|1A| 1B  |2B |   2C    |   (pieces that continue one another are joined)
 
 1. For each target run, find the stretches of the source that overlap it.
-2. Cut both to their common interval: a piece, with where it begins in the target part.
-3. Sort the pieces by target part and holder set; each such pair is one unit of the plan,
-   and the plan of a whole tensor is the product of its dimensions' pairs.
+2. Intersect both: a piece, and its offset in the target part.
+3. Sort the pieces by target part and holder set. Each such pair is a unit of the plan, and the plan
+   of a tensor is the product of the pairs of its dimensions.
+
+*Cells that form a grid* overlap as this product specifies. For other sources the cells are compared
+(`find_key_intersections`):
+
+1. Target cells that are replicas of each other overlap the same keys, so one represents all.
+2. The bounding box of a cell extends from its first to its last index in each dimension, with its
+   contribution as a further dimension. Cells can overlap only if their bounding boxes intersect.
+3. The runs of the parts of those cells, and only of those, are compared. Cells overlap if their
+   parts share an index in every dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from reshard.geometry.holders import DimensionHolders
-from reshard.geometry.part_runs import PartRuns, shared_runs
+from reshard.geometry.boxes import PartRuns, intersect_boxes, intersect_runs
+from reshard.geometry.holders import DimensionHolders, find_holders, find_in, find_replicas, hulls
+from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
 
 
@@ -200,7 +211,7 @@ def overlap_of_pairs(
     pair = distinct(part * holders.parts + source_part)
     part, source_part = pair // holders.parts, pair % holders.parts
     runs = _find_runs(target)
-    _, run, stretch = shared_runs(wanted_runs(target), holders.part_runs, part, source_part)
+    _, run, stretch = intersect_runs(wanted_runs(target), holders.part_runs, part, source_part)
     return _build_overlap(holders, target.parts, runs, run, stretch)
 
 
@@ -241,4 +252,95 @@ def _build_overlap(
         length[order],
         target_local[order],
         stretch[order],
+    )
+
+
+def list_combined(
+    combines: Sequence[Sequence[int]], carried: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """List the source contributions that target cells combine, a row for each.
+
+    Args:
+        combines: for each target contribution, the source contributions it combines.
+        carried: the contribution of each target cell, shape `(cells,)`.
+
+    Returns:
+        Columns: the position of the cell in `carried`, the position of the source contribution
+        among those combined, and the source contribution.
+
+    >>> [column.tolist() for column in list_combined(((0, 2), (1,)), np.array([1, 0]))]
+    [[0, 1, 1], [0, 0, 1], [1, 0, 2]]
+    """
+    counts = np.array([len(sources) for sources in combines], dtype=np.int64)
+    first = np.cumsum(counts) - counts
+    flat = np.array([source for sources in combines for source in sources], dtype=np.int64)
+    row = np.repeat(np.arange(len(carried)), counts[carried])
+    order = ragged_arange(counts[carried])
+    return row, order, flat[first[carried][row] + order]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyIntersections:
+    """The keys that target cells meet.
+
+    Those of cell `c` are rows `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of
+    contributions and source keys; `pair` is the pair of each overlap.
+    """
+
+    overlaps: tuple[Overlap, ...]
+    of_cell: IntArray
+    begin: IntArray
+    order: IntArray
+    contribution: IntArray
+    pair: tuple[IntArray, ...]
+
+
+@lru_cache(maxsize=128)
+def find_key_intersections(
+    source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
+) -> KeyIntersections:
+    """The keys that the cells of `target` meet, of a source in which no element has two keys.
+
+    `combines[c]` are the source contributions that target contribution `c` adds up.
+    """
+    holders = find_holders(source)
+    copies = find_replicas(target.placement, apart=True)
+    of_cell = np.empty(target.cells, dtype=np.int64)
+    of_cell[copies.cells] = np.repeat(np.arange(copies.keys), np.diff(copies.begin))
+    # A row for each contribution that a target key combines.
+    target_key, order, contribution = list_combined(
+        combines, target.cell_contribution[copies.first]
+    )
+    source_part = source.cell_part[holders.copies.first]
+    target_part = target.cell_part[copies.first]
+    held_hulls, held_key = hulls(
+        source,
+        source.cell_contribution[holders.copies.first],
+        source_part,
+        [dimension.part_runs for dimension in holders.dimensions],
+    )
+    wanted_hulls, wanted_row = hulls(
+        target, contribution, target_part[target_key], [wanted_runs(t) for t in target.tables]
+    )
+    shape = (source.contributions, *source.shape)
+    # Every pair once, by row and key.
+    code = [i * held_hulls.count + j for i, j in intersect_boxes(wanted_hulls, held_hulls, shape)]
+    met = distinct(np.concatenate(code)) if code else order[:0]
+    row, key = wanted_row[met // held_hulls.count], held_key[met % held_hulls.count]
+    overlaps: list[Overlap] = []
+    pairs: list[IntArray] = []
+    for d, (dimension, table) in enumerate(zip(holders.dimensions, target.tables, strict=True)):
+        part, held = target_part[target_key[row], d], source_part[key, d]
+        overlap = overlap_of_pairs(dimension, table, part, held)
+        # Hulls may meet where the parts share no index: such rows have no pair, and go.
+        known = overlap.pair_part * dimension.sets + overlap.pair_set
+        pair, found = find_in(known, part * dimension.sets + held)
+        if not found.all():
+            row, key, pair = row[found], key[found], pair[found]
+            pairs = [column[found] for column in pairs]
+        overlaps.append(overlap)
+        pairs.append(pair)
+    begin = np.searchsorted(target_key[row], np.arange(copies.keys + 1))
+    return KeyIntersections(
+        tuple(overlaps), of_cell, begin, order[row], contribution[row], tuple(pairs)
     )

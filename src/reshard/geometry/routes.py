@@ -1,34 +1,99 @@
 """Routes: which cell of the source feeds which cell of the target.
 
-A *route* is one target cell, one contribution, one holder set a dimension, and the source
-cell chosen among the holders. It stands for a product of pieces, which stay unexpanded.
+A *route* is a target cell, a contribution, a holder set per dimension, and the source cell chosen
+among the holders. It stands for a product of pieces, which is not expanded yet.
 
 1. For each target cell, take the pairs of its part in every dimension, and every source
-   contribution it combines: their product is what the cell needs, each element once. Where the
-   source is no grid, take the keys that the cell meets (`key_intersections`).
-2. Look up the holders of each of them; elements without a holder are an error, found by volume.
-3. If the target's own slot holds it, it stays. Otherwise the route names a *canonical* holder:
-   the holders take turns (`replicas.replica_turns`).
+   contribution it combines: their product is what the cell needs, each element once. If the source
+   is no grid, take the keys that the cell overlaps (`overlap.find_key_intersections`).
+2. Look up the holders of each need. Elements without a holder are an error, detected by volume.
+3. If the target's own slot holds a need, it stays. Otherwise the route names a *canonical* holder:
+   the holders take turns (`holders.replica_turns`).
 
-Nothing here depends on what moves to other slots, so one rank's part is computed without the
-others', and every rank computes the same. The canonical holder is for readers of files and of
-arrays in one process, where it does not matter who sends, and for the steps of collectives. The
-senders of an exchange between ranks are chosen by bytes (`reshard.plans.senders`).
+Nothing here depends on the transfers to other slots, so the part of a rank is computed without the
+others', and every rank computes the same. The canonical holder serves readers of files, arrays in
+one process, where the sender does not matter, and the steps of collectives. The senders of an
+exchange between ranks are balanced by bytes (`reshard.plans`), for which `find_needs` lists the
+needs of a whole plan with the slots that hold each:
+
+1. One cell of each target key represents its replicas. Its needs, and the source keys that hold
+   them, do not depend on the slots: the layers of all pipeline stages have them in common.
+2. The holders of a need are the slots of its source keys.
+
+*Contributions.* A tensor that is not partial has a single contribution. Data stays in place where
+possible: each source contribution goes to the target contribution that most of its holders carry
+themselves, and by default to the first. A target contribution that receives none is the identity of
+the reduction, so a replicated tensor made partial keeps one copy. A mean has no identity:
+contributions of a mean are summed and scaled, and a replicated tensor becomes a copy in every
+contribution.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.geometry.holders import BoolArray, Holders, find_holders
-from reshard.geometry.key_intersections import KeyIntersections, find_key_intersections
-from reshard.geometry.overlap import Overlap, find_overlap
-from reshard.geometry.replicas import replica_turns
+from reshard.geometry.holders import (
+    BoolArray,
+    Holders,
+    Replicas,
+    find_holders,
+    find_replicas,
+    replica_turns,
+)
+from reshard.geometry.overlap import (
+    KeyIntersections,
+    Overlap,
+    find_key_intersections,
+    find_overlap,
+    list_combined,
+)
 from reshard.layout import Layout
-from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
+from reshard.runs import PAD, IntArray, distinct, ragged_arange, ragged_ranges
+
+
+def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each target contribution, the source contributions it combines, in order.
+
+    >>> full = Layout.replicated((4,), 2)
+    >>> partial = Layout((4,), full.tables, 2, [0, 1], [[0], [0]], [0, 1], 2, "sum")
+    >>> contribution_sources(full, partial), contribution_sources(partial, full)
+    (((0,), ()), ((0, 1),))
+    """
+    if target.contributions == 1:
+        return (tuple(range(source.contributions)),)
+    if target.reduction == "mean" and source.reduction != "mean":
+        return (tuple(range(source.contributions)),) * target.contributions
+    goes_to = np.zeros(source.contributions, dtype=np.int64)
+    # Under another reduction the source is reduced in full, and the first gets it.
+    if source.reduction in (None, target.reduction):
+        votes = np.zeros((source.contributions, target.contributions), dtype=np.int64)
+        carried = {
+            int(slot): int(contribution)
+            for slot, contribution in zip(target.cell_slot, target.cell_contribution, strict=True)
+        }
+        for slot, contribution in zip(source.cell_slot, source.cell_contribution, strict=True):
+            if int(slot) in carried:
+                votes[int(contribution), carried[int(slot)]] += 1
+        # Of equal numbers argmax takes the first, and so where there are no votes.
+        goes_to = votes.argmax(axis=1)
+    return tuple(
+        tuple(np.flatnonzero(goes_to == contribution).tolist())
+        for contribution in range(target.contributions)
+    )
+
+
+def mean_scale(source: Layout, target: Layout) -> tuple[int, int]:
+    """The fraction `(numerator, denominator)` that added-up contributions are scaled by."""
+    if source.reduction == "mean":
+        if target.reduction == "mean":
+            return (target.contributions, source.contributions)
+        return (1, source.contributions)
+    return (1, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,13 +203,8 @@ class RouteFinder:
         """The needs of cells: the product of their pairs, for each contribution."""
         if self.intersections is not None:
             return self._find_intersecting_needs(self.intersections, cells, allowed)
-        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
-        first = np.concatenate(([0], np.cumsum(counts)))
-        flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
-        carried = self.target.cell_contribution[cells]
-        cell = np.repeat(cells, counts[carried])
-        order = ragged_arange(counts[carried])
-        contribution = flat[np.repeat(first[carried], counts[carried]) + order]
+        of, order, contribution = list_combined(self.combines, self.target.cell_contribution[cells])
+        cell = cells[of]
         # The product of the pairs, a dimension at a time: a row is repeated for each of its pairs.
         pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):
@@ -299,3 +359,136 @@ def _take(routes: Routes, index: BoolArray) -> Routes:
         routes.elements[index],
         routes.stays[index],
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyNeeds:
+    """The needs of target keys from source keys, as columns of shape `(needs,)`; `pair` has one for
+    each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`.
+    """
+
+    overlaps: tuple[Overlap, ...]
+    target_key: IntArray
+    order: IntArray
+    pair: tuple[IntArray, ...]
+    elements: IntArray
+    key_begin: IntArray
+    key: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """The needs of one plan.
+
+    The slots that hold need `n` are set `holder_set[n]` of the sets
+    `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
+    """
+
+    source: Layout
+    target: Layout
+    of_keys: KeyNeeds
+    source_copies: Replicas
+    target_copies: Replicas
+    holder_set: IntArray
+    set_begin: IntArray
+    set_slot: IntArray
+
+    def __len__(self) -> int:
+        return len(self.holder_set)
+
+    def source_cell(self, need: IntArray, slot: IntArray) -> IntArray:
+        """The cell from which a holder on `slot` sends each `need`, or -1 where it holds none."""
+        begin = self.of_keys.key_begin[need]
+        count = self.of_keys.key_begin[need + 1] - begin
+        if (count == 1).all():
+            return self.source_copies.cell_on_slot(self.of_keys.key[begin], slot)
+        row = np.repeat(np.arange(len(need)), count)
+        key = self.of_keys.key[np.repeat(begin, count) + ragged_arange(count)]
+        cell = self.source_copies.cell_on_slot(key, slot[row])
+        found = np.full(len(need), -1, dtype=np.int64)
+        # Of several keys on one slot the first: written last.
+        holds = np.flatnonzero(cell >= 0)[::-1]
+        found[row[holds]] = cell[holds]
+        return found
+
+
+@lru_cache(maxsize=1024)
+def find_needs(source: Layout, target: Layout) -> Needs:
+    """The needs of the movement from `source` to `target`.
+
+    Raises:
+        PlanError: an element that no source slot holds.
+    """
+    held, wanted = find_replicas(source.placement), find_replicas(target.placement, apart=True)
+    combines = contribution_sources(source, target)
+    needs = _find_key_needs(
+        _keep_one_a_key(source, held), _keep_one_a_key(target, wanted), combines
+    )
+    if needs is None:
+        # Keys have no ranks. The search among the cells themselves raises an error that names one.
+        RouteFinder.between(source, target, combines).into(wanted.first)
+        raise PlanError("the source leaves out an element of the target")
+    sets = _number_holder_sets(held, needs.key_begin, needs.key)
+    return Needs(source, target, needs, held, wanted, *sets)
+
+
+@lru_cache(maxsize=1024)
+def _keep_one_a_key(layout: Layout, copies: Replicas) -> Layout:
+    """The layout with one slot for each key. Layouts of the same cut on any ranks share it."""
+    first = copies.first
+    return Layout(
+        layout.shape,
+        layout.tables,
+        len(first),
+        np.arange(len(first)),
+        layout.cell_part[first],
+        layout.cell_contribution[first],
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+@lru_cache(maxsize=256)
+def _find_key_needs(
+    source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
+) -> KeyNeeds | None:
+    """The needs of layouts with a slot for each key; None where an element is nowhere."""
+    finder = RouteFinder.between(source, target, combines)
+    target_key, order, contribution, pair = finder.needs(np.arange(target.cells))
+    need, key = finder.candidates(contribution, pair)
+    held = np.flatnonzero(np.bincount(need, minlength=len(target_key)))
+    # Needs that no key holds are dropped; the check of volumes below finds what is missing.
+    if len(held) < len(target_key):
+        need = np.searchsorted(held, need)
+        target_key, order = target_key[held], order[held]
+        pair = tuple(column[held] for column in pair)
+    elements = finder.elements(pair, len(target_key))
+    try:
+        finder.check_complete(np.arange(target.cells), target_key, elements)
+    except PlanError:
+        # A value and no exception, for exceptions would not be cached.
+        return None
+    key_begin = np.searchsorted(need, np.arange(len(target_key) + 1))
+    return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
+
+
+def _number_holder_sets(
+    copies: Replicas, key_begin: IntArray, key: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The set of each need, and the sets' slots: needs of the same source keys share a set."""
+    if (np.diff(key_begin) == 1).all():
+        # Each need has one source key, whose slots are its set.
+        return key, copies.begin, copies.slot
+    numbers: dict[bytes, int] = {}
+    # Equal lists of keys have equal bytes, and so one number.
+    groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
+    holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
+    members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
+    keys = np.concatenate(members)
+    count = copies.begin[keys + 1] - copies.begin[keys]
+    slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
+    of_key = np.repeat(np.arange(len(members)), [len(group) for group in members])
+    # A slot with two keys of a set is in it once.
+    pairs = distinct(np.repeat(of_key, count) * copies.slots + slot)
+    of_set, slot = np.divmod(pairs, copies.slots)
+    return holder_set, np.searchsorted(of_set, np.arange(len(members) + 1)), slot

@@ -25,8 +25,8 @@ import numpy as np
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.errors import PlanError
-from reshard.geometry.demand import find_needs
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.routes import find_needs
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import verify_transfers
 from reshard.plans.estimates import exchange_estimate

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from reshard.binding import Binding, RankMemory
 from reshard.errors import MissingExtraError, PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.overlap_matrix import needed_elements, overlap_elements
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.hosts.flows import crossing_elements
@@ -195,7 +194,7 @@ def relabel(
         raise UsageError("exchange_hosts without a topology; say which ranks share a host")
     else:
         given = _assign_ranks(held, places, candidates)
-    needed = sum(weight * needed_elements(plan) for plan, weight in weights.items())
+    needed = sum(weight * plan.needed_elements for plan, weight in weights.items())
     return Relabelling(
         _complete(given, {*places, *candidates}),
         sum(int(held[rank, place]) for place, rank in given.items()),
@@ -225,7 +224,7 @@ def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArr
     """Bytes that a rank holds of what a place needs: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
-        kept = overlap_elements(plan)
+        kept = plan.overlap_elements()
         # Ranks that no place may be given to are left out: they keep nothing.
         rows, columns = min(ranks, kept.shape[0]), min(ranks, kept.shape[1])
         total[:rows, :columns] += weight * kept[:rows, :columns]

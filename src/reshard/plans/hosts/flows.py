@@ -29,8 +29,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.geometry.holders import find_in
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.replicas import find_in
 from reshard.plans.hosts.element_groups import find_element_groups
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.geometry.replicas import replica_turns
+from reshard.geometry.holders import replica_turns
 from reshard.plans.senders.sender_assignment import SenderAssignment
 from reshard.runs import IntArray, distinct, ragged_arange
 

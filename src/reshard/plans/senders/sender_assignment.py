@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.dtypes import DType
-from reshard.geometry.demand import Needs
+from reshard.geometry.holders import find_in
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.replicas import find_in
+from reshard.geometry.routes import Needs
 from reshard.plans.senders.rank_groups import RankGroups, group_ranks
 from reshard.plans.senders.shares import group_shares, member_shares
 from reshard.runs import IntArray, distinct, ragged_arange

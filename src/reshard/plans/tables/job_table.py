@@ -9,8 +9,8 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.lower_bound import gather_elements
 from reshard.geometry.transfers import Transfers
+from reshard.geometry.volumes import gather_elements
 from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.tables.plan_table import busiest_row, gather_row, messages_text

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reshard.geometry.replicas import Replicas, find_replicas
+from reshard.geometry.holders import Replicas, find_replicas
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, distinct
 from reshard.text import count_text, short_rank_text, table

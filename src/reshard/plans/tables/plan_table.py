@@ -6,8 +6,8 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.lower_bound import gather_elements
 from reshard.geometry.transfers import Transfers
+from reshard.geometry.volumes import gather_elements
 from reshard.plans.tables.busiest import busiest_text
 from reshard.plans.tables.layout_table import layout_table
 from reshard.plans.tables.movement_table import rank_table

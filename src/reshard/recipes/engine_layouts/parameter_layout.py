@@ -57,7 +57,7 @@ from reshard.binding import Binding, TensorName, View
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError
-from reshard.geometry.box_intersections import Boxes, intersecting_boxes
+from reshard.geometry.boxes import Boxes, intersect_boxes
 from reshard.layout import Box, Layout
 from reshard.runs import PAD, IntArray
 
@@ -270,7 +270,7 @@ def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
         if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
             return False
     boxes = Boxes(np.ascontiguousarray(start.T), np.ascontiguousarray(stop.T))
-    return any((first != second).any() for first, second in intersecting_boxes(boxes, boxes, shape))
+    return any((first != second).any() for first, second in intersect_boxes(boxes, boxes, shape))
 
 
 @dataclass(frozen=True)

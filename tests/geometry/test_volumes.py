@@ -6,7 +6,6 @@ from hypothesis import given
 
 import reshard
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.overlap_matrix import needed_elements, overlap_elements
 from reshard.layout import Layout
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import LayoutAndContents, movements
@@ -18,7 +17,7 @@ Movement = tuple[LayoutAndContents, LayoutAndContents]
 def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
     (source, held), (target, wanted) = movement
     plan = LayoutChange(source, target)
-    kept = overlap_elements(plan)
+    kept = plan.overlap_elements()
     assert kept.shape == (source.slots, target.slots)
     total = 0
     for place in range(target.slots):
@@ -34,19 +33,19 @@ def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
         for rank in range(source.slots):
             has = held.held(rank)
             assert kept[rank, place] == sum(need in has for need in needs)
-    assert needed_elements(plan) == total
+    assert plan.needed_elements == total
 
 
 @given(movements())
 def test_what_stays_is_on_the_diagonal(movement: Movement) -> None:
     (source, _), (target, _) = movement
     plan = LayoutChange(source, target)
-    stays = int(overlap_elements(plan).diagonal().sum())
-    assert needed_elements(plan) - stays == plan.lower_bound_elements == plan.moved_elements
+    stays = int(plan.overlap_elements().diagonal().sum())
+    assert plan.needed_elements - stays == plan.lower_bound_elements == plan.moved_elements
 
 
 def test_what_a_slot_has_twice_is_kept_once() -> None:
     box = reshard.Box((0,), (3,))
     source = Layout.from_boxes((3,), [(0, box), (0, box), (1, box)])
     plan = LayoutChange(source, Layout.replicated((3,), 2))
-    assert overlap_elements(plan).tolist() == [[3, 3], [3, 3]]
+    assert plan.overlap_elements().tolist() == [[3, 3], [3, 3]]

@@ -1,23 +1,29 @@
-"""Intersections of two lists of boxes: which share an element with which.
+"""Boxes and runs of indices as columns, and the pairs of them that intersect.
 
-Boxes that form no grid (flat ranges, ragged shards, chunk lists) are compared on a line:
+Boxes that form no grid (flat ranges, ragged shards, lists of chunks) are compared by a sweep along
+a line, without a table of all pairs:
 
-1. Each box is an interval of a line, such that boxes that meet have intervals that meet. One
-   line is a dimension. Another is the row-major order, from a box's first element to its last:
-   flat ranges, whose inner dimensions are cut anywhere, hardly meet on it::
+1. Each box is mapped to an interval of a line, such that boxes that intersect have intervals that
+   intersect. A line is a dimension, or the row-major order from a box's first element to its last:
+   flat ranges, whose inner dimensions are split anywhere, hardly intersect on it::
 
        +-------------+
-       | 0  0  0 +---|      dimension 1   |-0-----||-1-|     |-1---------|   all meet all
+       | 0  0  0 +---|      dimension 1   |-0-----||-1-|     |-1---------|   all intersect
        +---------+ 1 |      |-1-----|
-       | 1  1 +------+      row major     |-0-----|-1-|-1---|-2-|-2--|       only true ones
+       | 1  1 +------+      row major     |-0-----|-1-|-1---|-2-|-2--|       true pairs only
        +------+ 2  2 |
 
-2. Two intervals meet exactly where one begins inside the other. With both sides sorted by where
-   they begin, those that begin inside an interval are a stretch of the other side. So the
-   candidates of a line are counted without listing them, and the line with the fewest is taken.
-3. Where that has many still, one dimension is cut into bands and the bands are laid end to end,
-   each with the next best dimension: a box is an interval of every band that it touches.
-4. Candidates are listed block by block, and those that meet in all dimensions are kept.
+2. Two intervals intersect exactly if one begins inside the other. With both sides sorted by start,
+   the intervals that begin inside an interval are a contiguous range of the other side. So the
+   candidates of a line are counted without listing them, and the line with the fewest is chosen.
+3. If that has many candidates still, a dimension is split into bands, and the bands are laid end to
+   end, each along the next best dimension: a box is an interval of every band that it touches.
+4. Candidates are listed in blocks, and those that intersect in all dimensions are kept.
+
+The parts of a dimension may have several runs each. `intersect_runs` finds the runs that share an
+index for given pairs of parts, so the work grows with the pairs that matter: pairs of single runs
+are compared directly; otherwise each pair gets a section of a common line, and the sweep finds the
+runs that intersect on it.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
 
 # The most candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
@@ -67,14 +74,12 @@ class Intervals:
         return low, np.maximum(high - low, 0)
 
 
-def intersecting_intervals(
-    first: Intervals, second: Intervals
-) -> Iterator[tuple[IntArray, IntArray]]:
+def intersect_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[IntArray, IntArray]]:
     """The owners of all intervals that meet, each pair of intervals once, in blocks.
 
     >>> a = Intervals(np.array([0, 5]), np.array([4, 9]))
     >>> b = Intervals(np.array([3, 4]), np.array([6, 5]))
-    >>> [(i.tolist(), j.tolist()) for i, j in intersecting_intervals(a, b)]
+    >>> [(i.tolist(), j.tolist()) for i, j in intersect_intervals(a, b)]
     [([0], [0]), ([1], [0])]
     """
     # Of two intervals that meet one begins inside the other. Where both begin at once, only the
@@ -98,7 +103,7 @@ def intersecting_intervals(
             yield (over, under) if outer is first else (under, over)
 
 
-def intersecting_boxes(
+def intersect_boxes(
     first: Boxes, second: Boxes, shape: Sequence[int]
 ) -> Iterator[tuple[IntArray, IntArray]]:
     """The numbers of boxes of a tensor of `shape` that meet, in blocks, in no given order.
@@ -107,13 +112,13 @@ def intersecting_boxes(
 
     >>> a = Boxes(np.array([[0, 1]]), np.array([[1, 4]]))
     >>> b = Boxes(np.array([[0, 2]]), np.array([[2, 4]]))
-    >>> [(i.tolist(), j.tolist()) for i, j in intersecting_boxes(a, b, (4,))]
+    >>> [(i.tolist(), j.tolist()) for i, j in intersect_boxes(a, b, (4,))]
     [([0, 1], [0, 1]), ([1], [0])]
     """
     if not first.count or not second.count:
         return
     line = _choose_intervals(first, second, shape)
-    for i, j in intersecting_intervals(*line):
+    for i, j in intersect_intervals(*line):
         # Meeting on the line is necessary; boxes meet where they do in every dimension.
         meet = np.ones(len(i), dtype=bool)
         for d in range(len(shape)):
@@ -191,3 +196,92 @@ def _cut_into_bands(
         base = (np.repeat(low, count) + ragged_arange(count)) * size
         line.append(Intervals(base + boxes.start[b][owner], base + boxes.stop[b][owner], owner))
     return line[0], line[1]
+
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartRuns:
+    """Runs `start:stop` of parts: part `p` has the runs `row[begin[p]:begin[p + 1]]`."""
+
+    begin: IntArray
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @classmethod
+    def of(cls, parts: int, part: IntArray, start: IntArray, stop: IntArray) -> PartRuns:
+        """From columns of the runs, in any order."""
+        row = np.argsort(part, kind="stable")
+        return cls(np.searchsorted(part[row], np.arange(parts + 1)), row, start, stop)
+
+    @property
+    def counts(self) -> IntArray:
+        """How many runs each part has: shape `(parts,)`."""
+        return np.diff(self.begin)
+
+    def hulls(self) -> tuple[IntArray, IntArray]:
+        """The first index of each part, and the one behind its last; equal where it has none."""
+        low, high = np.zeros((2, len(self.begin) - 1), dtype=np.int64)
+        # Parts without runs are left out: reduceat would give them the value of another part.
+        some = np.flatnonzero(self.counts)
+        if len(some):
+            low[some] = np.minimum.reduceat(self.start[self.row], self.begin[some])
+            high[some] = np.maximum.reduceat(self.stop[self.row], self.begin[some])
+        return low, high
+
+    def has_twice(self, part: IntArray) -> bool:
+        """Whether one of the parts has an index twice."""
+        part = part[self.counts[part] > 1]
+        _, left, right = intersect_runs(self, self, part, part)
+        return bool((left != right).any())
+
+
+def intersect_runs(
+    first: PartRuns, second: PartRuns, a: IntArray, b: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """For pairs of parts, `a` of the first and `b` of the second, the runs that share an index.
+
+    Columns of the number of the pair, the run of `a` and the run of `b`, in no given order.
+
+    >>> runs = PartRuns.of(2, *(np.array(c) for c in ([0, 1, 0], [0, 3, 5], [4, 6, 9])))
+    >>> [column.tolist() for column in intersect_runs(runs, runs, np.array([0]), np.array([1]))]
+    [[0, 0], [0, 2], [1, 1]]
+    """
+    pair = np.arange(len(a))
+    of_a, at_a = ragged_ranges(first.begin[a], first.counts[a])
+    of_b, at_b = ragged_ranges(second.begin[b], second.counts[b])
+    run_a, run_b = first.row[at_a], second.row[at_b]
+    if isinstance(of_a, slice) and isinstance(of_b, slice):
+        # One run each: row `i` is pair `i`.
+        meet = (first.start[run_a] < second.stop[run_b]) & (second.start[run_b] < first.stop[run_a])
+        return pair[meet], run_a[meet], run_b[meet]
+    pair_a, pair_b = pair[of_a], pair[of_b]
+    # Pair `i` has the stretch from `i * width` on, so runs of different pairs never meet.
+    width = max(int(first.stop.max(initial=0)), int(second.stop.max(initial=0)))
+    blocks = list(
+        intersect_intervals(
+            Intervals(pair_a * width + first.start[run_a], pair_a * width + first.stop[run_a]),
+            Intervals(pair_b * width + second.start[run_b], pair_b * width + second.stop[run_b]),
+        )
+    )
+    if not blocks:
+        return pair[:0], pair[:0], pair[:0]
+    left, right = (np.concatenate(column) for column in zip(*blocks, strict=True))
+    return pair_a[left], run_a[left], run_b[right]
+
+
+def share_an_index(first: PartRuns, second: PartRuns, a: IntArray, b: IntArray) -> BoolArray:
+    """Of pairs of parts whose hulls meet, whether the parts share an index."""
+    # Parts of one run each are their hulls, and those meet.
+    found = np.ones(len(a), dtype=bool)
+    many = np.flatnonzero((first.counts[a] > 1) | (second.counts[b] > 1))
+    if len(many):
+        parts = len(second.begin) - 1
+        asked = a[many] * parts + b[many]
+        code = distinct(asked)
+        shared = np.zeros(len(code), dtype=bool)
+        shared[intersect_runs(first, second, code // parts, code % parts)[0]] = True
+        found[many] = shared[np.searchsorted(code, asked)]
+    return found

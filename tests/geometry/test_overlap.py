@@ -11,13 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import PlanError
-from reshard.geometry.contributions import contribution_sources
-from reshard.geometry.demand import find_needs
 from reshard.geometry.holders import find_holders
-from reshard.geometry.key_intersections import find_key_intersections
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.overlap import find_overlap
-from reshard.geometry.routes import RouteFinder, Routes
+from reshard.geometry.overlap import find_key_intersections, find_overlap
+from reshard.geometry.routes import RouteFinder, Routes, contribution_sources, find_needs
 from reshard.geometry.transfers import Transfers, expand
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change

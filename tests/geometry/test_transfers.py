@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 
 import reshard
-from reshard.geometry.coalescing import join_boxes
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.transfers import Transfers
+from reshard.geometry.transfers import Transfers, coalesce
 from reshard.layout import Box, Layout
 from reshard.testing.strategies import LayoutAndContents, movements
 
@@ -70,7 +69,7 @@ def test_what_is_cut_apart_is_joined_again(movement: Movement) -> None:
     ]
     names = Transfers.__dataclass_fields__
     apart = Transfers(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
-    joined = join_boxes(apart)
+    joined = coalesce(apart)
     assert len(joined) <= len(transfers)
     plan.verify(joined)
 

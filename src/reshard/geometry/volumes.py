@@ -1,28 +1,36 @@
-"""Bounds of what moves: the fewest elements that can, and an all-gather as the baseline.
+"""Volumes: the elements that must move, counted without building any transfer.
 
-Every rank must receive what its part of the target needs and it does not hold: for each
-element and each contribution that is combined there, one copy. A direct exchange that never
-sends what the receiver has reaches this bound.
+*The lower bound.* Every rank must receive what its part of the target needs and it does not hold:
+one copy per element and contribution that is combined there. A direct exchange that never sends
+elements to their holders reaches this bound.
 
-The count does not look at any plan:
+1. The need of a target slot is the size of its cells, times the contributions it combines.
+2. The share it holds already is the overlap of its source cells with its target cells, a product of
+   one-dimensional overlaps, or the union of several where its source cells overlap.
 
-1. what a target slot needs is the size of its cells, times the contributions it combines;
-2. what it holds of that is the overlap of its source cells with its target cells, a product
-   of one-dimensional overlaps, taken as a union where its source cells overlap.
+A slot whose target cells overlap (boxes given by hand) needs the shared elements once for each of
+them, since each has memory of its own.
 
-A slot whose target cells overlap (boxes given by hand) needs the shared elements once for each
-of them, for each is memory of its own; the count says so too.
+*The overlap matrix* counts for every pair of slots how much the first holds of the second's need:
+
+1. Along each dimension, the overlap gives the indices that a target part takes from each set of
+   source parts, and so the number that it shares with each part.
+2. For a source key and a target key, which are a part per dimension, these numbers are multiplied.
+3. Each slot holds what its keys hold, and needs what its cells need.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from reshard.geometry.holders import Holders
+from reshard.geometry.overlap import Overlap
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable
+from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_arange
 
 
 def lower_bound_elements(
@@ -180,3 +188,77 @@ def _merge_intervals(intervals: _Intervals) -> _Intervals:
         else:
             merged.append((start, stop))
     return merged
+
+
+def overlap_elements(
+    source: Layout,
+    target: Layout,
+    combines: tuple[tuple[int, ...], ...],
+    holders: Holders,
+    overlaps: Sequence[Overlap],
+) -> IntArray:
+    """Count the elements that slot `i` of the source holds of the need of slot `j` of the target.
+
+    See `LayoutChange.overlap_elements`.
+    """
+    # One row for each source key, one column for each target key.
+    key_cell = holders.cells[holders.cell_begin[:-1]]
+    described = np.column_stack((target.cell_contribution, target.cell_part))
+    _, first, target_key = np.unique(described, axis=0, return_index=True, return_inverse=True)
+    # Versions of NumPy differ in the shape of the inverse where an axis is given.
+    target_key = target_key.reshape(-1)
+    # Elements that a source key and a target key share: the product of what their parts share,
+    # or none where the target does not combine the key's contribution.
+    shared = np.ones((len(key_cell), len(first)), dtype=np.int64)
+    for d, overlap in enumerate(overlaps):
+        table = _count_shared_indices(overlap, target.tables[d].parts)
+        shared *= table[source.cell_part[key_cell, d][:, None], target.cell_part[first, d]]
+    combined = np.zeros((source.contributions, target.contributions), dtype=bool)
+    for contribution, sources in enumerate(combines):
+        combined[list(sources), contribution] = True
+    carried = source.cell_contribution[key_cell][:, None]
+    shared *= combined[carried, target.cell_contribution[first]]
+    # A slot that has a key twice holds it once.
+    key = np.repeat(np.arange(len(key_cell)), np.diff(holders.cell_begin))
+    owned = distinct(key * source.slots + source.cell_slot[holders.cells])
+    held = np.zeros((source.slots, len(first)), dtype=np.int64)
+    if len(owned):
+        np.add.at(held, owned % source.slots, shared[owned // source.slots])
+    if not holders.is_exclusive:
+        _count_once(source, target, combines, first, held)
+    # Cells that are copies of a target key each need what it needs.
+    kept = np.zeros((target.slots, source.slots), dtype=np.int64)
+    np.add.at(kept, target.cell_slot, held.T[target_key])
+    return kept.T
+
+
+def _count_shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
+    """Indices that each source part shares with each target part: `(parts, target_parts)`."""
+    sets = overlap.holders
+    begin = sets.set_begin[overlap.pair_set]
+    count = sets.set_begin[overlap.pair_set + 1] - begin
+    pair = np.repeat(np.arange(len(count)), count)
+    member = np.repeat(begin, count) + ragged_arange(count)
+    shared = np.zeros((sets.parts, target_parts), dtype=np.int64)
+    where = (sets.set_part[member], overlap.pair_part[pair])
+    np.add.at(shared, where, overlap.pair_length[pair])
+    return shared
+
+
+def _count_once(
+    source: Layout,
+    target: Layout,
+    combines: tuple[tuple[int, ...], ...],
+    cells: IntArray,
+    held: IntArray,
+) -> None:
+    """Recount exactly for the slots whose cells may share elements."""
+    slots, count = np.unique(source.cell_slot, return_counts=True)
+    known: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for slot in slots[count > 1].tolist():
+        for column, cell in enumerate(cells.tolist()):
+            wanted = combines[int(target.cell_contribution[cell])]
+            held[slot, column] = sum(
+                held_elements(source, slot, target, cell, contribution, known)
+                for contribution in wanted
+            )
