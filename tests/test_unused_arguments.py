@@ -7,7 +7,6 @@ options that every run reads. A new option is in one of them.
 from __future__ import annotations
 
 import importlib
-import inspect as python_inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from safetensors.numpy import save_file
 import reshard
 from cli.command_runs import run_here, write_model
 from reshard._validation import check_used
-from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
+from reshard.checkpoint.keywords import LayoutArguments, RequestArguments
+from reshard.checkpoint.options import ConversionRequest, LoadOptions
 from reshard.errors import UsageError
 
 LAYER = "model.layers.0.self_attn"
@@ -238,9 +238,8 @@ VALUES: dict[str, Any] = {
 
 
 def test_load_refuses_what_only_conversions_read(places: dict[str, Path]) -> None:
-    own = {*python_inspect.signature(reshard.checkpoint.load).parameters}
-    taken = {*reshard.checkpoint.conversion.request.CutArguments.__annotations__}
-    assert {*RequestArguments.__annotations__} - taken == {*VALUES}
+    own = {*LoadOptions.__dataclass_fields__}
+    assert {*RequestArguments.__annotations__} - {*LayoutArguments.__annotations__} == {*VALUES}
     for name in {*VALUES} - own:
         with pytest.raises(UsageError, match=f"{name}=.* has no effect here"):
             reshard.checkpoint.load(places["m"], **{name: VALUES[name]})

@@ -13,8 +13,8 @@ import sys
 from reshard.checkpoint import plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion import run as conversion_run
-from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.files.places import part_grid
+from reshard.checkpoint.processes import running_processes
 from reshard.errors import ReshardError
 
 RULES = ["s=...", "*=tp, ..."]

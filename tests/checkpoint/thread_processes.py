@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from reshard.checkpoint.conversion.processes import OtherProcessError
+from reshard.checkpoint.processes import OtherProcessError
 from reshard.errors import ReshardError, RunError
 
 Value = TypeVar("Value")
@@ -25,7 +25,7 @@ class _Meeting:
 
 
 class ThreadProcess:
-    """One of them: what `reshard.checkpoint.conversion.processes.Processes` asks for."""
+    """One of them: what `reshard.checkpoint.processes.Processes` asks for."""
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self._meeting = meeting

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import reshard
-from reshard.checkpoint.conversion.processes import running_processes
+from reshard.checkpoint.processes import running_processes
 from reshard.recipes.resharding import TensorMetadata, create_strategy
 
 

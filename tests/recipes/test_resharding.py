@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import reshard
-from reshard.checkpoint.conversion.processes import OneProcess
+from reshard.checkpoint.processes import OneProcess
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, RecipeError, ReshardError, RunError, ShardError, UsageError
 from reshard.layout import Box, Layout

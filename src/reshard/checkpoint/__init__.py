@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard._lazy import attach
 from reshard.errors import UsageError
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
     from reshard.checkpoint.conversion.planning import plan_conversion
-    from reshard.checkpoint.conversion.processes import OneProcess, running_processes
-    from reshard.checkpoint.conversion.request import (
-        ConversionRequest,
-        ConvertArguments,
-    )
     from reshard.checkpoint.conversion.run import run_conversion
     from reshard.checkpoint.conversion.source_selection import open_selected, select
     from reshard.checkpoint.deltas.application import apply, plan_application
@@ -50,12 +45,15 @@ if TYPE_CHECKING:
         PlannedTensor,
         WritePlan,
     )
+    from reshard.checkpoint.keywords import ConvertArguments
     from reshard.checkpoint.loading.arrays import read_tensor
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.loading.rank_arrays import describe_ranks
     from reshard.checkpoint.loading.requested import load
+    from reshard.checkpoint.options import ConversionRequest, RunOptions
     from reshard.checkpoint.pretrained.comparison import compare_pretrained
     from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+    from reshard.checkpoint.processes import OneProcess, running_processes
     from reshard.checkpoint.training.state import TrainingState, find_training_state
     from reshard.layout import Layout
 
@@ -79,6 +77,7 @@ __all__ = [
     "OneProcess",
     "PlannedTensor",
     "Progress",
+    "RunOptions",
     "StoredFile",
     "StoredTensor",
     "TrainingState",
@@ -122,8 +121,8 @@ __getattr__, __dir__ = attach(
         "Comparison": "reshard.checkpoint.comparison",
         "Conversion": "reshard.checkpoint.conversion.conversion",
         "ConversionReport": "reshard.checkpoint.conversion.conversion",
-        "ConversionRequest": "reshard.checkpoint.conversion.request",
-        "ConvertArguments": "reshard.checkpoint.conversion.request",
+        "ConversionRequest": "reshard.checkpoint.options",
+        "ConvertArguments": "reshard.checkpoint.keywords",
         "Delta": "reshard.checkpoint.deltas.delta_file",
         "DeltaReport": "reshard.checkpoint.deltas.making",
         "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
@@ -135,7 +134,7 @@ __getattr__, __dir__ = attach(
         "load_parameters": "reshard.checkpoint.engines.loading",
         "NewCheckpoint": "reshard.checkpoint.formats.write_plan",
         "NewFile": "reshard.checkpoint.formats.write_plan",
-        "OneProcess": "reshard.checkpoint.conversion.processes",
+        "OneProcess": "reshard.checkpoint.processes",
         "open": "reshard.checkpoint.conversion.source_selection:open_selected",
         "open_checkpoint": "reshard.checkpoint.formats.opening",
         "plan_application": "reshard.checkpoint.deltas.application",
@@ -147,8 +146,9 @@ __getattr__, __dir__ = attach(
         "read_delta": "reshard.checkpoint.deltas.delta_file",
         "read_tensor": "reshard.checkpoint.loading.arrays",
         "register_format": "reshard.checkpoint.formats.registry",
+        "RunOptions": "reshard.checkpoint.options",
         "run_conversion": "reshard.checkpoint.conversion.run",
-        "running_processes": "reshard.checkpoint.conversion.processes",
+        "running_processes": "reshard.checkpoint.processes",
         "select": "reshard.checkpoint.conversion.source_selection",
         "shipped_formats": "reshard.checkpoint.formats.registry",
         "StoredFile": "reshard.checkpoint.contents",
@@ -156,7 +156,7 @@ __getattr__, __dir__ = attach(
         "TrainingState": "reshard.checkpoint.training.state",
         "WritePlan": "reshard.checkpoint.formats.write_plan",
     },
-    renamed={"Arrangement": "WritePlan", "Holding": "Capability"},
+    renamed={"Arrangement": "WritePlan", "Capability": "Capability"},
 )
 
 
@@ -166,14 +166,15 @@ def convert(
     request: ConversionRequest | None = None,
     **arguments: Unpack[ConvertArguments],
 ) -> ConversionReport:
-    """Convert a checkpoint into one that is cut for other ranks.
+    """Convert a checkpoint to another layout or format.
 
-    The new checkpoint appears at `target` whole, or not at all. What to cut for, and how, is a
-    `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
-    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`,
-    `include`, `exclude`, `strip_prefix`, `rename`, `select`.
-    Other keywords say how it is run (see `run_conversion`): `extra_bytes`, `threads`, `overwrite`,
-    `restart`, `progress`, `processes`, `stop`.
+    The new checkpoint appears at `target` whole, or not at all. A `request`, or its keywords (see
+    `ConversionRequest`), specifies what to write: `to`, `mesh_order`, `rules`, `recipe`, `options`,
+    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `dtype`,
+    `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`, `strip_prefix`, `rename`,
+    `select`, `training`, `adapters`, `source_layout`, `check_copies`. Other keywords specify how it
+    is run (see `RunOptions`): `extra_bytes`, `threads`, `overwrite`, `discard_others`, `restart`,
+    `progress`, `sync_bytes`, `processes`, `stop`, `staging`.
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -182,11 +183,12 @@ def convert(
         RunError: a failure while running; the same call continues.
     """
     from reshard.checkpoint.conversion.planning import plan_conversion
-    from reshard.checkpoint.conversion.request import split_arguments
     from reshard.checkpoint.conversion.run import run_conversion
+    from reshard.checkpoint.options import RunOptions, split_arguments
 
     asked, running = split_arguments(arguments)
-    return run_conversion(plan_conversion(source, target, request, **asked), **running)
+    options = RunOptions(**running)
+    return run_conversion(plan_conversion(source, target, request, **asked), options)
 
 
 def convert_async(
@@ -199,15 +201,16 @@ def convert_async(
 ) -> BackgroundWork[ConversionReport]:
     """Convert in the background: `convert` with the same arguments, whose report is the result.
 
-    It is planned before this returns, so that errors in arguments are raised here. `cancel()` of
-    the handle ends it, in the place of `stop`, and the same call continues where it stopped.
+    The conversion is planned before this returns, so that errors in arguments are raised here.
+    `cancel()` of the handle ends it, instead of `stop`, and the same call continues where it
+    stopped.
     """
     from reshard.checkpoint.conversion.planning import plan_conversion
-    from reshard.checkpoint.conversion.request import split_arguments
     from reshard.checkpoint.conversion.run import run_conversion
     from reshard.checkpoint.loading.background import BackgroundWork
+    from reshard.checkpoint.options import split_arguments
 
-    asked, running = split_arguments(cast("ConvertArguments", arguments))
+    asked, running = split_arguments(arguments)
     if "stop" in running:
         raise UsageError("convert_async with stop; leave it out: cancel() of the handle ends it")
     conversion = plan_conversion(source, target, request, **asked)

@@ -1,15 +1,64 @@
-"""Sources of commands, where options say how they are cut."""
+"""Sources of commands: the options that describe how a source is sharded, and opening it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from reshard.checkpoint.contents import CHECK_COPIES
+from reshard.cli.options import Command
 from reshard.errors import UsageError
+from reshard.recipes.coupling.allowances import DIFFERING_COPIES
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
+
+
+check_copies_option = click.option(
+    "--check-copies",
+    type=click.Choice(CHECK_COPIES),
+    default=CHECK_COPIES[0],
+    show_default=True,
+    help="Compare the copies that several ranks hold of a part: by checksums in the files and "
+    "samples of at most 1 % of the bytes, every byte, or not at all.",
+)
+allow_copies_option = click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice([DIFFERING_COPIES]),
+    help="Accept copies that differ: those of the lowest rank are read.",
+)
+_OPTIONS = (
+    click.option(
+        "--source-mesh",
+        metavar="MESH",
+        help="The mesh that wrote the source, where its files lack an axis, such as for plain "
+        "tensors in one file per rank: tp=2.",
+    ),
+    click.option(
+        "--source-rule",
+        "source_rules",
+        multiple=True,
+        metavar="GLOB=SPEC",
+        help="How --source-mesh sharded the tensors: '*.weight=tp, -'. Repeatable; the first rule "
+        "that matches applies.",
+    ),
+    click.option(
+        "--source-recipe",
+        metavar="NAME|FILE|auto",
+        help="Instead of --source-rule: the rules of a recipe.",
+    ),
+    check_copies_option,
+)
+
+
+def source_options(command: Command) -> Command:
+    """Add the options of `open_source`: how the source is sharded, and how copies are compared."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def open_selected_source(path: str, select: str | None, **source_cut: Any) -> Checkpoint:

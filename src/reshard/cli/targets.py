@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.checkpoint.options import PRETRAINED_OPTIONS, SELECTION_OPTIONS
 from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion
 
 _SHARDED_STATE = "vllm-sharded-state"
-_SELECTION = ("include", "exclude", "strip_prefix", "rename", "select")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +118,15 @@ def _plan_for_vllm(
 _TARGETS = {
     "hf": _Target(
         (
-            *("to", "config", "recipe", "source_names", "dtype", "adapters", "most_file_bytes"),
-            *("source_layout", "allow", *_SELECTION),
+            *("to", "config", "recipe", "source_names", "most_file_bytes"),
+            *PRETRAINED_OPTIONS,
         ),
         "a model folder has whole weights, in the names and files that transformers reads",
         _plan_for_hf,
         "safetensors",
     ),
     "vllm": _Target(
-        ("to", "layout", "dtype", "most_file_bytes", "allow", *_SELECTION),
+        ("to", "layout", "dtype", "most_file_bytes", "allow", *SELECTION_OPTIONS),
         "the engine's own loader says what its ranks hold",
         _plan_for_vllm,
         _SHARDED_STATE,

@@ -89,12 +89,16 @@ def test_a_recipe_and_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"to": "tp=2", "rules": RULES, "rank": 2}, UsageError, "rank 2 of 'tp=2', whose ranks"),
-        ({"rank": 1}, UsageError, "rank 1 of 'full', whose ranks are 0 to 0"),
+        (
+            {"to": "tp=2", "rules": RULES, "rank": 2},
+            UsageError,
+            "rank=2 with to='tp=2'; expected",
+        ),
+        ({"rank": 1}, UsageError, "rank=1 with to='full'"),
         ({"to": "tp=2", "rules": RULES[:1]}, UnmatchedError, "no rule"),
         ({"to": "tp=2", "recipe": "nobody"}, RecipeError, "unknown recipe"),
         ({"rules": RULES}, UsageError, "to 'full'"),
-        ({"layouts": {}, "to": "tp=2"}, UsageError, "layouts, and beside them 'to'"),
+        ({"layouts": {}, "to": "tp=2"}, UsageError, "layouts, and 'to' too"),
         ({"stop": True}, UsageError, r"stop=True; give a threading\.Event"),
     ],
 )

@@ -16,8 +16,8 @@ from cli.command_runs import Run, run_here
 from reshard import checkpoint
 from reshard.binding import View
 from reshard.checkpoint.conversion import staging
-from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.checkpoint.options import ConversionRequest
 from reshard.errors import UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh

@@ -25,7 +25,6 @@ from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, C
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.moves import Moves
-from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.files.modes import OpenBits, find_open_bits
 from reshard.checkpoint.files.places.place_file import usual_threads
 from reshard.checkpoint.files.places.place_path import as_path
@@ -35,6 +34,7 @@ from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import WritePlan
+from reshard.checkpoint.options import ConversionRequest, check_limits
 from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -316,9 +316,7 @@ class Conversion:
         Raises:
             UsageError: not even one does, or numbers that cannot be.
         """
-        for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
-            if given is not None and (type(given) is not int or given < least):
-                raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
+        check_limits(extra_bytes, most)
         fit = extra_bytes // self.workspace_bytes_of(extra_bytes)
         if fit < 1:
             raise UsageError(

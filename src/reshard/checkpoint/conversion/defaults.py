@@ -16,11 +16,11 @@ from typing import NoReturn
 
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.request import AUTO, ConversionRequest
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import find_stored_replicas
+from reshard.checkpoint.options import AUTO, ConversionRequest
 from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import UsageError

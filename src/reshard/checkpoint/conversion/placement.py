@@ -20,10 +20,10 @@ from reshard._validation import check_used
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.engines.cuts import cut_by_engine
-from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.conversion.source_names import NamedSource
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.write_plan import PlannedTensor
+from reshard.checkpoint.options import ConversionRequest
 from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.training.following import StateFollowers, assign_with_state
 from reshard.checkpoint.training.state import find_training_state

@@ -20,7 +20,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.checkpoint.architectures.checking import (
     check_architecture,
@@ -40,7 +40,6 @@ from reshard.checkpoint.conversion.defaults import (
     keep_target_by_default,
 )
 from reshard.checkpoint.conversion.placement import place_tensors
-from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.copy_checks import expect_equal_copies
@@ -55,6 +54,7 @@ from reshard.checkpoint.formats.safetensors.huggingface import HuggingFaceFormat
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, WritePlan
 from reshard.checkpoint.naming.renaming import find_meaning
 from reshard.checkpoint.naming.selection import list_left_out
+from reshard.checkpoint.options import ConversionRequest
 from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
 from reshard.checkpoint.training.plain_state import in_plain_values
@@ -67,6 +67,9 @@ from reshard.plans.documents.serialization import to_json
 from reshard.recipes.adapters import is_of_adapter
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.recipe import Recipe, parse_options
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import RequestArguments
 
 
 def plan_conversion(

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -37,12 +38,6 @@ from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.moves import Batch
-from reshard.checkpoint.conversion.processes import (
-    HostProcesses,
-    OneProcess,
-    OtherProcessError,
-    Processes,
-)
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.conversion.uploading import (
     ConversionUpload,
@@ -62,23 +57,28 @@ from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.places.spool import spool_target
 from reshard.checkpoint.files.progress import (
     Progress,
-    ProgressFunction,
     StoppedError,
     check_stop,
-    expect_stop,
 )
-from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES, give_back_memory
+from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.checkpoint.options import RunOptions
+from reshard.checkpoint.processes import (
+    HostProcesses,
+    OneProcess,
+    OtherProcessError,
+    Processes,
+)
 from reshard.elements import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.system import sync
 
-# How much is written between two entries in the journal: a crash loses at most this much work.
-SYNC_BYTES = 512 * 1024 * 1024
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import RunArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +271,9 @@ class _ConversionRun:
             self.upload.wrote(batch.numbers)
         return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
 
-    def move_blocks(
-        self, progress: ProgressFunction | None, sync_bytes: int, stop: threading.Event | None
-    ) -> None:
+    def move_blocks(self, options: RunOptions) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
+        progress, stop = options.progress, options.stop
         check_stop(stop)
         done_bytes = self.resumed_bytes
         waiting: list[_Done] = []
@@ -294,7 +293,7 @@ class _ConversionRun:
                 if progress is not None:
                     name = self.moves.target.names[int(done.batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
-                if waiting_bytes >= sync_bytes:
+                if waiting_bytes >= options.sync_bytes:
                     # Forgotten first: after a sync that failed the next one succeeds, though
                     # the data are lost, so these blocks must not be tried a second time.
                     these, waiting, waiting_bytes = waiting, [], 0
@@ -416,55 +415,35 @@ class _ConversionRun:
 
 
 def run_conversion(
-    conversion: Conversion,
-    *,
-    extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    threads: int | None = None,
-    overwrite: bool = False,
-    discard_others: bool = False,
-    restart: bool = False,
-    progress: ProgressFunction | None = None,
-    sync_bytes: int = SYNC_BYTES,
-    processes: Processes | None = None,
-    stop: threading.Event | None = None,
-    staging: str | os.PathLike[str] | None = None,
+    conversion: Conversion, options: RunOptions | None = None, **arguments: Unpack[RunArguments]
 ) -> ConversionReport:
     """Run a planned conversion.
 
     Args:
         conversion: from `plan_conversion`.
-        extra_bytes: what the run may allocate for its work.
-        threads: at most so many at a time; when None as many as fit, up to 4, which processes of
-            one machine share among them.
-        overwrite: replace a checkpoint that is there; until the end it stays as it is.
-        discard_others: delete with it what is no part of it, such as data sets and `.git`.
-        restart: throw away what an earlier, unfinished run left.
-        progress: called with a `Progress` after every block.
-        sync_bytes: how much is written between two entries in the journal.
-        processes: those that share the work, each of which calls this with the same
-            conversion (see `reshard.checkpoint.conversion.processes`); this one alone when None.
-        stop: an event that ends the run when it is set, as ctrl-C does; the same call continues.
-        staging: where files for an address wait on this machine; a folder in the user's cache
-            when None. A folder's staging folder is beside it.
+        options: how to run it; or its keywords: `extra_bytes`, `threads`, `overwrite`,
+            `discard_others`, `restart`, `progress`, `sync_bytes`, `processes`, `stop`, `staging`
+            (see `RunOptions`).
 
     Raises:
-        UsageError: a target that exists, or with files that are no part of a checkpoint; too small
+        UsageError: a target that exists, or with files that are not part of a checkpoint; too small
             a memory limit.
         MissingExtraError: xxhash (or, for PyTorch's archives, zlib-ng) is not installed.
         RunError: a full disk, a read-only target, an interruption, a source that changed.
-        DigestError: a source that is not what its manifest says.
+        DigestError: a source that does not have the digests of its manifest.
     """
-    began_s = time.monotonic()
-    processes = processes or OneProcess()
-    expect_stop(stop)
-    if discard_others and not overwrite:
+    if options is None:
+        options = RunOptions(**arguments)
+    elif arguments:
         raise UsageError(
-            "discard_others without overwrite, which alone replaces a target; give both"
+            f"options, and the keyword {next(iter(arguments))!r} too; put it into the options"
         )
-    expect_staging_read(conversion.target, staging)
+    began_s = time.monotonic()
+    processes = options.processes or OneProcess()
+    expect_staging_read(conversion.target, options.staging)
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. What can be refused is refused before anything is written.
-    conversion.expect_runnable(extra_bytes, threads)
+    conversion.expect_runnable(options.extra_bytes, options.threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     target, here = conversion.target, processes
@@ -474,7 +453,7 @@ def run_conversion(
     if address is not None:
         # A folder is shared by the processes of all hosts, what waits for an address by one's.
         here = hosts = HostProcesses(processes, machines)
-        target = spool_target(address, staging, hosts.host)
+        target = spool_target(address, options.staging, hosts.host)
     sources = open_sources(conversion.source, target.parent)
     run: _ConversionRun | None = None
     upload: ConversionUpload | None = None
@@ -485,7 +464,7 @@ def run_conversion(
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         # The processes of one machine share its cores: the default is for all of them together.
         usual = -(-usual_threads(None, *conversion.folders) // machines.count(machine))
-        workers = conversion.threads(extra_bytes, threads or usual)
+        workers = conversion.threads(options.extra_bytes, options.threads or usual)
         if address is not None:
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
         # 3. Work in the staging folder, or find that an earlier run had finished.
@@ -494,16 +473,13 @@ def run_conversion(
             target,
             conversion_id,
             description,
-            overwrite=overwrite,
-            restart=restart,
-            written=None if discard_others else conversion.written_names,
+            overwrite=options.overwrite,
+            restart=options.restart,
+            written=None if options.discard_others else conversion.written_names,
             file=conversion.single_file,
         ) as staged:
             if staged.already_complete or (
-                upload is not None
-                and upload.is_complete(
-                    staged, overwrite=overwrite, restart=restart, discard_others=discard_others
-                )
+                upload is not None and upload.is_complete(staged, options)
             ):
                 LOGGER.info("%s: an earlier run did all of it", conversion.target)
                 return _report(conversion, began_s, complete=True)
@@ -515,15 +491,15 @@ def run_conversion(
                     conversion_id,
                     processes,
                     workers,
-                    extra_bytes,
+                    options.extra_bytes,
                     upload,
                 )
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
                 # What planning took is free for the buffers.
                 give_back_memory(len(conversion.write_plan.tensors))
-                run.move_blocks(progress, sync_bytes, stop)
-                run.source_digests.check_rest(workers, stop)
+                run.move_blocks(options)
+                run.source_digests.check_rest(workers, options.stop)
                 run.meet()
                 run.finish()
             except ReshardError as error:

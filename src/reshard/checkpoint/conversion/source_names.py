@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.request import AUTO, NO_RECIPE, ConversionRequest
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.naming.renaming import (
     NameTable,
@@ -23,6 +22,7 @@ from reshard.checkpoint.naming.renaming import (
     in_recipe_names,
     names_of,
 )
+from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
 from reshard.errors import UsageError
 from reshard.recipes.library import choose_recipe, describe_unknown_model, load_recipe
 from reshard.recipes.naming import Fusion

@@ -21,9 +21,9 @@ from typing import Any
 
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
 from reshard.checkpoint.conversion.engines.states import as_model, find_layout
-from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.naming.selection import TensorSelection, by_new_names, find_new_names
+from reshard.checkpoint.options import ConversionRequest
 from reshard.checkpoint.training.model_sets import bare_name
 from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.mesh import DeviceMesh

@@ -54,7 +54,6 @@ from reshard.checkpoint.conversion.journal import (
     JournalRecord,
     read_journal,
 )
-from reshard.checkpoint.conversion.processes import Processes
 from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import (
@@ -72,6 +71,7 @@ from reshard.checkpoint.files.modes import (
 )
 from reshard.checkpoint.files.own_files import expect_own_folder
 from reshard.checkpoint.formats.opening import has_checkpoint
+from reshard.checkpoint.processes import Processes
 from reshard.errors import ReshardError, RunError, UsageError
 from reshard.system import exchange_names
 

@@ -37,7 +37,6 @@ from reshard.checkpoint.blocks.touched_ranges import touched_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.file_checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.moves import Moves
-from reshard.checkpoint.conversion.processes import HostProcesses, Processes
 from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
 from reshard.checkpoint.files.descriptors import Closing
@@ -49,6 +48,8 @@ from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.places.upload import SentFile, Upload
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.checkpoint.options import RunOptions
+from reshard.checkpoint.processes import HostProcesses, Processes
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
 
@@ -109,9 +110,7 @@ class ConversionUpload(Closing):
         self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._sender = PartSender(self._send, threads)
 
-    def is_complete(
-        self, staging: SharedStaging, *, overwrite: bool, restart: bool, discard_others: bool
-    ) -> bool:
+    def is_complete(self, staging: SharedStaging, options: RunOptions) -> bool:
         """Whether an earlier run put all of it in its place; the same on all processes.
 
         Raises as `Upload.find_target`; RunError with its message on the other processes.
@@ -120,9 +119,11 @@ class ConversionUpload(Closing):
         try:
             if owner is not None and self._processes.rank == 0:
                 found = self._upload.find_target(
-                    overwrite=overwrite, restart=restart, is_resumed=owner.resumed
+                    overwrite=options.overwrite,
+                    restart=options.restart,
+                    is_resumed=owner.resumed,
                 )
-                if overwrite and not found and not discard_others:
+                if options.overwrite and not found and not options.discard_others:
                     expect_nothing_lost(self._upload.target, self._written)
             is_complete = bool(self._processes.share(found))
         except (UsageError, RunError) as error:
@@ -380,25 +381,19 @@ def _list_files(conversion: Conversion) -> list[SentFile]:
     ]
 
 
-def begun_target(
-    conversion: Conversion,
-    overwrite: bool,
-    restart: bool,
-    staging: str | os.PathLike[str] | None = None,
-    discard_others: bool = False,
-) -> Path | None:
-    """The staging folder that an earlier run left, of a target to which a conversion could go.
+def begun_target(conversion: Conversion, options: RunOptions) -> Path | None:
+    """Return the staging folder that an earlier run of a conversion left, or None.
 
     Raises as `check_target`.
     """
-    target = conversion.target
-    expect_staging_read(target, staging)
+    target, overwrite, restart = conversion.target, options.overwrite, options.restart
+    expect_staging_read(target, options.staging)
     if not isinstance(target, PlacePath):
-        written = None if discard_others else conversion.written_names
+        written = None if options.discard_others else conversion.written_names
         return check_target(target, overwrite, restart, written, conversion.single_file)
     expect_writable(target)
-    begun = check_target(spool_target(target, staging), overwrite, restart)
-    if overwrite and not discard_others:
+    begun = check_target(spool_target(target, options.staging), overwrite, restart)
+    if overwrite and not options.discard_others:
         expect_nothing_lost(target, conversion.written_names)
     if begun is None and not overwrite and target.exists():
         raise UsageError(

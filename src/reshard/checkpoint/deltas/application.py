@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
@@ -20,12 +20,6 @@ from reshard.checkpoint.conversion.planning import (
     find_file_name,
     open_apart,
     plan_conversion,
-)
-from reshard.checkpoint.conversion.request import (
-    ConversionRequest,
-    ConvertArguments,
-    RequestArguments,
-    split_arguments,
 )
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.conversion.source_selection import select_from
@@ -41,8 +35,12 @@ from reshard.checkpoint.formats.write_plan import (
     find_stored_replicas,
 )
 from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.options import ConversionRequest, split_arguments
 from reshard.errors import UsageError
 from reshard.layout import Layout
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import ConvertArguments, RequestArguments
 
 PathLike = str | os.PathLike[str]
 # Of a request: other elements, or other names than the delta has.

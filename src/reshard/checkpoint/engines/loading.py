@@ -12,6 +12,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.engines.rank_parameters import RankParameters, check_sources
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
+from reshard.checkpoint.options import LoadOptions
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.recipes.engine_layouts import EngineLayout
@@ -80,7 +81,6 @@ def load_parameters(
     whole = {name: Layout.whole(one.shape, [0], 1) for name, one in bound.tensors.items()}
     if out is not None:
         out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
-    arrays = load_layouts(
-        bound, whole, 0, out=out, threads=threads, readers_on_host=readers_on_host
-    )
+    options = LoadOptions(out=out, threads=threads, readers_on_host=readers_on_host)
+    arrays = load_layouts(bound, whole, 0, options)
     return {name: arrays[first.get(name, name)] for name in wanted}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
@@ -34,22 +33,19 @@ from reshard.checkpoint.files.places.host_reads import (
     PIECE_BYTES,
     HostReads,
     ReadSpan,
-    check_readers,
 )
 from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threads
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.files.progress import (
     Progress,
-    ProgressFunction,
     StoppedError,
     check_stop,
-    expect_stop,
 )
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.shared_reads import PieceKind, SharedReads, SharedTask
+from reshard.checkpoint.options import LoadOptions, check_mapping
 from reshard.dtypes import DType
-from reshard.elements import cast_elements, cast_type, is_castable
+from reshard.elements import cast_elements, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -208,21 +204,12 @@ def load_layouts(
     checkpoint: str | os.PathLike[str] | Checkpoint,
     layouts: Mapping[str, Layout],
     rank: int = 0,
-    *,
-    out: Mapping[str, NDArray[Any]] | None = None,
-    threads: int | None = None,
-    files: OpenFiles[SourceFile] | None = None,
-    dtype: str | None = None,
-    readers_on_host: int = 1,
-    count_read: Callable[[int], None] | None = None,
-    progress: ProgressFunction | None = None,
-    stop: threading.Event | None = None,
+    options: LoadOptions | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """One rank's arrays of given layouts, from a checkpoint of any format and cut.
+    """Load one rank's arrays of given layouts, from a checkpoint of any format and sharding.
 
-    It is `load` of `reshard.checkpoint.loading.requested` for layouts that are at hand: arguments,
-    result and errors are as there. `count_read` is told, at the end, the bytes that were asked of
-    files which this opened.
+    It is `load` of `reshard.checkpoint.loading.requested` for known layouts: arguments, result and
+    errors are as there.
 
     >>> import tempfile, numpy as np, reshard
     >>> from reshard.checkpoint.formats.safetensors.header import build_header
@@ -235,20 +222,14 @@ def load_layouts(
     ...     load_layouts(folder, {"w": columns}, rank=1)["w"].tolist()
     [[2, 3], [6, 7], [10, 11], [14, 15]]
     """
+    options = options or LoadOptions()
+    out, files, progress, stop = options.out, options.files, options.progress, options.stop
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
-        raise UsageError(f"rank {rank!r}; ranks are whole numbers from 0")
-    for what, given in (("layouts", layouts), ("out", out if out is not None else {})):
-        if not isinstance(given, Mapping):
-            raise UsageError(f"{what} of {type(given).__name__}; give a dict by tensor name")
-    expect_stop(stop)
-    if check_readers(readers_on_host) > 1 and files is not None:
-        raise UsageError(
-            f"files, and beside them readers_on_host={readers_on_host}; files that are open "
-            "already are not shared, leave one of them out"
-        )
-    wanted = None if dtype is None else cast_type(dtype)
+        raise UsageError(f"rank={rank!r}; expected a whole number from 0")
+    check_mapping("layouts", layouts)
+    wanted = options.cast
     arrays: dict[str, NDArray[Any]] = {}
     groups: dict[tuple[int, int], _Group] = {}
     columns = _take_columns(checkpoint, layouts)
@@ -285,10 +266,10 @@ def load_layouts(
     tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
     tasks.sort(key=lambda task: task.place)
     together: HostReads | None = None
-    workers = usual_threads(threads, checkpoint.folder)
-    if readers_on_host > 1 and isinstance(checkpoint.folder, PlacePath):
+    workers = usual_threads(options.threads, checkpoint.folder)
+    if options.readers_on_host > 1 and isinstance(checkpoint.folder, PlacePath):
         workers = min(workers, MOST_THREADS)
-        together, tasks = _share(checkpoint, readers_on_host, tasks)
+        together, tasks = _share(checkpoint, options.readers_on_host, tasks)
     opened = open_sources(checkpoint, shared=together) if files is None else files
 
     def work(numbered: tuple[int, _Read | SharedTask], buffer: AlignedBuffer) -> _Read | IntArray:
@@ -337,8 +318,8 @@ def load_layouts(
         ) from None
     finally:
         if files is None:
-            if count_read is not None:
-                count_read(sum(file.read_bytes for file in opened))
+            if options.count_read is not None:
+                options.count_read(sum(file.read_bytes for file in opened))
             opened.close()
         if together is not None:
             together.close()

@@ -18,13 +18,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion.request import RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.files.aligned_memory import BufferRegion
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
@@ -37,6 +36,9 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.sharding import ShardingSpec
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.options import RecipeName
 
 Shape = tuple[int, ...]
 #: What a rank holds of a tensor: an array, its shape, or its type and shape.

@@ -25,11 +25,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.contents import Checkpoint
 from reshard.errors import RecipeError, UsageError
 from reshard.text import count_text
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.contents import Checkpoint
 
 _MOST_LISTED = 8
 _PART = re.compile(r"\*|\{(\d{1,4})\}")

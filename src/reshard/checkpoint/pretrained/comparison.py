@@ -8,14 +8,17 @@ the one is then compared with the other, block by block, and nothing is written.
 from __future__ import annotations
 
 import os
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import unwritten_target
 from reshard.checkpoint.files.progress import ProgressFunction
-from reshard.checkpoint.pretrained.conversion import PretrainedArguments, plan_for_pretrained
+from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import ComparePretrainedArguments
 
 
 def compare_pretrained(
@@ -24,7 +27,7 @@ def compare_pretrained(
     *,
     threads: int | None = None,
     progress: ProgressFunction | None = None,
-    **arguments: Unpack[PretrainedArguments],
+    **arguments: Unpack[ComparePretrainedArguments],
 ) -> Comparison:
     """Compare what a training checkpoint is as a model folder with a model folder that is there.
 
@@ -45,14 +48,12 @@ def compare_pretrained(
     """
     place = model.folder if isinstance(model, Checkpoint) else model
     arguments = {**arguments, "config": arguments.get("config") or place}
-    ours = _plan(checkpoint, arguments)
-    same: PretrainedArguments = {"config": arguments["config"], "recipe": arguments.get("recipe")}
-    return compare(ours, _plan(model, same), threads=threads, progress=progress)
+    ours = _plan(checkpoint, **arguments)
+    theirs = _plan(model, config=arguments["config"], recipe=arguments.get("recipe"))
+    return compare(ours, theirs, threads=threads, progress=progress)
 
 
-def _plan(
-    checkpoint: str | os.PathLike[str] | Checkpoint, arguments: PretrainedArguments
-) -> Conversion:
-    """The conversion to a model folder; it is not run, so that its target is a name alone."""
+def _plan(checkpoint: str | os.PathLike[str] | Checkpoint, **arguments: Any) -> Conversion:
+    """Return the conversion to a model folder; it is not run, so that its target is only a name."""
     folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
     return plan_for_pretrained(checkpoint, unwritten_target(folder), **arguments)

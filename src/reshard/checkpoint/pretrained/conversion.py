@@ -17,9 +17,10 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Unpack
 
+from reshard._validation import check_used
 from reshard.checkpoint.architectures.checking import (
     check_architecture,
     find_padded_vocabulary,
@@ -37,7 +38,6 @@ from reshard.checkpoint.changes.source_digests import find_apart
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
-from reshard.checkpoint.conversion.request import ConversionRequest, LayoutFile, RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.copy_checks import expect_equal_copies
@@ -56,6 +56,7 @@ from reshard.checkpoint.naming.renaming import (
     names_of,
 )
 from reshard.checkpoint.naming.selection import by_new_names, list_left_out
+from reshard.checkpoint.options import PRETRAINED_OPTIONS, ConversionRequest
 from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,
     ModelFiles,
@@ -80,26 +81,13 @@ from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.text import count_text
 
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import PretrainedArguments
+    from reshard.checkpoint.options import RecipeName
+
 #: Files are begun anew beyond so many bytes, as `save_pretrained` does.
 MOST_FILE_BYTES = 5_000_000_000
 _MOST_LISTED = 8
-
-
-class PretrainedArguments(TypedDict, total=False):
-    """The keywords of `plan_for_pretrained` that say what the weights are."""
-
-    config: str | os.PathLike[str] | None
-    recipe: RecipeName | None
-    source_names: str | None
-    dtype: str | None
-    adapters: Iterable[str | os.PathLike[str]]
-    source_layout: LayoutFile | None
-    include: Iterable[str]
-    exclude: Iterable[str]
-    strip_prefix: Iterable[str]
-    rename: Iterable[str]
-    allow: Iterable[str]
-    select: str | None
 
 
 def plan_for_pretrained(
@@ -109,16 +97,8 @@ def plan_for_pretrained(
     config: str | os.PathLike[str] | None = None,
     recipe: RecipeName | None = None,
     source_names: str | None = None,
-    dtype: str | None = None,
-    adapters: Iterable[str | os.PathLike[str]] = (),
-    source_layout: LayoutFile | None = None,
     most_file_bytes: int | None = MOST_FILE_BYTES,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    strip_prefix: Iterable[str] = (),
-    rename: Iterable[str] = (),
-    allow: Iterable[str] = (),
-    select: str | None = None,
+    **arguments: Unpack[PretrainedArguments],
 ) -> Conversion:
     """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
 
@@ -130,12 +110,10 @@ def plan_for_pretrained(
         recipe: for the model's names; by config.json's model type when None.
         source_names: the convention that the source's names are in, such as `megatron`, `meta` or
             `torchtitan`; found by the names when None.
-        dtype: of floating-point weights: bf16, fp16 or fp32; as they are when None.
-        adapters: of PEFT, whose changes are merged into the weights, one after another.
-        source_layout: of the engine whose ranks hold the source, as in a `ConversionRequest`.
-        most_file_bytes: begin a new file beyond so many bytes; one file when None.
-        include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. Where
-            `strip_prefix` or `rename` are given, no other prefix is taken off.
+        most_file_bytes: the maximum size of a file; one file if None.
+        dtype, adapters, source_layout: as in a `ConversionRequest`.
+        include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. With
+            `strip_prefix` or `rename`, no other prefix is removed.
         allow: accept differences from the tensors of the architecture: `incomplete` for tensors
             that are missing, `unknown` for tensors that it does not have, `unscaled` for
             quantised weights without their scales.
@@ -147,19 +125,11 @@ def plan_for_pretrained(
             ways, or that do not fit the recipe.
         UsageError: arguments that cannot be.
     """
+    for name, value in arguments.items():
+        reader = "a model folder has whole weights, in the names and files that transformers reads"
+        check_used(f"{name}={value!r}", name in PRETRAINED_OPTIONS, reader)
     request = ConversionRequest(
-        to="full",
-        format="safetensors",
-        dtype=dtype,
-        adapters=adapters,
-        source_layout=source_layout,
-        most_file_bytes=most_file_bytes,
-        include=include,
-        exclude=exclude,
-        strip_prefix=strip_prefix,
-        rename=rename,
-        allow=allow,
-        select=select,
+        to="full", format="safetensors", most_file_bytes=most_file_bytes, **arguments
     )
     checkpoint, target = open_apart(source, target)
     files = find_model_files(checkpoint, config)
@@ -205,7 +175,7 @@ def plan_for_pretrained(
         "recipe": chosen.name if chosen else None,
         "prefix": names.prefix,
         "source_names": names.convention,
-        "dtype": dtype,
+        "dtype": request.dtype,
         "adapters": [str(as_path(one).resolve()) for one in request.adapters],
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
         **request.selection.to_json(),

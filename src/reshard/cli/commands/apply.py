@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import click
 
-from reshard.cli.commands.convert import describe_run, expect_wait_read, run_and_report
-from reshard.cli.failures import DONE
-from reshard.cli.options import (
-    as_path,
-    conversion_options,
-    dry_run_option,
-    json_option,
-    quiet_option,
-    run_options,
+from reshard.checkpoint.options import (
+    ConversionRequest,
+    RunOptions,
+    split_arguments,
 )
+from reshard.cli.commands.convert import (
+    describe_run,
+    dry_run_option,
+    expect_wait_read,
+    run_and_report,
+    wait_option,
+)
+from reshard.cli.failures import DONE
+from reshard.cli.options import as_path, json_option, options_of, quiet_option
 
 
 @click.command()
 @click.argument("base", type=click.Path(), callback=as_path)
 @click.argument("deltas", type=click.Path(), nargs=-1, required=True)
 @click.argument("target", type=click.Path(), callback=as_path)
-@conversion_options
+@options_of(ConversionRequest)
 @dry_run_option
-@run_options
+@options_of(RunOptions)
+@wait_option
 @json_option
 @quiet_option
 def apply(
@@ -58,18 +63,18 @@ def apply(
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
     from reshard.checkpoint.deltas.application import plan_application
 
     expect_wait_read(wait_for_ranks, dry_run)
-    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    asked, running = split_arguments(arguments)
+    options = RunOptions(**running)
     conversion = plan_application(base, deltas, target, **asked)
     if dry_run:
-        describe_run(base, conversion, running, as_json, quiet)
+        describe_run(base, conversion, options, as_json, quiet)
         return DONE
     beside = {"deltas": list(deltas)}
     places = base, target
     run_and_report(
-        "applying", places, conversion, running, as_json, quiet, beside, wait_s=wait_for_ranks
+        "applying", places, conversion, options, as_json, quiet, beside, wait_s=wait_for_ranks
     )
     return DONE

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.checkpoint.options import RunOptions
 from reshard.cli.failures import DONE
 from reshard.cli.options import as_path as as_text
-from reshard.cli.options import json_option, staging_option
+from reshard.cli.options import json_option, options_of
 from reshard.cli.output import printable, write, write_json
 from reshard.errors import UsageError
 from reshard.text import bytes_text, count_text, duration_text, table
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("url", callback=as_text)
 @click.option("--yes", is_flag=True, help="Remove what is listed.")
-@staging_option
+@options_of(RunOptions, "staging")
 @json_option
 def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     """List what unfinished conversions left at a URL.

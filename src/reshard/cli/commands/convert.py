@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard._validation import check_used
+from reshard.checkpoint.options import (
+    ConversionRequest,
+    RunOptions,
+    split_arguments,
+)
 from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
 from reshard.cli.failures import DONE
-from reshard.cli.options import (
-    as_path,
-    conversion_options,
-    dry_run_option,
-    json_option,
-    quiet_option,
-    run_options,
-    source_cut_options,
-)
+from reshard.cli.options import as_path, json_option, options_of, quiet_option
 from reshard.cli.output import (
     cut_text,
     file_json,
@@ -35,24 +33,39 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.progress import shown_progress
+from reshard.cli.sources import source_options
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
 from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-    from reshard.checkpoint.conversion.request import RunArguments
+
+
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="List what would be written, tensor by tensor, and write nothing. Fails for the same "
+    "reasons as the run would.",
+)
+wait_option = click.option(
+    "--wait-for-ranks",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long to wait until all processes of torchrun have started. [default: 300]",
+)
 
 
 @click.command()
 @click.argument("source", type=click.Path(), callback=as_path)
 @click.argument("target", type=click.Path(), callback=as_path)
-@source_cut_options
-@conversion_options
+@source_options
+@options_of(ConversionRequest)
 @for_option
 @config_option
 @dry_run_option
-@run_options
+@options_of(RunOptions)
+@wait_option
 @json_option
 @quiet_option
 def convert(
@@ -96,17 +109,16 @@ def convert(
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
-
     expect_wait_read(wait_for_ranks, dry_run)
-    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    asked, running = split_arguments(arguments)
+    options = RunOptions(**running)
     conversion = plan_from_options(source, target, target_kind, config, **asked)
     if dry_run:
-        describe_run(source, conversion, running, as_json, quiet)
+        describe_run(source, conversion, options, as_json, quiet)
     else:
         places = source, target
         run_and_report(
-            "converting", places, conversion, running, as_json, quiet, wait_s=wait_for_ranks
+            "converting", places, conversion, options, as_json, quiet, wait_s=wait_for_ranks
         )
     return DONE
 
@@ -122,19 +134,13 @@ def expect_wait_read(wait_for_ranks: float | None, dry_run: bool) -> None:
 
 
 def describe_run(
-    source: str, conversion: Conversion, running: RunArguments, as_json: bool, quiet: bool
+    source: str, conversion: Conversion, options: RunOptions, as_json: bool, quiet: bool
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
     from reshard.checkpoint.conversion.uploading import begun_target
 
-    conversion.expect_runnable(running["extra_bytes"], running["threads"])
-    begun = begun_target(
-        conversion,
-        running["overwrite"],
-        running["restart"],
-        running.get("staging"),
-        running["discard_others"],
-    )
+    conversion.expect_runnable(options.extra_bytes, options.threads)
+    begun = begun_target(conversion, options)
     if as_json:
         write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:
@@ -145,7 +151,7 @@ def run_and_report(
     verb: str,
     places: tuple[str, str],
     conversion: Conversion,
-    running: RunArguments,
+    options: RunOptions,
     as_json: bool,
     quiet: bool,
     beside: Mapping[str, Any] | None = None,
@@ -160,8 +166,8 @@ def run_and_report(
     Raises:
         InterruptedRunError: ctrl-C.
     """
-    from reshard.checkpoint.conversion.processes import DEFAULT_WAIT_S, running_processes
     from reshard.checkpoint.conversion.run import run_conversion
+    from reshard.checkpoint.processes import DEFAULT_WAIT_S, running_processes
 
     # Before the work, not after hours of it.
     for loss in conversion.losses:
@@ -171,8 +177,8 @@ def run_and_report(
             running_processes(wait_s=wait_s or DEFAULT_WAIT_S) as processes,
             shown_progress(verb, quiet or processes.rank > 0) as progress,
         ):
-            running = {**running, "progress": progress, "processes": processes}
-            report = run_conversion(conversion, **running)
+            options = dataclasses.replace(options, progress=progress, processes=processes)
+            report = run_conversion(conversion, options)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted; the same command continues") from None
     # What was done is said once.

@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint.deltas.compression import COMPRESSIONS
+from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
-    allow_copies_option,
     as_path,
-    check_copies_option,
     json_option,
-    memory_option,
+    options_of,
     quiet_option,
-    select_option,
-    threads_option,
 )
 from reshard.cli.output import MOST_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import open_selected_source
+from reshard.cli.sources import allow_copies_option, check_copies_option, open_selected_source
 from reshard.text import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
@@ -56,11 +53,10 @@ if TYPE_CHECKING:
     help="Do not read blocks whose digests in both manifests are equal: faster, and blind to bytes "
     "that changed since.",
 )
-@select_option
+@options_of(ConversionRequest, "select")
 @check_copies_option
 @allow_copies_option
-@memory_option
-@threads_option
+@options_of(RunOptions, "extra_bytes", "threads")
 @json_option
 @quiet_option
 def diff(

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard._validation import check_used
+from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
     check_picture,
     json_option,
+    options_of,
     quiet_option,
-    select_option,
-    source_cut_options,
-    threads_option,
 )
 from reshard.cli.output import (
     can_draw_boxes,
@@ -35,7 +34,7 @@ from reshard.cli.output import (
     write_pieces,
 )
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import open_selected_source
+from reshard.cli.sources import open_selected_source, source_options
 from reshard.errors import UsageError
 from reshard.recipes.rank_order import describe_groups
 from reshard.text import (
@@ -67,12 +66,12 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Only tensors whose names match. Repeatable.",
 )
-@select_option
-@source_cut_options
+@options_of(ConversionRequest, "select")
+@source_options
 @click.option(
     "--picture", "drawn", metavar="NAME", help="Draw which rank holds which part of a tensor."
 )
-@threads_option
+@options_of(RunOptions, "threads")
 @click.option(
     "--all",
     "shows_all",

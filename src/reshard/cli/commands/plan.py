@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli.failures import DONE
-from reshard.cli.options import (
-    as_path,
-    check_picture,
-    conversion_options,
-    json_option,
-    memory_option,
-    source_cut_options,
-    threads_option,
-)
+from reshard.cli.options import as_path, check_picture, json_option, options_of
 from reshard.cli.output import (
     can_draw_boxes,
     cut_text,
@@ -31,6 +24,7 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.cli.sources import source_options
 from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.mesh import DeviceMesh
 from reshard.system import resident_bytes
@@ -48,12 +42,11 @@ _MAX_COPY_SHARE = 0.1
 
 @click.command()
 @click.argument("source", type=click.Path(), callback=as_path)
-@source_cut_options
-@conversion_options
+@source_options
+@options_of(ConversionRequest)
 @for_option
 @config_option
-@memory_option
-@threads_option
+@options_of(RunOptions, "extra_bytes", "threads")
 @click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's layouts.")
 @json_option
 @report_options

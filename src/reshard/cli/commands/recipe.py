@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.checkpoint.options import SHORT_CAST_TYPES, ConversionRequest
 from reshard.cli.command_group import Commands
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     CastTypeChoice,
-    allow_option,
     as_path,
     json_option,
-    option_option,
-    rule_option,
-    select_option,
+    options_of,
 )
 from reshard.cli.output import listing, mesh_json, printable, write, write_json
 from reshard.cli.sources import open_selected_source
@@ -102,15 +100,13 @@ def show(name: str | None, as_json: bool) -> int:
     metavar="NAME|FILE|auto",
     help="A shipped recipe, a TOML file, or by config.json. [default: auto, none with --rule]",
 )
-@select_option
-@rule_option
-@option_option
+@options_of(ConversionRequest, "select", "rules", "options")
 @click.option(
     "--against",
     metavar="ENGINE|FILE",
     help="Compare with what an engine's ranks read: its name, or a file of `recipe derive`.",
 )
-@allow_option
+@options_of(ConversionRequest, "allow")
 @json_option
 def check(
     checkpoint: str,
@@ -201,7 +197,7 @@ def check(
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
 @click.option(
     "--dtype",
-    type=CastTypeChoice(),
+    type=CastTypeChoice(SHORT_CAST_TYPES),
     help="The type of the engine's parameters. [default: the engine's own choice]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")

@@ -9,22 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard._validation import check_used
+from reshard.checkpoint.options import SELECTION_OPTIONS, ConversionRequest, RunOptions
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
-    adapter_option,
-    allow_copies_option,
     as_path,
-    dtype_option,
     json_option,
+    options_of,
     quiet_option,
-    selection_options,
-    source_cut_options,
-    source_layout_option,
-    threads_option,
 )
 from reshard.cli.output import MOST_LISTED, noted, printable, write, write_json
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import open_source
+from reshard.cli.sources import allow_copies_option, open_source, source_options
 from reshard.cli.targets import config_option
 from reshard.errors import UsageError
 from reshard.text import bytes_text, count_text, duration_text
@@ -58,13 +53,10 @@ if TYPE_CHECKING:
     "ties and padding of the vocabulary.",
 )
 @config_option
-@dtype_option
-@adapter_option
-@source_layout_option
-@selection_options
-@source_cut_options
+@options_of(ConversionRequest, "dtype", "adapters", "source_layout", *SELECTION_OPTIONS)
+@source_options
 @allow_copies_option
-@threads_option
+@options_of(RunOptions, "threads")
 @click.option(
     "--all",
     "shows_all",

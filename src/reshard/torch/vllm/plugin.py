@@ -33,6 +33,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.host_memory import name_host
 from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.loading.arrays import load_layouts
+from reshard.checkpoint.options import LoadOptions
 from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
@@ -201,15 +202,10 @@ def _read_parameters(
 
     def read(out: dict[str, Any]) -> None:
         layouts = {name: Layout.whole(bound[name].shape, [0], 1) for name in out}
-        load_layouts(
-            bound,
-            layouts,
-            0,
-            out=out,
-            threads=threads,
-            readers_on_host=readers,
-            count_read=asked_bytes.append,
+        options = LoadOptions(
+            out=out, threads=threads, readers_on_host=readers, count_read=asked_bytes.append
         )
+        load_layouts(bound, layouts, 0, options)
 
     read(in_place)
     for batch in _make_batches(sizes_bytes):
@@ -256,5 +252,6 @@ def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype.name))
     if tensor.numel():
         out = {name: TorchTensors(tensor).storage(tensor, name)}
-        load_layouts(checkpoint, {name: Layout.whole(stored.shape, [0], 1)}, 0, out=out)
+        layouts = {name: Layout.whole(stored.shape, [0], 1)}
+        load_layouts(checkpoint, layouts, 0, LoadOptions(out=out))
     return tensor

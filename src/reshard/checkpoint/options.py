@@ -1,110 +1,256 @@
-"""Requests of conversions: what to cut for, by which rules, and into which files.
+"""Options of conversions and loads: fields of dataclasses, which are checked when they are made.
 
-`convert`, `plan_conversion` and the command take the same keywords; they make a
-`ConversionRequest`, which is refused where they contradict each other. What runs, such as
-`convert`, takes those of a run beside them: `RunArguments`.
+    ConversionRequest   what to write: layouts, format, names, elements
+    RunOptions          how a planned conversion is run: memory, threads, what may be replaced
+    LoadOptions         how arrays are loaded: memory to fill, threads, casts
+
+`convert`, `plan_conversion`, `run_conversion` and `load` take the fields as keywords, whose types
+`reshard.checkpoint.keywords` has for type checkers. The metadata of a field describe the option of
+the command, which `reshard.cli.options` makes of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
-from reshard.checkpoint.conversion.processes import Processes
-from reshard.checkpoint.copy_checks import parse_check
-from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.checkpoint.files.progress import ProgressFunction, expect_stop
+from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
-from reshard.checkpoint.formats.registry import written_format
+from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.renaming import Names
 from reshard.checkpoint.naming.selection import TensorSelection
-from reshard.checkpoint.training.styles import TrainingStyle, training_style
-from reshard.elements import cast_type
+from reshard.checkpoint.processes import Processes
+from reshard.checkpoint.training.styles import STYLES, TrainingStyle, training_style
+from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.engine_layouts.document import read_layout_file
-from reshard.recipes.overrides import parse_allowed
+from reshard.recipes.overrides import ALLOWANCES, parse_allowed
 from reshard.recipes.rank_order import describe_order, order_axes
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule, parse_rules
 from reshard.recipes.strategies import by_recipe, strategy
 
-Target = str | int | DeviceMesh
-RecipeName = str | os.PathLike[str] | Recipe
-LayoutFile = str | os.PathLike[str] | EngineLayout
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reshard.checkpoint.blocks.block_io import OpenFiles
+    from reshard.checkpoint.files.progress import ProgressFunction
+    from reshard.checkpoint.files.source_file import SourceFile
+    from reshard.checkpoint.formats.format import CheckpointFormat
+    from reshard.checkpoint.naming.renaming import Names
+    from reshard.checkpoint.processes import Processes
+    from reshard.dtypes import DType
+    from reshard.recipes.engine_layouts import EngineLayout
+    from reshard.recipes.recipe import Recipe
+
+    Target = str | int | DeviceMesh
+    RecipeName = str | os.PathLike[str] | Recipe
+    LayoutFile = str | os.PathLike[str] | EngineLayout
 
 AUTO, NO_RECIPE = "auto", "none"
 """Names of a recipe: that which fits the source's config.json, and no recipe."""
 
 
-class CutArguments(TypedDict, total=False):
-    """The keywords of a `ConversionRequest` that say what ranks hold, as `load` takes them."""
+SELECTION_OPTIONS = ("include", "exclude", "strip_prefix", "rename", "select")
+"""The options that take a part of the source, or change its names."""
+PRETRAINED_OPTIONS = ("dtype", "adapters", "source_layout", "allow", *SELECTION_OPTIONS)
+"""The options that apply to weights alone, as a model folder for transformers has them."""
+SHORT_CAST_TYPES = [name for name in CAST_TYPES if len(name) < 5]
 
-    to: Target | None
-    mesh_order: str | Sequence[str] | None
-    rules: Iterable[str | Rule]
-    recipe: RecipeName | None
-    options: Mapping[str, str] | Iterable[str]
-    strategy: str | None
-    source_names: Names | None
-    target_names: Names | None
-    layout: LayoutFile | None
-    allow: Iterable[str]
-    include: Iterable[str]
-    exclude: Iterable[str]
-    strip_prefix: Iterable[str]
-    rename: Iterable[str]
-    select: str | None
+# The bytes written between two entries in the journal: a crash loses at most this much work.
+SYNC_BYTES = 512 * 1024 * 1024
+
+Value = TypeVar("Value")
 
 
-class RequestArguments(CutArguments, total=False):
-    """All keywords of a `ConversionRequest`, as `convert` takes them."""
+class CommandOption(NamedTuple):
+    """How the command takes an option, as metadata of its field under `command`.
 
-    format: str | None
-    replicas: str | None
-    most_file_bytes: int | None
-    dtype: str | None
-    dequantize: bool
-    quantize: str | None
-    training: str | None
-    adapters: Iterable[str | os.PathLike[str]]
-    source_layout: LayoutFile | None
-    check_copies: str | None
+    `choices` are computed when the command needs them if they depend on plug-ins.
+    """
+
+    help: str
+    flag: str | None = None
+    metavar: str | None = None
+    choices: Iterable[str] | Callable[[], Iterable[str]] | None = None
 
 
-class RunArguments(TypedDict, total=False):
-    """The keywords that say how a conversion is run (see `run_conversion`)."""
+def option(
+    default: Value,
+    help: str,
+    *,
+    flag: str | None = None,
+    metavar: str | None = None,
+    choices: Iterable[str] | Callable[[], Iterable[str]] | None = None,
+    is_loaded: bool = True,
+) -> Value:
+    """Declare a field that is an option of the command too.
 
-    extra_bytes: int
-    threads: int | None
-    overwrite: bool
-    discard_others: bool
-    restart: bool
-    progress: ProgressFunction | None
-    processes: Processes | None
-    stop: threading.Event | None
-    staging: str | os.PathLike[str] | None
+    Args:
+        default: the value without the option: () for an option that can be repeated, False for one
+            without a value.
+        help: the text of the command's help.
+        flag: the option's name if it is not the field's.
+        metavar: the placeholder of its value in the help.
+        choices: all its values.
+        is_loaded: whether `load` reads it, which returns elements as they are stored.
+    """
+    command = CommandOption(help, flag, metavar, choices)
+    metadata = {"command": command, "is_loaded": is_loaded}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-class ConvertArguments(RequestArguments, RunArguments, total=False):
-    """The keywords of what plans a conversion and runs it."""
+@dataclass(frozen=True)
+class RunOptions:
+    """How a planned conversion is run; the keywords of `run_conversion`.
+
+    Attributes:
+        extra_bytes: the memory that the run may allocate for buffers.
+        threads: the maximum number of threads; as many as fit if None, up to 4, which processes of
+            one machine share.
+        overwrite: replace a checkpoint at the target; until the end it stays as it is.
+        discard_others: when replacing it, also delete files that are not part of it, such as data
+            sets and `.git`.
+        restart: discard the work of an earlier, unfinished run.
+        progress: called with a `Progress` after every block.
+        sync_bytes: the bytes written between two entries in the journal.
+        processes: the processes that share the work, each of which calls this with the same
+            conversion (see `reshard.checkpoint.processes`); only this process if None.
+        stop: an event that ends the run when it is set, as ctrl-C does; the same call continues.
+        staging: the local folder for files that are to be uploaded; in the user's cache if None. A
+            target on a disk has its staging folder next to it.
+
+    Raises:
+        UsageError: values that cannot be, or that contradict each other.
+
+    >>> RunOptions(threads=0)
+    Traceback (most recent call last):
+    reshard.errors.UsageError: threads=0; expected a whole number from 1
+    """
+
+    extra_bytes: int = option(
+        DEFAULT_EXTRA_BYTES,
+        "Limit on the memory that the run allocates for buffers.",
+        flag="--memory",
+        metavar="SIZE",
+    )
+    threads: int | None = option(
+        None,
+        "At most N threads per process. [default: 4 for local files, 16 for a URL]",
+        metavar="N",
+    )
+    overwrite: bool = option(
+        False, "Replace the checkpoint at TARGET, once the new one is complete."
+    )
+    discard_others: bool = option(
+        False,
+        "With --overwrite: delete also files that are no part of the checkpoint at TARGET.",
+    )
+    restart: bool = option(False, "Discard what an interrupted run left, and start over.")
+    progress: ProgressFunction | None = None
+    sync_bytes: int = SYNC_BYTES
+    processes: Processes | None = None
+    stop: threading.Event | None = None
+    staging: str | os.PathLike[str] | None = option(
+        None,
+        "The local folder for files that are to be uploaded. [default: in the user's cache]",
+        metavar="FOLDER",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self.extra_bytes, self.threads)
+        expect_stop(self.stop)
+        if self.discard_others and not self.overwrite:
+            raise UsageError(
+                "discard_others without overwrite, which alone replaces a target; give both"
+            )
 
 
-def split_arguments(arguments: ConvertArguments) -> tuple[RequestArguments, RunArguments]:
-    """The keywords of a request, and those of a run.
+def check_limits(extra_bytes: int, threads: int | None) -> None:
+    """Raise UsageError for a memory limit or a number of threads that cannot be."""
+    if type(extra_bytes) is not int or extra_bytes < 0:
+        raise UsageError(f"extra_bytes={extra_bytes!r}; expected a whole number from 0")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise UsageError(f"threads={threads!r}; expected a whole number from 1")
+
+
+def check_mapping(name: str, value: object) -> None:
+    """Raise UsageError unless a value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} of {type(value).__name__}; give a dict by tensor name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How arrays are loaded; the keywords of `load` other than those of a `ConversionRequest`.
+
+    Attributes:
+        out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
+        threads: the number of threads that read; 4 if None, and 16 from a URL.
+        files: the open files of the checkpoint (`open_sources`), for a caller that counts the bytes
+            read, and that closes them.
+        dtype: the dtype of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of
+            each tensor if None.
+        readers_on_host: how many processes of this host load from the checkpoint at the same time,
+            each its own rank's part: from a URL, bytes that several of them need are requested
+            once, and shared in at most 256 MiB of memory for all of them. Each waits up to
+            10 s for the others. Files of this machine are shared by the page cache.
+        count_read: called at the end with the number of bytes requested of the files, if they were
+            opened here.
+        progress: called with a `Progress` after every piece that was read.
+        stop: an event that ends the work when it is set.
+
+    Raises:
+        UsageError: values that cannot be, or that contradict each other.
+    """
+
+    out: Mapping[str, NDArray[Any]] | None = None
+    threads: int | None = None
+    files: OpenFiles[SourceFile] | None = None
+    dtype: str | None = None
+    readers_on_host: int = 1
+    count_read: Callable[[int], None] | None = None
+    progress: ProgressFunction | None = None
+    stop: threading.Event | None = None
+
+    def __post_init__(self) -> None:
+        if self.out is not None:
+            check_mapping("out", self.out)
+        expect_stop(self.stop)
+        from reshard.checkpoint.files.places.host_reads import check_readers
+
+        if check_readers(self.readers_on_host) > 1 and self.files is not None:
+            raise UsageError(
+                f"files, and readers_on_host={self.readers_on_host} too; files that are open "
+                "already are not shared, leave one of them out"
+            )
+        _ = self.cast
+
+    @property
+    def cast(self) -> DType | None:
+        """The dtype to cast to, or None."""
+        return None if self.dtype is None else cast_type(self.dtype)
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords of a request, and those of a run.
 
     >>> split_arguments({"to": "tp=2", "threads": 1})
     ({'to': 'tp=2'}, {'threads': 1})
     """
-    asked: dict[str, object] = {**arguments}
-    running = {name: asked.pop(name) for name in RunArguments.__annotations__ if name in asked}
-    return cast(RequestArguments, asked), cast(RunArguments, running)
+    request = dict(arguments)
+    run = RunOptions.__dataclass_fields__
+    return request, {name: request.pop(name) for name in run if name in arguments}
 
 
 @dataclass(frozen=True)
@@ -170,31 +316,157 @@ class ConversionRequest:
     'sharded-safetensors'
     """
 
-    to: Target | None = None
-    mesh_order: str | Sequence[str] | None = None
-    rules: Iterable[str | Rule] = ()
-    recipe: RecipeName | None = None
-    options: Mapping[str, str] | Iterable[str] = ()
-    strategy: str | None = None
-    format: str | None = None
-    replicas: str | None = None
-    most_file_bytes: int | None = None
-    source_names: Names | None = None
-    target_names: Names | None = None
-    dtype: str | None = None
-    dequantize: bool = False
-    quantize: str | None = None
-    layout: LayoutFile | None = None
-    allow: Iterable[str] = ()
-    include: Iterable[str] = ()
-    exclude: Iterable[str] = ()
-    strip_prefix: Iterable[str] = ()
-    rename: Iterable[str] = ()
-    select: str | None = None
-    training: str | None = None
-    adapters: Iterable[str | os.PathLike[str]] = ()
-    source_layout: LayoutFile | None = None
-    check_copies: str | None = None
+    to: Target | None = option(
+        None,
+        "The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors. "
+        "[default: layouts, format and number of files stay]",
+        metavar="MESH",
+    )
+    mesh_order: str | Sequence[str] | None = option(
+        None,
+        "The axes of --to, from the one along which ranks are consecutive to the slowest "
+        "(tp,pp,dp), or `text` for the order of --to, the last one fastest. [default: tp, cp, ep, "
+        "fsdp, dp, pp, then others]",
+        metavar="AXES",
+    )
+    rules: Iterable[str | Rule] = option(
+        (),
+        "How to shard the tensors whose names match ('*.weight=tp, -'). Repeatable; the first "
+        "rule that matches applies.",
+        flag="--rule",
+        metavar="PATTERN=SPEC",
+    )
+    recipe: RecipeName | None = option(
+        None,
+        "Rules for a model family: a shipped recipe, a TOML file, `auto` (by config.json), or "
+        "`none`. [default for a mesh without --rule, --strategy and --layout: auto]",
+        metavar="NAME|FILE|auto|none",
+    )
+    options: Mapping[str, str] | Iterable[str] = option(
+        (),
+        "Set an option of the recipe: how to shard (vocabulary=pad128, layer=bytes), or the mesh "
+        "axes for one of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
+        flag="--option",
+        metavar="NAME=VALUE",
+    )
+    strategy: str | None = option(
+        None,
+        "Instead of rules, place tensors by a policy: simple (whole, in turn), balanced "
+        "(whole, by bytes), sharded (rows over all ranks), recipe (by config.json). [default for a "
+        "number: simple]",
+        metavar="NAME",
+    )
+    format: str | None = option(
+        None,
+        "The target's format: {choices}. [default: safetensors for `full`, else "
+        "sharded-safetensors]",
+        metavar="FORMAT",
+        choices=written_names,
+        is_loaded=False,
+    )
+    replicas: str | None = option(
+        None,
+        "Store equal shards once, or a copy for every rank, so that a rank's file is enough "
+        "for that rank. [default: every for sharded-safetensors, else once]",
+        choices=REPLICAS,
+        is_loaded=False,
+    )
+    most_file_bytes: int | None = option(
+        None,
+        "With `--to full`: the largest size of a file.",
+        flag="--max-file",
+        metavar="SIZE",
+        is_loaded=False,
+    )
+    source_names: Names | None = option(
+        None,
+        "The naming convention of the source, with its fused tensors: one of the recipe, such "
+        "as megatron. [default: the recipe's own, Hugging Face's]",
+        metavar="NAME",
+    )
+    target_names: Names | None = option(
+        None, "The naming convention of the target: megatron, vllm.", metavar="NAME"
+    )
+    dtype: str | None = option(
+        None,
+        "Cast floating-point tensors, except those of quantised weights and the float32 tensors "
+        "of a 16-bit model.",
+        choices=SHORT_CAST_TYPES,
+        is_loaded=False,
+    )
+    dequantize: bool = option(
+        False, "Dequantize weights, to --dtype or to the type in config.json.", is_loaded=False
+    )
+    quantize: str | None = option(
+        None,
+        "Quantize the layers' matrices to float8, with a scale per block of 128 by 128.",
+        choices=QUANTIZATIONS,
+        is_loaded=False,
+    )
+    layout: LayoutFile | None = option(
+        None,
+        "Instead of --to: shard as an engine's own loader reads weights, by a layout file of "
+        "`reshard recipe derive`.",
+        metavar="FILE",
+    )
+    allow: Iterable[str] = option(
+        (),
+        "Accept an error: shards that ranks cannot compute with (uncomputable), tensors that no "
+        "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
+        "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies), "
+        "quantized weights without their scales, which stay as they are (unscaled), a mesh axis "
+        "that shards nothing (replicas). Repeatable.",
+        choices=ALLOWANCES,
+    )
+    include: Iterable[str] = option(
+        (),
+        "Take only tensors and values whose names match ('model.*'). Repeatable.",
+        metavar="GLOB",
+    )
+    exclude: Iterable[str] = option(
+        (), "Leave out tensors and values whose names match. Repeatable.", metavar="GLOB"
+    )
+    strip_prefix: Iterable[str] = option(
+        (),
+        "Remove a prefix from the names that have it (model.). Repeatable; applied in order.",
+        metavar="PREFIX",
+    )
+    rename: Iterable[str] = option(
+        (),
+        "Rename: each `*` stands for the same text on both sides "
+        "('layers.*.w1=model.layers.*.gate'); use {1} {2} to change their order. Repeatable; the "
+        "first pattern that matches applies.",
+        metavar="PATTERN=NAME",
+    )
+    select: str | None = option(
+        None,
+        "If there are several models in one checkpoint, take the one under this prefix "
+        "(ema_state_dict), and remove the prefix from its names. Applied before --include.",
+        metavar="PREFIX",
+    )
+    training: str | None = option(
+        None,
+        "Convert training state to that of another program: names, 32-bit weights, steps, "
+        "groups. fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
+        choices=STYLES,
+        is_loaded=False,
+    )
+    adapters: Iterable[str | os.PathLike[str]] = option(
+        (),
+        "Merge a PEFT adapter into the weights: a folder with adapter_config.json. Repeatable; "
+        "adapters are merged in order.",
+        flag="--adapter",
+        metavar="PATH",
+        is_loaded=False,
+    )
+    source_layout: LayoutFile | None = option(
+        None,
+        "Convert an engine's parameters (sharded_state) back to the model's tensors, by a layout "
+        "file of `reshard recipe derive`. [default: the one beside the source]",
+        metavar="FILE",
+        is_loaded=False,
+    )
+    check_copies: str | None = dataclasses.field(default=None, metadata={"is_loaded": False})
     kept: Target | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +484,8 @@ class ConversionRequest:
         if self.replicas not in (None, *REPLICAS):
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
         if self.check_copies is not None:
+            from reshard.checkpoint.copy_checks import parse_check
+
             parse_check(self.check_copies)
         if self.dtype is not None:
             cast_type(self.dtype)
@@ -220,8 +494,8 @@ class ConversionRequest:
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")
         _ = self.training_style
         self._check_adapters()
-        if self.source_layout is not None and not isinstance(self.source_layout, EngineLayout):
-            object.__setattr__(self, "source_layout", read_layout_file(self.source_layout))
+        if self.source_layout is not None:
+            object.__setattr__(self, "source_layout", _read_layout(self.source_layout))
         renames = self.source_names is not None or self.target_names is not None
         _refuse(self.dequantize and renames, "other names", "dequantize")
         _refuse(self.quantize is not None and renames, "other names", "quantize")
@@ -271,10 +545,8 @@ class ConversionRequest:
     def _read_layout(self) -> None:
         if self.layout is None:
             return
-        layout = self.layout
-        if not isinstance(layout, EngineLayout):
-            layout = read_layout_file(layout)
-            object.__setattr__(self, "layout", layout)
+        layout = _read_layout(self.layout)
+        object.__setattr__(self, "layout", layout)
         by_hand = {
             "rules": bool(self.rules),
             "a recipe": self.has_recipe,
@@ -307,9 +579,10 @@ class ConversionRequest:
     @property
     def engine_layout(self) -> EngineLayout | None:
         """The layout of an engine, if the target is cut by one."""
-        return self.layout if isinstance(self.layout, EngineLayout) else None
+        return cast("EngineLayout | None", self.layout)
 
     def _check_format(self) -> None:
+
         holds = self.target_format.capabilities
         to = f"to {self.to_text!r}"
         form = Capability.WHOLE if self.is_whole else Capability.SHARDS
@@ -345,6 +618,7 @@ class ConversionRequest:
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
+
         mesh, ranks = _parse_target(self._target)
         if mesh is None or isinstance(self._target, DeviceMesh):
             check_used(
@@ -360,6 +634,7 @@ class ConversionRequest:
         """A note if the ranks are not counted in the order in which the mesh was written."""
         if self.mesh is None or not isinstance(self.to, str) or "=" not in self.to:
             return ()
+
         return describe_order(self.mesh, DeviceMesh.parse(self.to))
 
     @property
@@ -389,7 +664,10 @@ class ConversionRequest:
     @property
     def is_by_recipe(self) -> bool:
         """Whether the strategy is the recipe of the source's config.json."""
-        return self.strategy is not None and strategy(self.strategy).function is by_recipe
+        if self.strategy is None:
+            return False
+
+        return strategy(self.strategy).function is by_recipe
 
     @property
     def recipe_is_for_model(self) -> bool:
@@ -454,12 +732,19 @@ class ConversionRequest:
         """
         if self.replicas is not None:
             return self.replicas
+
         return "every" if Capability.REPLICAS in self.target_format.capabilities else "once"
 
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:
         """The rules."""
         return parse_rules(self.rules)
+
+
+def _read_layout(layout: LayoutFile) -> EngineLayout:
+    from reshard.recipes.engine_layouts import EngineLayout
+
+    return layout if isinstance(layout, EngineLayout) else read_layout_file(layout)
 
 
 def _is_alike(to: Target, mesh: DeviceMesh) -> bool:

@@ -19,7 +19,7 @@ from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from checkpoint.process_runs import content, run
 from live_processes import free_port
 from reshard import checkpoint, log
-from reshard.checkpoint.conversion.processes import (
+from reshard.checkpoint.processes import (
     GlooProcesses,
     OneProcess,
     OtherProcessError,
@@ -167,7 +167,7 @@ def test_variables_that_contradict_each_other(
 
 def start_one(rank: int, size: int, port: int, wait_s: float) -> subprocess.Popen[str]:
     code = (
-        "from reshard.checkpoint.conversion.processes import running_processes\n"
+        "from reshard.checkpoint.processes import running_processes\n"
         f"with running_processes(wait_s={wait_s}) as processes: print(processes.collect({rank}))"
     )
     variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
