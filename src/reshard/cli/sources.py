@@ -10,7 +10,7 @@ import click
 from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.cli.options import Command
 from reshard.errors import UsageError
-from reshard.recipes.coupling.allowances import DIFFERING_COPIES
+from reshard.recipes.overrides import DIFFERING_COPIES
 
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import Checkpoint
