@@ -21,24 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
-from reshard.checkpoint.files.progress import ProgressFunction, expect_stop
+from reshard.checkpoint.files.progress import expect_stop
 from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.registry import written_format, written_names
-from reshard.checkpoint.naming.renaming import Names
 from reshard.checkpoint.naming.selection import TensorSelection
-from reshard.checkpoint.processes import Processes
 from reshard.checkpoint.training.styles import STYLES, TrainingStyle, training_style
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.recipes.engine_layouts import EngineLayout
-from reshard.recipes.engine_layouts.document import read_layout_file
 from reshard.recipes.overrides import ALLOWANCES, parse_allowed
-from reshard.recipes.rank_order import describe_order, order_axes
-from reshard.recipes.recipe import Recipe, parse_options
+from reshard.recipes.recipe import parse_options
 from reshard.recipes.rules import Rule, parse_rules
-from reshard.recipes.strategies import by_recipe, strategy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -583,6 +576,8 @@ class ConversionRequest:
 
     def _check_format(self) -> None:
 
+        from reshard.checkpoint.formats.format import Capability
+
         holds = self.target_format.capabilities
         to = f"to {self.to_text!r}"
         form = Capability.WHOLE if self.is_whole else Capability.SHARDS
@@ -618,6 +613,7 @@ class ConversionRequest:
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
+        from reshard.recipes.rank_order import order_axes
 
         mesh, ranks = _parse_target(self._target)
         if mesh is None or isinstance(self._target, DeviceMesh):
@@ -634,6 +630,8 @@ class ConversionRequest:
         """A note if the ranks are not counted in the order in which the mesh was written."""
         if self.mesh is None or not isinstance(self.to, str) or "=" not in self.to:
             return ()
+
+        from reshard.recipes.rank_order import describe_order
 
         return describe_order(self.mesh, DeviceMesh.parse(self.to))
 
@@ -666,6 +664,8 @@ class ConversionRequest:
         """Whether the strategy is the recipe of the source's config.json."""
         if self.strategy is None:
             return False
+
+        from reshard.recipes.strategies import by_recipe, strategy
 
         return strategy(self.strategy).function is by_recipe
 
@@ -733,6 +733,8 @@ class ConversionRequest:
         if self.replicas is not None:
             return self.replicas
 
+        from reshard.checkpoint.formats.format import Capability
+
         return "every" if Capability.REPLICAS in self.target_format.capabilities else "once"
 
     @property
@@ -743,6 +745,7 @@ class ConversionRequest:
 
 def _read_layout(layout: LayoutFile) -> EngineLayout:
     from reshard.recipes.engine_layouts import EngineLayout
+    from reshard.recipes.engine_layouts.document import read_layout_file
 
     return layout if isinstance(layout, EngineLayout) else read_layout_file(layout)
 
