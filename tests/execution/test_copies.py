@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 import reshard
-from reshard.execution import copies, copy_columns
-from reshard.execution.copies import Copy, carry_out
-from reshard.execution.windows import Window, find_windows
+from reshard.execution import copies
+from reshard.execution.copies import Copy, Window, carry_out, find_windows
 from selection import choose
 
 
@@ -25,7 +24,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "PIECE_BYTES", 16)
     monkeypatch.setattr(copies, "BYTES_FOR_A_THREAD", 16)
     monkeypatch.setattr(copies, "_BYTES_WITHOUT_LOCK", 1)
-    monkeypatch.setattr(copy_columns, "BYTES_FOR_A_THREAD", 16)
+    monkeypatch.setattr(copies, "BYTES_FOR_A_THREAD", 16)
 
 
 @pytest.mark.usefixtures("tiny_pieces")

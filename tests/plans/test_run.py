@@ -24,7 +24,7 @@ from execution.example_arrays import (
 )
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import PlanError, ShardError
-from reshard.execution import copy_columns
+from reshard.execution import copies
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change, run_rank
@@ -261,8 +261,8 @@ def test_rank_by_rank_is_as_at_once(case: Any) -> None:
     # By windows and by lists of positions, where few boxes are copied one by one.
     for elements in (1, 1 << 30):
         with (
-            patch.object(copy_columns, "_MOST_BOXES", 1),
-            patch.object(copy_columns, "_ELEMENTS_FOR_A_WINDOW", elements),
+            patch.object(copies, "_MOST_BOXES", 1),
+            patch.object(copies, "_ELEMENTS_FOR_A_WINDOW", elements),
         ):
             found_again = run_change(change, shards)
         for rank, array in found_again.items():

@@ -34,11 +34,8 @@ from reshard.collectives.steps import (
     Slice,
     Step,
 )
-from reshard.cost.collective import collective_cost
-from reshard.cost.copies import LocalCopies
-from reshard.cost.estimate import Estimate, Part
+from reshard.cost.estimate import Estimate, LocalCopies, Part, collective_cost, message_cost
 from reshard.cost.formulas import FORMULAS, check_library
-from reshard.cost.messages import message_cost
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange

@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from reshard.errors import PlanError, ShardError
-from reshard.execution.copy_columns import CopyColumns
+from reshard.execution.copies import CopyColumns
 from reshard.execution.engine import TensorArrays, TensorCopies, run
-from reshard.execution.inputs import check_by_slot, sort_for_reading
+from reshard.execution.memory import check_by_slot, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis

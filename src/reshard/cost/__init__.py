@@ -1,11 +1,9 @@
-"""Seconds for collectives and messages on a topology, and the topologies of known machines.
+"""Seconds of collectives, messages and copies on a topology, and known machines.
 
-formulas, collective  what a collective takes in one group, by its algorithm
-messages, copies      what messages sent at once take, and copies beside them
-estimate              seconds as a table: latency, bytes under way, copies
-links                 the link between two ranks
-preset, preset_file   known machines, and their files
-fitting               links and overheads from measurements
+formulas  the cost of a collective in a group, by its algorithm
+estimate  the seconds of collectives, of messages sent at once, and of local copies; start here
+preset    known machines, and their TOML files
+fitting   links and overheads from measurements
 """
 
 from __future__ import annotations
@@ -15,14 +13,10 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.cost.collective import collective_cost
-    from reshard.cost.copies import LocalCopies
-    from reshard.cost.estimate import Estimate, Part
+    from reshard.cost.estimate import Estimate, LocalCopies, Part, collective_cost, message_cost
     from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, fastest_formula
-    from reshard.cost.links import slowest_link
-    from reshard.cost.messages import message_cost
-    from reshard.cost.preset import Preset
-    from reshard.cost.preset_file import load_preset, preset_text, shipped_presets
+    from reshard.cost.preset import Preset, load_preset, preset_text, shipped_presets
+    from reshard.topology import slowest_link
 
 __all__ = [
     "FORMULAS",
@@ -48,15 +42,15 @@ __getattr__, __dir__ = attach(
         "FORMULAS": "reshard.cost.formulas",
         "Formula": "reshard.cost.formulas",
         "LIBRARIES": "reshard.cost.formulas",
-        "LocalCopies": "reshard.cost.copies",
+        "LocalCopies": "reshard.cost.estimate",
         "Part": "reshard.cost.estimate",
         "Preset": "reshard.cost.preset",
-        "collective_cost": "reshard.cost.collective",
+        "collective_cost": "reshard.cost.estimate",
         "fastest_formula": "reshard.cost.formulas",
-        "load_preset": "reshard.cost.preset_file",
-        "message_cost": "reshard.cost.messages",
-        "preset_text": "reshard.cost.preset_file",
-        "shipped_presets": "reshard.cost.preset_file",
-        "slowest_link": "reshard.cost.links",
+        "load_preset": "reshard.cost.preset",
+        "message_cost": "reshard.cost.estimate",
+        "preset_text": "reshard.cost.preset",
+        "shipped_presets": "reshard.cost.preset",
+        "slowest_link": "reshard.topology",
     },
 )

@@ -1,9 +1,9 @@
-"""Arrays of any kind, as NumPy memory.
+"""Arrays of any library as NumPy memory, and reductions of their elements.
 
 Moving elements needs their bytes, and combining contributions needs their arithmetic. An
-`ArrayKind` gives both for one kind of array and one dtype: the bare bytes as a NumPy array
-that shares memory with the original, and reductions on such bytes. torch is used where it is
-loaded already, and never imported here.
+`ArrayKind` provides both for one kind of array and one dtype: the bare bytes as a NumPy array that
+shares memory with the original, and reductions on such bytes. torch is used if it is loaded
+already, and never imported here.
 """
 
 from __future__ import annotations
@@ -269,3 +269,41 @@ def _has_shape(tensor: Any) -> bool:
         return tensor.shape is not None
     except RuntimeError:
         return False
+
+
+def check_reduction(reduction: str, dtype: DType) -> None:
+    """Raise ShardError for a reduction that elements of this type do not have.
+
+    >>> from reshard.dtypes import dtype
+    >>> check_reduction("mean", dtype("int8"))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: a mean of int8 is not exact; reduce by sum, or cast to a floating
+    type
+    """
+    if reduction == "mean" and is_integer(dtype):
+        raise ShardError(
+            f"a mean of {dtype.name} is not exact; reduce by sum, or cast to a floating type"
+        )
+    if reduction in ("max", "min") and is_complex(dtype):
+        raise ShardError(
+            f"{reduction} of {dtype.name}: complex numbers have no order; reduce by sum, mean or "
+            "product"
+        )
+
+
+def identity(reduction: str, kind: ArrayKind) -> Storage:
+    """The one element that changes nothing when combined: storage of shape `(1,)`."""
+    if reduction in ("sum", "mean"):
+        return kind.element(0)
+    if reduction == "product":
+        return kind.element(1)
+    # NumPy gives no limits for truth values.
+    if kind.dtype.name == "bool":
+        least, greatest = 0.0, 1.0
+    elif is_integer(kind.dtype):
+        limits = np.iinfo(kind.dtype.name)
+        least, greatest = limits.min, limits.max
+    else:
+        least, greatest = kind.float_limits()
+    return kind.element(least if reduction == "max" else greatest)

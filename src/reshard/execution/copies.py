@@ -1,35 +1,136 @@
-"""Copies between arrays, in pieces that threads share, as fast as memory allows.
+"""Copies between the cells of two layouts: columns, strided NumPy views, and threads.
 
-1. Copies are cut into *pieces* of about a quarter of a MiB, along the dimension whose elements
-   lie farthest apart in the target.
-2. Pieces are sorted by where they lie on the side that is read or written in scattered runs::
+*Columns* (`CopyColumns`) list copies. A row is a product of *pieces*: in every dimension some
+ranges of indices, with their offsets in the cell that is read and in the cell that is written::
 
-       source, by columns        targets         Neighbours in a row are copied one behind the
-       +----+----+----+          +----+          other, so lines of that side's memory are
-       | 1  | 2  | 3  |          | 1  |  ...     fetched once and in order; the other side's
-       | 4  | 5  | 6  |          | 4  |          runs are long anyway.
+    rows of the source    0 1 | . . | 2 3 | . . | 4 5 | . .     3 pieces of 2 rows, 4 apart
+    rows of the target    0 1   2 3   4 5                       the same, 2 apart
+
+1. Most rows are a few boxes at most. The slices of all of these are made at once.
+2. The pieces of other rows become *windows*: pieces of equal length at equal distances, in source
+   and target, are a strided view with two dimensions in place of one, the pieces and the indices in
+   a piece. Two interleaved splits intersect in a pattern that repeats every few pieces; then every
+   so many make a window. A row is the product of the windows of its dimensions, a NumPy copy each.
+3. If that results in copies of few elements, a row is copied by lists of positions instead.
+
+*NumPy copies* (`Copy`) are carried out by threads, at the speed of memory:
+
+1. Copies are divided into parts of about a quarter of a MiB, along the dimension whose elements are
+   farthest apart in the target.
+2. Parts are sorted by address on the side that is read or written in scattered runs::
+
+       source, by columns        targets         Neighbours in a row are copied one after the
+       +----+----+----+          +----+          other, so cache lines of that side are fetched
+       | 1  | 2  | 3  |          | 1  |  ...     once and in order; the runs of the other side
+       | 4  | 5  | 6  |          | 4  |          are long anyway.
        +----+----+----+          +----+
 
-3. Threads take pieces one by one; NumPy copies without holding Python's lock. When one fails, the
-   others stop behind the piece that they are at, and its failure is raised.
+3. Threads take parts from a queue; NumPy copies without holding the interpreter lock. If a thread
+   fails, the others stop after their current part, and its exception is raised.
 
-Contributions are combined with what is there in a phase of their own, behind the copies, so that
-their order is the same for any number of threads. Pieces are, too, and with them every bit of
-the result.
+Contributions are combined with the elements in place in a separate phase after the copies, so that
+their order, and with it every bit of the result, is the same for any number of threads.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.errors import UsageError
 from reshard.execution.arrays import Storage
+from reshard.geometry.overlap import RoutePieces
+from reshard.geometry.routes import Routes
+from reshard.geometry.transfers import Transfers
+from reshard.runs import IntArray, ragged_arange, ragged_ranges
 from reshard.system import count_processors
+
+# The longest pattern of pieces that is looked for.
+_LONGEST_PATTERN = 8
+
+
+class Window(NamedTuple):
+    """So many pieces of `length` indices of a dimension, at equal distances in both arrays."""
+
+    pieces: int
+    length: int
+    target: int
+    target_step: int
+    source: int
+    source_step: int
+
+
+def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[Window]:
+    """The windows of pieces, given by length and by where they begin in target and source.
+
+    >>> find_windows(np.array([2, 2, 2]), np.array([0, 2, 4]), np.array([0, 4, 8]))
+    [Window(pieces=3, length=2, target=0, target_step=2, source=0, source_step=4)]
+    """
+    if len(length) == 1:
+        return [Window(1, int(length[0]), int(target[0]), 0, int(source[0]), 0)]
+    best: list[Window] = []
+    # In an interleaved pattern, every `period`-th piece belongs to one progression.
+    for period in range(1, min(len(length) // 2, _LONGEST_PATTERN) + 1):
+        windows = [
+            window
+            for first in range(period)
+            for window in _split_progressions(
+                length[first::period], target[first::period], source[first::period]
+            )
+        ]
+        if not best or len(windows) < len(best):
+            best = windows
+        # A longer period gives more windows than that: one at least for each place in it.
+        if len(best) <= period:
+            break
+    return best
+
+
+def _split_progressions(length: IntArray, target: IntArray, source: IntArray) -> Iterator[Window]:
+    """Windows of pieces that follow one another."""
+    target_step, source_step = np.diff(target), np.diff(source)
+    alike = length[1:] == length[:-1]
+    # A piece that is like the one before ends its window where the distance changes.
+    turns = (np.diff(target_step) != 0) | (np.diff(source_step) != 0)
+    breaks = ~alike
+    breaks[1:] |= turns & alike[:-1]
+    begin = np.append(0, np.flatnonzero(breaks) + 1).tolist()
+    for low, high in itertools.pairwise([*begin, len(length)]):
+        many = high - low > 1
+        yield Window(
+            high - low,
+            int(length[low]),
+            int(target[low]),
+            int(target_step[low]) if many else 0,
+            int(source[low]),
+            int(source_step[low]) if many else 0,
+        )
+
+
+def view_windows(
+    array: Storage, windows: Sequence[Window], places: Sequence[tuple[int, int]]
+) -> Storage:
+    """What windows show of an array, where they begin at `(begin, step)` in each dimension."""
+    if all(window.pieces == 1 for window in windows):
+        dims = zip(places, windows, strict=True)
+        # A scalar is shown as an array too, so that it can be written to.
+        return array[tuple(slice(at, at + w.length) for (at, _), w in dims) or ...]
+    shape: list[int] = []
+    strides: list[int] = []
+    for stride, (_, step), window in zip(array.strides, places, windows, strict=True):
+        # Each dimension becomes two: the number of the piece, and the index in it.
+        shape += [window.pieces, window.length]
+        strides += [step * stride, stride]
+    first = array[tuple(slice(begin, None) for begin, _ in places)]
+    return np.lib.stride_tricks.as_strided(first, shape, strides)
+
 
 PIECE_BYTES = 1 << 18
 # A thread takes as long to start as some hundred KiB to copy.
@@ -245,3 +346,187 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
         finally:
             # Whoever interrupts this thread ends the others, too.
             waiting.clear()
+
+
+# What a copy by windows takes to set up, in elements copied by lists of positions.
+_ELEMENTS_FOR_A_WINDOW = 1024
+# A strided view takes as long to make as the slices of so many boxes.
+_MOST_BOXES = 16
+
+Cells = Mapping[int, Storage]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyColumns:
+    """Copies from cells to cells, as columns of shape `(copies,)`.
+
+    Args:
+        source_cell, target_cell: the numbers of the cells.
+        order: the place among the contributions that are combined there; the first replaces.
+        elements: how many each copies.
+        pieces: of each dimension, the pieces of every copy.
+    """
+
+    source_cell: IntArray
+    target_cell: IntArray
+    order: IntArray
+    elements: IntArray
+    pieces: tuple[RoutePieces, ...]
+
+    @classmethod
+    def of_routes(cls, routes: Routes, pieces: tuple[RoutePieces, ...]) -> CopyColumns:
+        """Every route as one copy, of the product of its pieces."""
+        return cls(routes.source_cell, routes.target_cell, routes.order, routes.elements, pieces)
+
+    @classmethod
+    def of_transfers(cls, transfers: Transfers) -> CopyColumns:
+        """Every box as one copy."""
+        t = transfers
+        pieces = _pieces_of_boxes(t.start, t.shape, t.source_start, t.target_start)
+        return cls(t.source_cell, t.target_cell, t.order, t.elements, pieces)
+
+    @classmethod
+    def of_cells(cls, source_cell: IntArray, target_cell: IntArray, shape: IntArray) -> CopyColumns:
+        """Whole cells, of shape `(copies, dims)`, as they are."""
+        begin = np.zeros_like(shape)
+        pieces = _pieces_of_boxes(begin, shape, begin, begin)
+        return cls(source_cell, target_cell, np.zeros_like(source_cell), shape.prod(axis=1), pieces)
+
+    def copies(self, sources: Cells, targets: Cells, combine: Combine) -> list[Copy]:
+        """The NumPy copies between the arrays of cells.
+
+        `combine` is what becomes of an element that is there and one of a later contribution.
+        """
+        count = np.ones(len(self.order), dtype=np.int64)
+        for pieces in self.pieces:
+            count *= pieces.count
+        # Rows of few boxes are written out together in NumPy; only the others are taken one by one.
+        few = count <= _MOST_BOXES
+        found = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
+        # Most rows share the pieces of a dimension with others.
+        known: dict[tuple[int, int, int], list[Window]] = {}
+        for row in np.flatnonzero(~few).tolist():
+            dims = []
+            for dimension, pieces in enumerate(self.pieces):
+                key = (dimension, int(pieces.begin[row]), int(pieces.count[row]))
+                if key not in known:
+                    known[key] = find_windows(*_pieces_of(pieces, row))
+                dims.append(known[key])
+            found += self._copies_of_row(row, dims, sources, targets, combine)
+        return found
+
+    def _copies_of_boxes(
+        self, rows: IntArray, sources: Cells, targets: Cells, combine: Combine
+    ) -> list[Copy]:
+        # The rows written out: of each box its row, and its piece in every dimension.
+        at: list[IntArray] = []
+        for pieces in self.pieces:
+            of, piece = ragged_ranges(pieces.begin[rows], pieces.count[rows])
+            if not isinstance(of, slice):
+                at = [earlier[of] for earlier in at]
+                rows = rows[of]
+            at.append(piece)
+        columns = list(zip(self.pieces, at, strict=True))
+        length = [pieces.length[piece] for pieces, piece in columns]
+        begin = [pieces.target_local[piece] for pieces, piece in columns]
+        into = _Boxes(targets, self.target_cell[rows], begin, length)
+        begin = [pieces.source_local[piece] for pieces, piece in columns]
+        out_of = _Boxes(sources, self.source_cell[rows], begin, length)
+        places: Iterable[tuple[int | None, int | None]] = itertools.repeat((None, None), len(rows))
+        # Addresses only sort the pieces, and copies of few bytes are not sorted.
+        if len(rows) and int(self.elements.sum()) * into.itemsize >= BYTES_FOR_A_THREAD:
+            places = zip(into.addresses(), out_of.addresses(), strict=True)
+        return [
+            Copy(target, source, order, combine if order else None, ..., ..., *place)
+            for target, source, order, place in zip(
+                into.views(), out_of.views(), self.order[rows].tolist(), places, strict=True
+            )
+        ]
+
+    def _copies_of_row(
+        self,
+        row: int,
+        dims: Sequence[list[Window]],
+        sources: Cells,
+        targets: Cells,
+        combine: Combine,
+    ) -> list[Copy]:
+        into, out_of = targets[int(self.target_cell[row])], sources[int(self.source_cell[row])]
+        order = int(self.order[row])
+        reduction = combine if order else None
+        count = math.prod(len(windows) for windows in dims)
+        # Many small views take longer than one copy by index lists.
+        if count > 1 and count * _ELEMENTS_FOR_A_WINDOW > self.elements[row]:
+            places, positions = (_positions(self.pieces, row, side) for side in range(2))
+            return [Copy(into, out_of, order, reduction, places, positions)]
+        return [
+            Copy(
+                view_windows(into, windows, [(w.target, w.target_step) for w in windows]),
+                view_windows(out_of, windows, [(w.source, w.source_step) for w in windows]),
+                order,
+                reduction,
+            )
+            for windows in itertools.product(*dims)
+        ]
+
+
+def _pieces_of_boxes(
+    start: IntArray, shape: IntArray, source_start: IntArray, target_start: IntArray
+) -> tuple[RoutePieces, ...]:
+    """Of every dimension one piece for each box."""
+    row = np.arange(len(shape))
+    one = np.ones_like(row)
+    columns = zip(start.T, shape.T, source_start.T, target_start.T, strict=True)
+    return tuple(RoutePieces(row, one, *column) for column in columns)
+
+
+class _Boxes(NamedTuple):
+    """Boxes of the arrays of cells: where they begin, and how long they are, by dimension."""
+
+    arrays: Cells
+    cell: IntArray
+    begin: list[IntArray]
+    length: list[IntArray]
+
+    @property
+    def itemsize(self) -> int:
+        return self.arrays[int(self.cell[0])].itemsize
+
+    def views(self) -> Iterator[Storage]:
+        """The boxes, as views of the arrays."""
+        slices = [
+            map(slice, begin.tolist(), (begin + length).tolist())
+            for begin, length in zip(self.begin, self.length, strict=True)
+        ]
+        # A scalar is shown as an array too, so that it can be written to.
+        boxes: Iterable[Any] = itertools.repeat(...)
+        if slices:
+            boxes = zip(*slices, strict=True)
+        cells = zip(self.cell.tolist(), boxes, strict=False)
+        return (self.arrays[cell][box] for cell, box in cells)
+
+    def addresses(self) -> list[int]:
+        """Where the boxes begin in memory."""
+        # Each array gives its address once; the boxes' are computed for all of them together.
+        known, place = np.unique(self.cell, return_inverse=True)
+        arrays = [self.arrays[cell] for cell in known.tolist()]
+        first = np.array([array.__array_interface__["data"][0] for array in arrays])
+        found = first[place]
+        for dimension, begin in enumerate(self.begin):
+            found += begin * np.array([array.strides[dimension] for array in arrays])[place]
+        addresses: list[int] = found.tolist()
+        return addresses
+
+
+def _pieces_of(pieces: RoutePieces, row: int) -> tuple[IntArray, IntArray, IntArray]:
+    rows = pieces.rows(row)
+    return pieces.length[rows], pieces.target_local[rows], pieces.source_local[rows]
+
+
+def _positions(pieces: tuple[RoutePieces, ...], row: int, side: int) -> Any:
+    """The positions of a row's elements in the target's cell (0), or the source's (1)."""
+    found = []
+    for column in pieces:
+        length, *begin = _pieces_of(column, row)
+        found.append(np.repeat(begin[side], length) + ragged_arange(length))
+    return np.ix_(*found)

@@ -1,15 +1,17 @@
 """The engine: arrays of one layout from arrays of another, in this process.
 
 1. The arrays of all tensors are checked against their layouts before anything is copied.
-2. Every target slot gets new memory, unless the caller gives it; positions that are padding are
-   zero.
-3. Copies are carried out, stage by stage. The first contribution of an element replaces what is
-   there, the rest are combined with it in order. Threads share the copies of all tensors.
-4. Means are scaled. A target contribution that combines none is filled with the reduction's
-   identity.
+2. Every target slot gets new memory, unless the caller gives it; padding is set to zero.
+3. Copies are carried out, stage by stage. The first contribution of an element replaces the value
+   in place, the others are combined with it in order. Threads share the copies of all tensors.
+4. Means are scaled. A target contribution that combines nothing is filled with the identity of the
+   reduction, so that it changes nothing when it is combined later.
 
-Sources are only read. NumPy arrays and, where torch is loaded, torch CPU tensors are taken;
-results are of the same kind.
+A slot with one cell has it as its whole array; a slot with several stores them one after another in
+a flat array. The array of a cell shares the memory of its slot.
+
+Sources are only read. NumPy arrays and, if torch is loaded, torch CPU tensors are accepted; results
+are of the same kind.
 """
 
 from __future__ import annotations
@@ -22,22 +24,92 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import DType
-from reshard.execution.arrays import ArrayKind, Storage, kind_of
-from reshard.execution.cells import cell_arrays, clear_pads
-from reshard.execution.contributions import complete_contributions
-from reshard.execution.copies import Copy, carry_out, check_threads
-from reshard.execution.copy_columns import CopyColumns
-from reshard.execution.fresh_memory import FreshMemory
-from reshard.execution.inputs import check_shards, source_storages
-from reshard.execution.outputs import (
+from reshard.execution.arrays import ArrayKind, Storage, identity, kind_of
+from reshard.execution.copies import Copy, CopyColumns, carry_out, check_threads
+from reshard.execution.memory import (
+    FreshMemory,
     NamedStorage,
     check_apart,
+    check_shards,
     given_storages,
     new_storages,
     output_name,
+    source_storages,
 )
 from reshard.layout import Layout
-from reshard.runs import distinct
+from reshard.runs import PAD, distinct
+
+
+def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Storage]:
+    """The arrays of the cells of the slots in `arrays`, by the cells' numbers."""
+    if layout.cells == len(layout.holders):
+        return {cell: arrays[slot] for cell, slot in enumerate(layout.holders) if slot in arrays}
+    cells: dict[int, Storage] = {}
+    for slot, array in arrays.items():
+        numbers = layout.cells_of(slot)
+        if len(numbers) == 1:
+            cells[numbers[0]] = array
+            continue
+        for cell in numbers:
+            begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
+            # A rank of several boxes has a flat array, with its boxes one after another.
+            stretch = array[begin : begin + int(shape.prod())]
+            cells[cell] = stretch.reshape(tuple(shape.tolist()))
+    return cells
+
+
+def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
+    """Write zeros where the arrays of cells are padding."""
+    if not layout.is_padded:
+        return
+    padded = layout.cell_elements != layout.cell_shape.prod(axis=1)
+    for cell, array in cells.items():
+        if not padded[cell]:
+            continue
+        for dimension, table in enumerate(layout.tables):
+            for start, stop, local, role in table.runs_of(int(layout.cell_part[cell, dimension])):
+                if role == PAD:
+                    window: list[Any] = [slice(None)] * dimension
+                    array[(*window, slice(local, local + stop - start))] = np.zeros((), array.dtype)
+
+
+def element_positions(layout: Layout, cell: int) -> Any:
+    """An index of a cell's array that leaves out its padding."""
+    real = []
+    for dimension, table in enumerate(layout.tables):
+        part = int(layout.cell_part[cell, dimension])
+        is_real = np.zeros(int(table.local_lengths[part]), dtype=bool)
+        for start, stop, local, role in table.runs_of(part):
+            is_real[local : local + stop - start] = role != PAD
+        real.append(np.flatnonzero(is_real))
+    return np.ix_(*real) if real else ...
+
+
+def complete_contributions(
+    layout: Layout,
+    combines: Sequence[Sequence[int]],
+    scale: tuple[int, int],
+    kind: ArrayKind,
+    cells: Mapping[int, Storage],
+) -> None:
+    """Scale means, and fill what combines nothing with the reduction's identity.
+
+    Args:
+        layout: of the target.
+        combines: for each contribution of it, those of the source that were combined.
+        scale: the numerator and denominator that combined elements are multiplied by.
+        kind: of the arrays.
+        cells: the storages of target cells, by their number; not all need be given.
+    """
+    numerator, denominator = scale
+    if numerator == denominator and layout.reduction is None:
+        return
+    for cell, storage in cells.items():
+        if combines[int(layout.cell_contribution[cell])]:
+            if numerator != denominator:
+                storage[...] = kind.scale(storage, numerator, denominator)
+        elif layout.reduction is not None:
+            storage[element_positions(layout, cell)] = identity(layout.reduction, kind)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Estimates of the seconds that an exchange takes: of a plan, of a job, or in stages.
 
 Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
-messages are sent at once (`reshard.cost.messages`). The fan-out of a staged job follows its
+messages are sent at once (`reshard.cost.estimate`). The fan-out of a staged job follows its
 exchange. Where the topology's `Overhead` counts copies, packing and unpacking are added, except for
 stages.
 """
@@ -13,9 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from reshard.binding import RankMemory
-from reshard.cost.copies import LocalCopies
-from reshard.cost.estimate import Estimate, Part
-from reshard.cost.messages import message_cost
+from reshard.cost.estimate import Estimate, LocalCopies, Part, message_cost
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.cost.copies import LocalCopies
+from reshard.cost.estimate import LocalCopies
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.schedule.messages import LARGE_PIECE_BYTES

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from reshard.dtypes import DType
 from reshard.errors import ShardError
-from reshard.execution.copy_columns import CopyColumns
+from reshard.execution.copies import CopyColumns
 from reshard.execution.engine import TensorArrays, TensorCopies, run, run_slot
-from reshard.execution.inputs import check_by_name, sort_for_reading
+from reshard.execution.memory import check_by_name, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 
@@ -183,7 +183,7 @@ def run_rank(
     those sources are read that the rank gets something from.
 
     Args:
-        change: of the tensor, whose arrays were checked (`reshard.execution.inputs`).
+        change: of the tensor, whose arrays were checked (`reshard.execution.memory`).
         rank: whose array is wanted.
         shards: the arrays of the source's ranks; only read.
         before_copy: called before every copy; what it raises ends the work.

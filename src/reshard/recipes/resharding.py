@@ -66,7 +66,7 @@ import numpy as np
 from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
-from reshard.execution.inputs import check_shards
+from reshard.execution.memory import check_shards
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.job import Job

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
-from reshard.execution.contributions import check_reduction
+from reshard.execution.arrays import check_reduction
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hosts.staged_job import StagedJob
 from reshard.plans.plan import Plan

@@ -92,7 +92,7 @@ def calibrate(
       measurements [{subject, name, messages, size_bytes, runs, copied_bytes,
                      combined_bytes, seconds_s, estimate_s}]
     """
-    from reshard.cost.preset_file import preset_text
+    from reshard.cost.preset import preset_text
 
     _check_launched()
     is_first = os.environ["RANK"] == "0"

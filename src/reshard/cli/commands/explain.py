@@ -13,7 +13,7 @@ from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.collectives.lowering import SYSTEMS, WITHOUT_JOINT_STEPS
 from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS
-from reshard.cost.preset_file import load_preset, shipped_presets
+from reshard.cost.preset import load_preset, shipped_presets
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.execution.cells import element_positions
+from reshard.execution.engine import element_positions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.cost import load_preset
-from reshard.cost.collective import collective_cost
+from reshard.cost.estimate import collective_cost
 from reshard.dtypes import dtype
 from reshard.spmd.operators.table import operators, rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable

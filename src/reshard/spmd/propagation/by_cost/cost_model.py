@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.cost.collective import collective_cost
+from reshard.cost.estimate import collective_cost
 from reshard.cost.formulas import check_library
-from reshard.cost.preset_file import load_preset
+from reshard.cost.preset import load_preset
 from reshard.dtypes import DType
 from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh

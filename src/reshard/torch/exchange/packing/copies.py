@@ -29,7 +29,7 @@ import torch
 
 from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
-from reshard.execution.contributions import complete_contributions
+from reshard.execution.engine import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.system import find_large_page_advice
 from reshard.torch.exchange.packing.pieces import cut

@@ -14,8 +14,7 @@ import reshard
 from execution.example_arrays import MESH, Shards, array_of, numbers, plan_of, random_bits
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import ShardError
-from reshard.execution.arrays import kind_of
-from reshard.execution.contributions import identity
+from reshard.execution.arrays import identity, kind_of
 
 REDUCTIONS = ("sum", "max", "min", "mean", "product")
 

@@ -1,16 +1,160 @@
-"""Copies, shared hosts, calls and steps in estimates: by hand."""
+"""Seconds of messages, collectives, and overheads."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard
 from reshard.collectives import choose, find_program
 from reshard.cost import LocalCopies, collective_cost, message_cost
 from reshard.errors import LayoutError, UsageError
 from reshard.topology import Link, Overhead, Topology
+
+# Whole numbers of seconds, so that sums are exact.
+NEAR, FAR, FARTHEST = Link(1.0, 1.0), Link(0.5, 8.0), Link(0.25, 64.0)
+TOPOLOGY = Topology([0, 0, 1, 1, 2, 2], [0, 0, 1], NEAR, FAR, FARTHEST)
+Pieces = list[tuple[int, int, int]]
+pieces = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 50)), max_size=30)
+
+
+def seconds_of(found: Pieces) -> float:
+    columns = [[piece[place] for piece in found] for place in range(3)]
+    return message_cost(*columns, TOPOLOGY).seconds_s
+
+
+def link_between(one: int, other: int) -> Link:
+    if one // 2 == other // 2:
+        return NEAR
+    return FAR if max(one, other) < 4 else FARTHEST
+
+
+def counted(found: Pieces) -> float:
+    """The longest that any rank sends or receives, message by message."""
+    messages: dict[tuple[int, int], int] = {}
+    for sender, receiver, size_bytes in found:
+        if sender != receiver:
+            messages[sender, receiver] = messages.get((sender, receiver), 0) + size_bytes
+    busy = {(side, rank): 0.0 for side in (0, 1) for rank in range(6)}
+    for pair, size_bytes in messages.items():
+        link = link_between(*pair)
+        for side in (0, 1):
+            busy[side, pair[side]] += link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+    return max(busy.values())
+
+
+@given(pieces)
+def test_seconds_are_those_of_the_busiest_rank(found: Pieces) -> None:
+    assert seconds_of(found) == counted(found)
+
+
+@given(pieces, st.randoms(use_true_random=False), st.tuples(*[st.integers(0, 5)] * 3))
+def test_order_does_not_matter_and_more_never_takes_less(
+    found: Pieces, order: random.Random, more: tuple[int, int, int]
+) -> None:
+    shuffled = found[:]
+    order.shuffle(shuffled)
+    assert seconds_of(shuffled) == seconds_of(found)
+    assert seconds_of([*found, more]) >= seconds_of(found)
+
+
+def test_by_hand() -> None:
+    # Rank 0 sends 3 bytes next door in two pieces, one message, and 2 bytes to the other host.
+    part = message_cost([0, 0, 0, 4], [1, 1, 2, 4], [1, 2, 2, 1000], TOPOLOGY, "mine")
+    assert (part.name, part.algorithm, part.messages, part.busiest_bytes) == (
+        "mine",
+        "direct",
+        2,
+        5,
+    )
+    assert (part.latency_s, part.transfer_s, part.seconds_s) == (9.0, 7.0, 16.0)
+
+
+def test_a_receiver_may_be_the_busiest() -> None:
+    part = message_cost([0, 1, 3], [2, 2, 2], [1, 1, 1], TOPOLOGY)
+    assert (part.messages, part.seconds_s) == (3, 2 * (8 + 2) + 2)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert seconds_of([]) == 0
+    assert seconds_of([(3, 3, 100)]) == 0
+
+
+def test_large_sizes_are_counted_exactly() -> None:
+    size_bytes = (1 << 52) + 1
+    assert message_cost([0], [1], [size_bytes], TOPOLOGY).busiest_bytes == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "message"),
+    [
+        (([0], [1, 2], [3]), UsageError, r"shapes \[\(1,\), \(2,\), \(1,\)\]"),
+        (([[0]], [[1]], [[1]]), UsageError, "one sender, one receiver"),
+        (([0], [1], [-3]), UsageError, "a piece of -3 bytes"),
+        (([0], [6], [1]), LayoutError, "rank 6 of a topology over ranks 0 to 5"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    columns: tuple[list[int], list[int], list[int]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        message_cost(*columns, TOPOLOGY)
+
+
+def test_a_link_in_use_must_be_known() -> None:
+    with pytest.raises(LayoutError, match="no within_host link"):
+        message_cost([0], [1], [1], Topology([0, 0]))
+    assert message_cost([0], [0], [1], Topology([0, 0])).seconds_s == 0
+
+
+TWO_HOSTS = Topology.of(
+    hosts=2, ranks_per_host=4, within_host=Link(1000.0, 1.0), between_hosts=Link(100.0, 5.0)
+)
+
+
+def test_on_one_host_and_across_two() -> None:
+    near = collective_cost("all-gather", range(4), 4000, TWO_HOSTS)
+    assert (near.latency_s, near.transfer_s) == (3.0, 3.0)
+    far = collective_cost("all-gather", [0, 1, 2, 4], 4000, TWO_HOSTS)
+    assert (far.latency_s, far.transfer_s, far.seconds_s) == (15.0, 30.0, 45.0)
+    assert (far.name, far.algorithm, far.messages, far.busiest_bytes) == (
+        "all-gather",
+        "ring",
+        3,
+        3000.0,
+    )
+
+
+def test_a_library_decides_the_algorithm() -> None:
+    any_one = collective_cost("all-gather", range(4), 40, TWO_HOSTS, "any", "mine")
+    assert (any_one.name, any_one.algorithm, any_one.latency_s) == ("mine", "doubling", 2.0)
+    assert collective_cost("all-gather", range(4), 40, TWO_HOSTS).algorithm == "ring"
+
+
+def test_a_rank_by_itself_needs_no_link() -> None:
+    assert collective_cost("all-reduce", [1], 1000, Topology([0, 0])).seconds_s == 0
+
+
+@pytest.mark.parametrize("ranks", [[], [1, 1]])
+def test_a_group_is_of_different_ranks(ranks: list[int]) -> None:
+    with pytest.raises(UsageError, match=r"a group of ranks \["):
+        collective_cost("all-reduce", ranks, 1, TWO_HOSTS)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(LayoutError, match="rank 8 "):
+        collective_cost("all-reduce", [8], 1, TWO_HOSTS)
+    with pytest.raises(LayoutError, match="no between_hosts link"):
+        collective_cost("all-reduce", [0, 1], 1, Topology([0, 1]))
+    with pytest.raises(UsageError, match="unknown kind"):
+        collective_cost("gossip", [0, 1], 1, TWO_HOSTS)
+    with pytest.raises(UsageError, match="unknown library"):
+        collective_cost("permute", [0], 1, TWO_HOSTS, "mpi")
+
 
 MESH = reshard.DeviceMesh.of(x=2, y=2)
 LINK = Link(1.0, 100.0)

@@ -1,0 +1,407 @@
+"""Memory of a run: the arrays it reads, and the arrays it writes, given or new.
+
+All checks are made before the first element is copied.
+
+*Arrays that are read*: one for every slot of the source that holds elements, of its local shape,
+all of one kind and dtype, in memory that can be shared.
+
+*Arrays that the caller gives to be written*:
+
+1. one for every slot of the target that holds elements, of its local shape, and of the kind and
+   dtype of the sources;
+2. writable memory in which every element has its own location;
+3. no memory shared with another array of the run: neither a source, which is read meanwhile, nor
+   another target.
+
+They need not be contiguous: columns of one array may be targets of several slots.
+
+*New arrays.* The system maps and clears a page of new memory on its first write. Large pages (2
+MiB) take a third of the time of as many small ones if they are available. Otherwise they may take
+ten times as long: the system has to compact memory first, or, in a virtual machine whose host
+reclaims free memory, fetch every large page from the host, while small pages are left over from
+before. This is not known in advance, so:
+
+1. Each large array has its own mapping, in which it begins at a large page::
+
+       mapping  |....|========|========|========|===.....|
+       array         | large pages              | small|         dots are never touched
+
+2. Threads write to each large page before anything is copied, and measure how long that takes.
+3. After several slow pages, the rest is mapped in small pages, when it is copied to.
+
+The memory is unmapped with the last array that refers to it. On systems without large pages, and
+for small arrays, NumPy allocates.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.dtypes import DType
+from reshard.errors import ShardError
+from reshard.execution.arrays import ArrayKind, Storage, check_reduction, kind_of
+from reshard.layout import Layout
+from reshard.system import advise_pages, has_large_pages
+
+
+def check_by_slot(arrays: object, name: str) -> None:
+    """Raise ShardError for what is no table of arrays by rank.
+
+    >>> import numpy as np
+    >>> check_by_slot([np.zeros(2)], "out")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: out is a list; give arrays by rank, such as {0: array}
+    """
+    if not isinstance(arrays, Mapping):
+        raise ShardError(
+            f"{name} is a {type(arrays).__name__}; give arrays by rank, such as {{0: array}}"
+        )
+
+
+def check_by_name(arrays: object, name: str) -> None:
+    """Raise ShardError for what is no table of tensors' arrays by name.
+
+    >>> import numpy as np
+    >>> check_by_name([{0: np.zeros(2)}], "out")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: out is a list; give arrays by tensor and rank, such as {'w': {0:
+    array}}
+    """
+    if not isinstance(arrays, Mapping):
+        raise ShardError(
+            f"{name} is a {type(arrays).__name__}; give arrays by tensor and rank, such as "
+            "{'w': {0: array}}"
+        )
+
+
+def sort_for_reading(keys: Iterable[Any]) -> list[Any]:
+    """Keys as an error lists them: in their order, where they have one.
+
+    >>> sort_for_reading([2, 1]), sort_for_reading([2, "1"])
+    ([1, 2], [2, '1'])
+    """
+    found = list(keys)
+    try:
+        return sorted(found)
+    except TypeError:
+        return found
+
+
+def check_shards(
+    source: Layout,
+    shards: Mapping[int, Any],
+    tensor: str = "",
+    dtype: DType | None = None,
+    target_reduction: str | None = None,
+) -> ArrayKind:
+    """The kind of the arrays of a source layout. Raises ShardError where they do not fit it.
+
+    Args:
+        source: the layout.
+        shards: the arrays by slot; those of slots that hold nothing are not looked at, and slots
+            without elements need none.
+        tensor: what errors call the tensor, where a run has several.
+        dtype: what the arrays have to be of; anything when None.
+        target_reduction: what they become contributions of.
+    """
+    check_by_slot(shards, f"what is given{tensor}")
+    holders = [slot for slot in source.holders if slot in shards]
+    # Of a tensor without any element, one array has to show the type.
+    needed = source.element_holders or source.holders[: not holders]
+    missing = [slot for slot in needed if slot not in shards]
+    if missing:
+        raise ShardError(
+            f"no array{tensor} for rank {missing[0]}; the source holds data on ranks "
+            f"{list(source.holders)}, got {sort_for_reading(shards)}"
+        )
+    if not holders:
+        raise ShardError(f"the source layout{tensor} holds nothing, so there is nothing to run on")
+    kinds = {slot: kind_of(shards[slot], source_name(slot, tensor)) for slot in holders}
+    kind = kinds[holders[0]]
+    for slot, other in kinds.items():
+        found, expected = tuple(shards[slot].shape), source.local_shapes[slot]
+        if found != expected:
+            raise ShardError(
+                f"{source_name(slot, tensor)} has shape {list(found)}, but the source layout "
+                f"says {list(expected)}"
+            )
+        if other.dtype is not kind.dtype or type(other) is not type(kind):
+            raise ShardError(
+                f"{source_name(slot, tensor)} is {type(other).__name__} of {other.dtype.name}, "
+                f"that of rank {holders[0]} {type(kind).__name__} of {kind.dtype.name}; "
+                "all must be alike"
+            )
+    if dtype is not None and kind.dtype is not dtype:
+        raise ShardError(
+            f"arrays{tensor} of {kind.dtype.name} for a plan of {dtype.name}; nothing is cast"
+        )
+    for reduction in {source.reduction, target_reduction} - {None}:
+        # Where only the target is a mean, its contributions are copies: nothing is divided.
+        if reduction != "mean" or source.reduction == "mean":
+            check_reduction(str(reduction), kind.dtype)
+    return kind
+
+
+def source_storages(
+    source: Layout, kind: ArrayKind, shards: Mapping[int, Any], tensor: str = ""
+) -> dict[int, Storage]:
+    """The memory of a source's arrays, that were checked.
+
+    Raises ShardError where it is elsewhere, or cannot be shared; `tensor` as in `check_shards`.
+    """
+    found = {}
+    for slot in source.holders:
+        if slot in shards:
+            found[slot] = kind.storage(shards[slot], source_name(slot, tensor))
+        else:
+            # It has no elements, so that nothing is read.
+            found[slot] = np.empty(source.local_shapes[slot], dtype=kind.dtype.storage)
+    return found
+
+
+def source_name(slot: int, tensor: str = "") -> str:
+    """What an error calls the array that was given for a slot."""
+    return f"the array of rank {slot}{tensor}"
+
+
+# Memory of smaller arrays the C library keeps when it is given back, and has it there at once the
+# next time: glibc's mallopt(3), M_MMAP_THRESHOLD, which rises to this and no further.
+LARGE_ARRAY_BYTES = 32 << 20
+_LARGE_PAGE_BYTES = 2 << 20
+# The smallest page of any system: one write to each finds a large page of small ones, too.
+_SMALL_PAGE_BYTES = 4 << 10
+# The processor clears 2 MiB in a quarter of this, or less.
+_SLOW_S = 1e-3
+# One page may be slow because of another process.
+_MOST_SLOW_PAGES = 3
+
+
+class FreshMemory:
+    """Memory of new arrays, to be found at once by `find`, or as they are written.
+
+    >>> memory = FreshMemory()
+    >>> array = memory.array((2, 3), np.dtype(np.uint8))
+    >>> memory.find(threads=2)
+    >>> array.shape
+    (2, 3)
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[mmap.mmap] = []
+        self._large_pages: deque[NDArray[np.uint8]] = deque()
+        self._slow_pages = 0
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A new array; its contents are undefined. Raises MemoryError where there is no room."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes < LARGE_ARRAY_BYTES or not has_large_pages():
+            return np.empty(shape, dtype)
+        try:
+            # Of this process alone: one that it starts has a copy.
+            mapping = mmap.mmap(
+                -1,
+                size_bytes + _LARGE_PAGE_BYTES,
+                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            )
+        except (OSError, OverflowError):
+            return np.empty(shape, dtype)
+        whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        # To the first address where a large page may begin: one page more was mapped for that.
+        begin = -whole.__array_interface__["data"][0] % _LARGE_PAGE_BYTES
+        large_bytes = size_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
+        if not advise_pages(mapping, begin, large_bytes, large=True):
+            return np.empty(shape, dtype)
+        self._mappings.append(mapping)
+        # One byte of each small page: writing it makes the system find the page.
+        self._large_pages.extend(
+            whole[at : at + _LARGE_PAGE_BYTES : _SMALL_PAGE_BYTES]
+            for at in range(begin, begin + large_bytes, _LARGE_PAGE_BYTES)
+        )
+        return whole[begin : begin + size_bytes].view(dtype).reshape(shape)
+
+    def find(self, threads: int) -> None:
+        """Find the memory of the arrays that were made, by at most so many threads.
+
+        To be called once, before anything is written to them.
+        """
+        workers = min(threads, len(self._large_pages))
+        if workers > 1:
+            with ThreadPoolExecutor(workers, "reshard memory") as pool:
+                for worker in [pool.submit(self._touch) for _ in range(workers)]:
+                    worker.result()
+        else:
+            self._touch()
+        if self._slow_pages >= _MOST_SLOW_PAGES:
+            for mapping in self._mappings:
+                advise_pages(mapping, 0, len(mapping), large=False)
+        # What is kept here would keep the memory.
+        self._mappings.clear()
+        self._large_pages.clear()
+
+    def _touch(self) -> None:
+        while self._slow_pages < _MOST_SLOW_PAGES:
+            try:
+                page = self._large_pages.popleft()
+            except IndexError:
+                return
+            # Of this thread alone, so that others on the processor do not count. NumPy lets
+            # Python's lock go for as many elements as these.
+            begin_s = time.thread_time()
+            page[...] = 0
+            if time.thread_time() - begin_s > _SLOW_S:
+                self._slow_pages += 1
+
+
+# Two arrays of one memory are told apart by solving for indices of a common element; what takes
+# more attempts than this is refused.
+_MOST_ATTEMPTS = 1_000_000
+# NumPy's types know only two of the numbers of attempts that it takes.
+_shares_memory: Any = np.shares_memory
+
+
+class NamedStorage(NamedTuple):
+    """The memory of an array, and what an error calls it."""
+
+    name: str
+    storage: Storage
+
+
+def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[int, Storage]:
+    """New memory for each slot that holds something; its contents are undefined."""
+    return {
+        slot: memory.array(layout.local_shapes[slot], kind.dtype.storage) for slot in layout.holders
+    }
+
+
+def given_storages(
+    layout: Layout, kind: ArrayKind, out: Mapping[int, Any], tensor: str = ""
+) -> dict[int, Storage]:
+    """The memory of the arrays in `out`, one for each slot that holds an element.
+
+    Args:
+        layout: of the target.
+        kind: of the sources' arrays.
+        out: arrays by slot; those of other slots are not looked at.
+        tensor: what errors call the tensor, where a run has several.
+
+    Raises:
+        ShardError: one that is missing, of another shape, kind or dtype, or not to be written.
+    """
+    check_by_slot(out, f"out{tensor}")
+    missing = [slot for slot in layout.element_holders if slot not in out]
+    if missing:
+        raise ShardError(
+            f"no array{tensor} for rank {missing[0]} in out; the target holds data on ranks "
+            f"{list(layout.holders)}, got {sort_for_reading(out)}"
+        )
+    found = {}
+    for slot in layout.holders:
+        if slot not in out:
+            # It has no elements, so that nothing is written.
+            found[slot] = np.empty(layout.local_shapes[slot], dtype=kind.dtype.storage)
+            continue
+        name, array = output_name(slot, tensor), out[slot]
+        other = kind_of(array, name)
+        shape = layout.local_shapes[slot]
+        if tuple(array.shape) != shape:
+            raise ShardError(
+                f"{name} has shape {list(array.shape)}, but the target layout says {list(shape)}"
+            )
+        if other.dtype is not kind.dtype or type(other) is not type(kind):
+            raise ShardError(
+                f"{name} is {type(other).__name__} of {other.dtype.name}, the sources are "
+                f"{type(kind).__name__} of {kind.dtype.name}; nothing is cast"
+            )
+        found[slot] = other.writable(array, name)
+        if _repeats_itself(found[slot]):
+            raise ShardError(
+                f"{name} has several elements in one place of its memory (strides "
+                f"{list(found[slot].strides)} in bytes for shape {list(shape)}); each must have "
+                "its own, as in a copy"
+            )
+    return found
+
+
+def output_name(slot: int, tensor: str = "") -> str:
+    """What an error calls the array given for a slot."""
+    return f"the array{tensor} for rank {slot} in out"
+
+
+def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -> None:
+    """Raise ShardError where an array that is written shares an element with any other.
+
+    >>> memory = np.zeros(4)
+    >>> ends = NamedStorage("the left", memory[:2]), NamedStorage("the right", memory[2:])
+    >>> check_apart([ends[0]], [ends[1]])
+    >>> check_apart([ends[0]], [NamedStorage("the middle", memory[1:3])])
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: the left shares memory with the middle; each array that is written
+    needs memory of its own
+    """
+    entries = [(*_bounds(named.storage), True, named) for named in written if named.storage.size]
+    # A source may stand for many slots.
+    sources = {_place(named.storage): named for named in read if named.storage.size}
+    entries += [(*_bounds(named.storage), False, named) for named in sources.values()]
+    entries.sort(key=lambda entry: entry[0])
+    # A sweep by address: `reaching` are the arrays whose bytes go on where the next one begins.
+    reaching: list[tuple[int, bool, NamedStorage]] = []
+    for low, high, is_written, named in entries:
+        reaching = [entry for entry in reaching if entry[0] > low]
+        for _, other_is_written, other in reaching:
+            if is_written or other_is_written:
+                first, second = (named, other) if is_written else (other, named)
+                _check_pair(first, second)
+        reaching.append((high, is_written, named))
+
+
+def _check_pair(written: NamedStorage, other: NamedStorage) -> None:
+    try:
+        # Arrays whose bounds cross may be disjoint all the same, as columns of one matrix are.
+        shared = _shares_memory(written.storage, other.storage, max_work=_MOST_ATTEMPTS)
+    except np.exceptions.TooHardError:
+        raise ShardError(
+            f"{written.name} lies in the same memory as {other.name}, and whether they share an "
+            "element takes too long to find out; give memory of its own"
+        ) from None
+    if shared:
+        raise ShardError(
+            f"{written.name} shares memory with {other.name}; each array that is written needs "
+            "memory of its own"
+        )
+
+
+def _place(array: Storage) -> tuple[Any, ...]:
+    return array.__array_interface__["data"][0], array.shape, array.strides
+
+
+def _bounds(array: Storage) -> tuple[int, int]:
+    """The addresses of the first byte and behind the last."""
+    low = high = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        low += min(0, (size - 1) * stride)
+        high += max(0, (size - 1) * stride)
+    return low, high + array.itemsize
+
+
+def _repeats_itself(array: Storage) -> bool:
+    """Whether two elements lie in one place, or not each dimension steps over those below it."""
+    reach = array.itemsize
+    dims = zip(array.strides, array.shape, strict=True)
+    # From the smallest stride up: `reach` is how far all dimensions so far go.
+    for stride, size in sorted((abs(stride), size) for stride, size in dims if size != 1):
+        if stride < reach and array.size:
+            return True
+        reach += stride * (size - 1)
+    return False
