@@ -29,9 +29,10 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def refusing(path: Path) -> Callable[..., os.stat_result]:
-    """`os.stat` that may not look at a path."""
-    real = os.stat
+def refusing(
+    path: Path, real: Callable[..., os.stat_result] = os.stat
+) -> Callable[..., os.stat_result]:
+    """Return `os.stat` or `os.lstat` that may not look at a path."""
 
     def stat(asked: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
         if asked == path:
@@ -58,7 +59,8 @@ def test_a_target_that_may_not_be_looked_at(
     target.mkdir()
     conversion = plan_conversion(source, target, to="full")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", refusing(source.with_name(name)))
+        for call in ("stat", "lstat"):
+            patch.setattr(os, call, refusing(source.with_name(name), getattr(os, call)))
         with pytest.raises(RunError, match=f"^cannot .*: .*/{name}: Permission denied"):
             run_conversion(conversion, overwrite=True)
     run_conversion(conversion, overwrite=True)

@@ -145,7 +145,7 @@ class Staging(Closing):
         with refusals_explained("look at the target", target):
             target = _check_target(target, overwrite, written, file)
             root = staging_folder(target)
-            if not os.path.lexists(root):
+            if not _exists(root):
                 _refuse_existing(target, overwrite)
             lock = FolderLock.acquire(root)
             try:
@@ -183,7 +183,7 @@ class Staging(Closing):
                 _put_previous_back(target, root)
             # The target is refused below, which must leave no empty staging folder behind. With
             # `restart` there may be staged work in it, which a refusal does not delete.
-            if record is None and target.exists() and not overwrite and not restart:
+            if record is None and _exists(target) and not overwrite and not restart:
                 _remove_root(lock)
         _refuse_existing(target, overwrite)
         with refusals_explained("prepare the staging folder", root):
@@ -291,7 +291,7 @@ class Staging(Closing):
             # The names of files must be durable before the commit record says that all is written.
             sync_folders_under(self.content)
             # Another program may have made it since `open` looked.
-            if os.path.lexists(self.target) and not self._overwrite:
+            if _exists(self.target) and not self._overwrite:
                 raise RunError(
                     f"the target appeared during the run: {self.target}\n"
                     "expected its name to be free: move it away, or run this again with "
@@ -353,7 +353,7 @@ def check_target(
     with refusals_explained("look at the target", target):
         target = _check_target(target, overwrite, written, file)
         root = staging_folder(target)
-        is_begun = os.path.lexists(root)
+        is_begun = _exists(root)
         if is_begun:
             expect_own_folder(root)
         if not is_begun or restart:
@@ -378,18 +378,30 @@ def _find_equal(
     return None
 
 
+def _exists(path: Path) -> bool:
+    """Return whether a path names anything, be it a link that leads nowhere.
+
+    Raises OSError where that cannot be known, for which `os.path.lexists` returns False.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def _check_target(
     target: Path, overwrite: bool, written: Collection[str] | None, file: str | None
 ) -> Path:
     """The target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))
     parent = target.parent
-    if file is not None and os.path.lexists(target) and not target.is_file():
+    if file is not None and _exists(target) and not target.is_file():
         raise UsageError(
             f"the target is not a file: {target}\nexpected a file, since {target.suffix} is the "
             "end of a file's name, or a name that is free"
         )
-    if file is None and os.path.lexists(target) and not target.is_dir():
+    if file is None and _exists(target) and not target.is_dir():
         raise UsageError(
             f"the target is a file: {target}\nexpected a folder, or a name that is free"
         )
@@ -436,7 +448,7 @@ def _find_kept(target: Path) -> str | None:
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:
-    if os.path.lexists(target) and not overwrite:
+    if _exists(target) and not overwrite:
         raise UsageError(
             f"the target exists: {target}\n"
             "expected a name that is free: choose another, or replace it with --overwrite"
@@ -478,7 +490,7 @@ def _put_in_place(target: Path, root: Path, result: Path) -> bool:
     was_never_missing = True
     previous = root / "previous"
     # A file that is renamed replaces another in one step.
-    if not os.path.lexists(target) or target.is_file():
+    if not _exists(target) or target.is_file():
         os.rename(result, target)
     # Two renames. A kill between them leaves no target; the next run finds the content by its inode
     # and goes on from here.
@@ -508,7 +520,7 @@ def _remove(path: Path) -> None:
 def _put_previous_back(target: Path, root: Path) -> None:
     """Move the old target back if a commit was killed between its two renames."""
     previous = root / "previous"
-    if previous.exists() and not os.path.lexists(target):
+    if _exists(previous) and not _exists(target):
         os.rename(previous, target)
         sync_folder(target.parent)
         sync_folder(root)
