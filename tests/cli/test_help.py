@@ -135,7 +135,7 @@ def test_inspect_imports_what_its_checkpoint_needs(folder: Path) -> None:
     code = (
         "import sys; from reshard.cli import main; done = main()\n"
         "names = ' '.join(sys.modules)\n"
-        "others = ('conversion', 'comparison', 'formats.torch_dcp.chunks')\n"
+        "others = ('conversion', 'comparison', 'formats.torch_dcp.reader')\n"
         "sys.exit(done or any(f'reshard.checkpoint.{one}' in names for one in others))"
     )
     assert run_alone("inspect", "model", cwd=folder, code=code).code == 0

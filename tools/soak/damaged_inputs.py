@@ -33,7 +33,7 @@ from reshard.checkpoint import (
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
-from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile, look_into
+from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile, open_packed
 from reshard.checkpoint.formats.torch_files.archive import read_archive
 from reshard.errors import ReshardError
 from soak.nothing_runs import nothing_runs
@@ -160,7 +160,7 @@ def read_damaged_packed_archive(content: bytes, folder: Path) -> str:
     try:
         with nothing_runs(folder):
             place = FileRange(path.name, 0)
-            found = look_into(
+            found = open_packed(
                 lambda offset, size: packed[offset : offset + size],
                 *(place, len(packed), transforms, len(content), label),
             )

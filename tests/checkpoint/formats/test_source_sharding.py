@@ -156,7 +156,7 @@ def test_what_pytorch_dropped_as_a_copy_is_not_taken_for_the_whole(tmp_path: Pat
     with pytest.raises(CoverageError, match="4 of 8 are lost") as caught:
         checkpoint.load(folder)
     assert "use_collectives=False" in str(caught.value)
-    with pytest.raises(UsageError, match=r"stored by ranks .* no rule brings them back"):
+    with pytest.raises(UsageError, match=r"stored by ranks .* no rule restores them"):
         checkpoint.open(folder, mesh="ep=2,fsdp=2", rules=RULES)
     allowed = checkpoint.open(folder, allow=["differing-copies"])
     assert checkpoint.load(allowed)["moe.experts.w"].shape == (4, 3, 2)

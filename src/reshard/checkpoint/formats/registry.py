@@ -24,7 +24,7 @@ _MODULES = {
     "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist.format",
     "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy.format",
     "megatron-fsdp": "reshard.checkpoint.formats.megatron.fsdp_dtensor",
-    "torch-dcp": "reshard.checkpoint.formats.torch_dcp.format",
+    "torch-dcp": "reshard.checkpoint.formats.torch_dcp",
     "orbax": "reshard.checkpoint.formats.orbax.format",
     "deepspeed-zero1": "reshard.checkpoint.formats.deepspeed.zero1",
     "deepspeed-zero3": "reshard.checkpoint.formats.deepspeed.zero3",

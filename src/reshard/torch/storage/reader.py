@@ -46,7 +46,7 @@ from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threa
 from reshard.checkpoint.files.places.place_path import PlacePath, as_path
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
+from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
 from reshard.errors import CheckpointError, ReshardError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box

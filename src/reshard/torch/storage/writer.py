@@ -49,7 +49,7 @@ from reshard.checkpoint.files.places.stores.target_stores import expect_writable
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32, moved
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.registry import written_format
-from reshard.checkpoint.formats.torch_dcp.files import SUFFIX
+from reshard.checkpoint.formats.torch_dcp import SUFFIX
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError

@@ -24,7 +24,7 @@ from reshard.checkpoint.blocks.block_io import open_sources
 from reshard.checkpoint.comparison import check_digests
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp import packed_archives
-from reshard.checkpoint.formats.torch_dcp.packed_archives import look_into
+from reshard.checkpoint.formats.torch_dcp.packed_archives import open_packed
 from reshard.errors import (
     CheckpointError,
     DigestError,
@@ -103,7 +103,7 @@ def test_what_torch_compressed_is_read(tmp_path: Path, small_blocks: int, layers
     assert found == WHOLES
     assert np.array_equal(turned.bits, WHOLES["w"].bits.T)
     opened = open_checkpoint(tmp_path / "dcp")
-    assert opened.notes[0].startswith("7 shards are compressed (stream.zstd/1); of each, only")
+    assert opened.notes[0].startswith("7 shards are compressed (stream.zstd/1); only their")
     assert {*opened.derived} == {f"__{rank}_0.distcp/unpacked" for rank in range(3)}
 
 
@@ -184,7 +184,7 @@ def test_opening_reads_little_of_a_large_archive(tmp_path: Path) -> None:
         return content[offset : offset + size]
 
     place = FileRange(info.relative_path, info.offset)
-    found = look_into(count, place, info.length, ("stream.zstd/1",), 4 << 20, "w")
+    found = open_packed(count, place, info.length, ("stream.zstd/1",), 4 << 20, "w")
     assert (found.front.storage_bytes, found.front.shape) == (4 << 20, (4 << 20,))
     assert read <= 512 << 10
 
@@ -322,7 +322,7 @@ def test_all_archives_that_are_damaged_are_listed(packed: Path) -> None:
         ("t", "[0:48, 0:64]"),
     ]
     for block in found.damaged:
-        assert "the checksum of what is unpacked is" in block.problem
+        assert "the checksum of the unpacked storage is" in block.problem
         (info,) = places(packed, block.tensor)
         ends = f"{info.offset}:{info.offset + info.length}"
         assert block.places == (f"{info.relative_path} bytes {ends}",)
@@ -354,7 +354,7 @@ def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path)
         if is_right:
             checkpoint.convert(packed, tmp_path / "right", to="full")
         else:
-            assert "speak of different" in str(refused(packed, tmp_path / "target"))
+            assert "describe different" in str(refused(packed, tmp_path / "target"))
 
 
 @pytest.mark.parametrize("much", [1 << 18, 1 << 26])

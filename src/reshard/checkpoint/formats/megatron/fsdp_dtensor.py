@@ -22,7 +22,7 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.format import CheckpointFormat
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
 from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME
+from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 
 FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = re.compile(r"iter_\d{7}|release")

@@ -1,6 +1,152 @@
-"""PyTorch's distributed checkpoints (DCP): `.metadata`, and files of archives.
+"""The format `torch-dcp`: PyTorch's distributed checkpoints, `.metadata` and files of archives.
 
-`reader` reads `metadata` (or `rank_metadata`) and binds tensors to `chunks`; those that were
-compressed (`stream_transforms`) are `packed_archives`. `arrangement` lays out new ones. `format`
-is the face to the registry. Start with `reader`.
+`metadata` reads and writes `.metadata`; `reader` binds tensors to the archives of their chunks, and
+`packed_archives` decompresses archives when they are read; `writer` plans new checkpoints.
+Megatron's `torch_dist` and FSDP formats build on it.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.source_sharding import (
+    SourceSharding,
+)
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from reshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.source_sharding import SourceSharding
+
+FORMAT_NAME = "torch-dcp"
+METADATA_NAME = ".metadata"
+SUFFIX = ".distcp"
+_FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def data_file_name(rank: int) -> str:
+    """Return the name of a rank's file.
+
+    >>> data_file_name(3)
+    '__3_0.distcp'
+    """
+    return f"__{rank}_0{SUFFIX}"
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank in the name of a data file, or None if it is another file.
+
+    >>> rank_of_file("__12_1.distcp"), rank_of_file("weights.distcp")
+    (12, None)
+    """
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1]) if match and len(match[1]) < 8 else None
+
+
+_NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
+
+
+def is_rank_metadata(name: str) -> bool:
+    """Return whether a file name is that of a single rank's metadata.
+
+    >>> is_rank_metadata("__12.metadata"), is_rank_metadata(".metadata")
+    (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
+
+
+def rank_metadata_names(folder: Path) -> tuple[str, ...]:
+    """Return the metadata files of single ranks in a folder, in the order of ranks; often none.
+
+    Raises:
+        CheckpointError: the file of a rank is missing, and a higher rank has one.
+    """
+    names = [path.name for path in folder.glob("__*.metadata")]
+    ranks = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    for expected, rank in enumerate(ranks):
+        if rank != expected:
+            raise CheckpointError(
+                f"{folder / f'__{expected}.metadata'} is missing, while there is "
+                f"__{rank}.metadata; without collectives every rank writes its own. Fetch it "
+                "again, the checkpoint is incomplete"
+            )
+    return tuple(f"__{rank}.metadata" for rank in ranks)
+
+
+class TorchDcpFormat(CheckpointFormat):
+    """A folder with `.metadata`, or with that of each rank, and files of archives."""
+
+    name = FORMAT_NAME
+    evidence = f"`{METADATA_NAME}` of PyTorch"
+    suffixes = (SUFFIX,)
+    capabilities = frozenset(
+        {
+            Capability.WHOLE,
+            Capability.SHARDS,
+            Capability.ITEMS,
+            Capability.VALUES,
+            Capability.ATTRIBUTES,
+        }
+    )
+    # Megatron's `common.pt` is part of its checkpoints, and is carried along.
+    carries_weights = True
+    takes_source_sharding = True
+
+    def detect(self, path: Path) -> bool:
+        """Return whether `path` has metadata, or is a metadata file."""
+        if path.is_dir():
+            return (path / METADATA_NAME).exists() or bool(rank_metadata_names(path))
+        return path.name == METADATA_NAME or is_rank_metadata(path.name)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the checkpoint by its metadata."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read
+
+        return read(path if path.is_dir() else path.parent)
+
+    def open_sharded(self, path: Path, sharding: SourceSharding) -> Checkpoint:
+        """Open a save without collectives whose metadata lack a mesh axis that `sharding` has."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read
+
+        return read(path if path.is_dir() else path.parent, sharding)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """Describe the checkpoint in the layouts of the manifest."""
+        from reshard.checkpoint.formats.torch_dcp.reader import read_with_manifest
+
+        return read_with_manifest(folder, manifest)
+
+    def drops_copies(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the save used collectives: PyTorch then stores one of equal chunks."""
+        folder = checkpoint.folder
+        return (folder / METADATA_NAME).exists() and not (folder / MANIFEST_NAME).exists()
+
+    def has_file(self, name: str) -> bool:
+        """Return whether `name` is that of a file of archives, or of a rank's metadata."""
+        return super().has_file(name) or is_rank_metadata(name)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Return the metadata files of single ranks, if there is no `.metadata`."""
+        has_metadata = (checkpoint.folder / METADATA_NAME).exists()
+        return () if has_metadata else rank_metadata_names(checkpoint.folder)
+
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
+        """Plan one file of chunks a rank; items and plain values go into the first rank's files."""
+        from reshard.checkpoint.formats.torch_dcp.writer import add_values, plan_chunks
+
+        return add_values(plan_chunks(new), new.values, new.paths)
+
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
+        """Yield `.metadata`, which lists the location of every chunk and item."""
+        from reshard.checkpoint.formats.torch_dcp.writer import metadata_bytes, with_value_items
+
+        yield METADATA_NAME, metadata_bytes(with_value_items(write_plan))
+
+
+FORMAT = TorchDcpFormat()

@@ -1,26 +1,38 @@
 """The `.metadata` of a PyTorch distributed checkpoint, read and written.
 
-`torch.distributed.checkpoint` (DCP) writes one file or several for each rank, and beside them
-`.metadata`, a pickle of dataclasses::
+`torch.distributed.checkpoint` (DCP) writes one or several files for each rank, and `.metadata`, a
+pickle of dataclasses::
 
     Metadata
-      state_dict_metadata   {name: shape, type and chunks of a tensor, or that it is none}
+      state_dict_metadata   {name: shape, dtype and chunks of a tensor; or bytes}
       storage_data          {name and offset of a chunk: file, offset, length}
-      planner_data          {name: where it stood in the nested state dict}
+      planner_data          {name: its path in the nested state dict}
       storage_meta, version
 
-1. The pickle is read without doing what it says (`restricted_pickle`). Names of other classes
-   are kept as such; a tensor that is described by one is unreadable.
-2. Every chunk of every tensor is looked up in `storage_data`; what is not there is missing.
-3. Attributes beyond these (Megatron has some) do not matter for the tensors. Those of plain
-   values are kept as they are (`plain_attributes`); the others are listed.
+1. The pickle is read without executing it (`restricted_pickle`). Instances of unknown classes are
+   kept as their names; a tensor that is described by one is unreadable.
+2. Every chunk of every tensor must be in `storage_data`.
+3. Other attributes, such as Megatron's, do not affect the tensors. Plain values among them are kept
+   (`plain_attributes`); the others are listed.
 
-`metadata_pickle` is the way back: names of PyTorch's classes, without PyTorch.
+`metadata_pickle` writes the same pickle by the names of PyTorch's classes, without PyTorch.
+
+`torch.distributed.checkpoint.save(..., use_collectives=False)` makes every rank write metadata of
+its own, `__R.metadata`, which describes only that rank's part. `merge_rank_metadata` merges them::
+
+    __0.metadata   w = w[0:4] of [8], b = b[0:2], step      w = w[0:4] + w[4:8]
+    __1.metadata   w = w[4:8] of [8], b = b[0:2], step      b = b[0:2] (of rank 0), step (of rank 0)
+
+1. All ranks must agree on a tensor's shape and dtype.
+2. A box that several ranks have is a copy. All copies are kept, so that they can be compared
+   (`reshard.checkpoint.copy_checks`), and a user can specify that they are different parts.
+3. Bytes that are not tensors may differ between ranks. Those of the lowest rank are used; the
+   others are returned for the caller to compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +44,17 @@ from reshard.checkpoint.formats.torch_files.restricted_pickle import read_inert
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import CoverageError, FormatError, UnreadableTensorError, UsageError
+from reshard.errors import (
+    CoverageError,
+    FormatError,
+    UnreadableTensorError,
+    UsageError,
+)
 from reshard.layout import Box
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
 _KNOWN_ATTRIBUTES = {
     "state_dict_metadata",
     "storage_data",
@@ -48,13 +66,12 @@ _KNOWN_ATTRIBUTES = {
 }
 VERSION = "1.0.0"
 _ROOT = Global(_METADATA, "Metadata")
-
 StatePath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """A range of a file; `transforms` names what was done to its bytes, innermost first."""
+    """A range of a file; `transforms` are those applied to its bytes, innermost first."""
 
     file: str
     start_bytes: int
@@ -72,7 +89,7 @@ class DcpChunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor, and the chunks that it is stored in."""
+    """A tensor, and the chunks in which it is stored."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -81,12 +98,16 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a distributed checkpoint holds.
+    """The contents of a distributed checkpoint.
 
-    `items` are bytes that are no tensor; `paths` says where in the nested state dict each name
-    stood, where that is known. `attributes` are those unknown to PyTorch itself, where their
-    values are plain ones; `other_attributes` names those of anything else. `unreadable` has the
-    type of tensors that cannot be read, or another reason.
+    Attributes:
+        tensors: by name.
+        items: bytes that are not tensors, by name.
+        paths: the path of each name in the nested state dict, if known.
+        other_attributes: the names of attributes that PyTorch does not define, and that are not
+            plain values.
+        attributes: those that PyTorch does not define and that are plain values.
+        unreadable: the reason for each tensor that cannot be read, such as its type.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -98,7 +119,7 @@ class DcpMetadata:
 
 
 def read_metadata(content: bytes, label: str) -> DcpMetadata:
-    """What the bytes of a `.metadata` file say; `label` names the file in errors.
+    """Parse the bytes of a `.metadata` file; `label` names the file in errors.
 
     Raises:
         FormatError: a pickle of anything else, or one that contradicts itself.
@@ -106,7 +127,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
     """
     root = read_inert(content, label)
     if not (isinstance(root, Call) and root.function == _ROOT):
-        raise FormatError(f"{label} is no metadata of torch.distributed.checkpoint")
+        raise FormatError(f"{label} is not the metadata of torch.distributed.checkpoint")
     fields = _Fields(root, label)
     places = _places(fields.mapping("storage_data"), label)
     tensors: dict[str, DcpTensor] = {}
@@ -126,7 +147,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
             items[name] = places[name, None]
         else:
             unreadable[name] = explain(described)
-    # Attributes unknown to PyTorch, such as Megatron's: plain ones are copied, the rest listed.
+    # Attributes that PyTorch does not define: plain values are copied, the rest are listed.
     unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
     attributes = plain_attributes({name: fields.get(name) for name in unknown})
     other = tuple(shortened(name) for name in unknown if name not in attributes)
@@ -135,7 +156,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
 
 
 class _Fields:
-    """The attributes of one object of a pickle, each checked when it is asked for."""
+    """The attributes of an object of a pickle, each checked when it is read."""
 
     def __init__(self, value: object, label: str) -> None:
         self._label = label
@@ -144,7 +165,7 @@ class _Fields:
         self._state: dict[Any, Any] = value.state
 
     def wrong(self, name: str, expected: str) -> FormatError:
-        """The error for an attribute that is missing or of another type."""
+        """Return the error for an attribute that is missing or of another type."""
         found = self._state.get(name)
         if isinstance(found, Call) and found.function.name == "Size" and len(found.arguments) == 1:
             found = found.arguments[0]
@@ -160,11 +181,11 @@ class _Fields:
         return tuple(str(name) for name in self._state)
 
     def get(self, name: str) -> Any:
-        """An attribute, or None."""
+        """Return an attribute, or None."""
         return self._state.get(name)
 
     def mapping(self, name: str) -> dict[Any, Any]:
-        """An attribute that is a dict."""
+        """Return an attribute that is a dict."""
         value = self._state.get(name)
         if isinstance(value, Call) and value.function.name == "OrderedDict":
             value = value.items or {}
@@ -173,7 +194,7 @@ class _Fields:
         return value
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a `torch.Size`."""
+        """Return an attribute that is a `torch.Size`."""
         value = self._state.get(name)
         if isinstance(value, Call) and value.function.name == "Size" and len(value.arguments) == 1:
             value = value.arguments[0]
@@ -182,14 +203,14 @@ class _Fields:
         return tuple(value)
 
     def size(self, name: str) -> int:
-        """An attribute that is a number of bytes."""
+        """Return an attribute that is a number of bytes."""
         value = self._state.get(name)
         if not isinstance(value, int) or not _is_size(value):
             raise self.wrong(name, "a number of bytes of 0 or more")
         return value
 
     def text(self, name: str) -> str:
-        """An attribute that is text."""
+        """Return an attribute that is text."""
         value = self._state.get(name)
         if not isinstance(value, str):
             raise self.wrong(name, "text")
@@ -200,7 +221,7 @@ _Places = dict[tuple[str, tuple[int, ...] | None], StoredBytes]
 
 
 def _places(storage: Mapping[Any, Any], label: str) -> _Places:
-    """Where every chunk and every item is stored, by name and offset."""
+    """Return the location of every chunk and item, by name and offset."""
     places: _Places = {}
     for index, info in storage.items():
         where = _Fields(index, f"{label}: an index of storage_data")
@@ -213,7 +234,7 @@ def _places(storage: Mapping[Any, Any], label: str) -> _Places:
         ):
             raise fields.wrong("transform_descriptors", "a list of names")
         if key in places:
-            raise FormatError(f"{label} says twice where {name!r} at {key[1]} is stored")
+            raise FormatError(f"{label} has two locations for {name!r} at {key[1]}")
         places[key] = StoredBytes(
             fields.text("relative_path"),
             fields.size("offset"),
@@ -257,11 +278,11 @@ def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
 
 
 def _dtype(fields: _Fields, label: str) -> DType:
-    """The element type in the properties of a tensor, the first of the values they have."""
+    """Return the dtype in the properties of a tensor."""
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Call) else None
     named = state.get("dtype") if isinstance(state, dict) else None
-    # PyTorch's class has a `__getstate__` of its own: a tuple, the element type first.
+    # PyTorch's class defines `__getstate__`: a tuple that begins with the dtype.
     if isinstance(state, tuple) and state:
         named = state[0]
     if not (isinstance(named, Global) and named.module == "torch"):
@@ -273,7 +294,7 @@ def _dtype(fields: _Fields, label: str) -> DType:
 
 
 def _paths(planner_data: object) -> dict[str, StatePath] | None:
-    """Where names stood in the state dict; None if the planner's data has another form."""
+    """Return the paths of names in the state dict, or None if `planner_data` is in another form."""
     if not isinstance(planner_data, dict):
         return None
     paths: dict[str, StatePath] = {}
@@ -288,7 +309,7 @@ def _paths(planner_data: object) -> dict[str, StatePath] | None:
 
 def _check_name(name: object, label: str) -> None:
     if not isinstance(name, str):
-        raise FormatError(f"{label}: a name in state_dict_metadata is no text")
+        raise FormatError(f"{label}: the name {name!r} in state_dict_metadata is not text")
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -296,14 +317,14 @@ def _check_name(name: object, label: str) -> None:
 
 
 def _is_size(value: object) -> bool:
-    # Two of them, such as a start and a size, add up within 64 bits.
+    # The sum of two, such as an offset and a size, fits into 64 bits.
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def metadata_pickle(metadata: DcpMetadata) -> bytes:
-    """The bytes of a `.metadata` file, as `torch.distributed.checkpoint` reads them."""
+    """Return the bytes of a `.metadata` file, as `torch.distributed.checkpoint` reads them."""
 
-    # The two dicts of `Metadata`: what each name is, and where each chunk or item is stored.
+    # The two dicts of `Metadata`: the description of each name, and the location of each chunk.
     def describe() -> Iterator[tuple[Any, Any]]:
         for name, tensor in metadata.tensors.items():
             chunks = [
@@ -370,8 +391,91 @@ def _storage_info(place: StoredBytes) -> Call:
 
 def _properties(dtype: DType) -> Call:
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    # 0 is the contiguous format. The state is what `__setstate__` of PyTorch's class takes: element
-    # type, layout, whether it needs a gradient, memory format, whether memory is pinned.
+    # 0 is the contiguous format. The state is the argument of `__setstate__` of PyTorch's class:
+    # dtype, layout, requires_grad, memory format, pin_memory.
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     state = (Global("torch", dtype.name), strided, False, contiguous, False)
     return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)
+
+
+def merge_rank_metadata(
+    parts: Sequence[tuple[str, DcpMetadata]],
+) -> tuple[DcpMetadata, int, list[tuple[str, StoredBytes]]]:
+    """Merge the metadata of all ranks, given with the names of their files.
+
+    Returns:
+        The metadata; the number of boxes that a lower rank has too; and the items, by name, that a
+        lower rank has too.
+
+    Raises:
+        CoverageError: ranks that disagree about what a tensor is.
+    """
+    tensors: dict[str, DcpTensor] = {}
+    items: dict[str, StoredBytes] = {}
+    paths: dict[str, StatePath] = {}
+    others: list[tuple[str, StoredBytes]] = []
+    unlike: dict[str, None] = {}
+    unreadable: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    boxes: dict[str, set[Box]] = {}
+    copies = 0
+    for file, part in parts:
+        unreadable = {**part.unreadable, **unreadable}
+        for name, tensor in part.tensors.items():
+            first = tensors.get(name)
+            _check_same_kind(name, file, origin, is_same=name not in items)
+            if first is None:
+                tensors[name] = tensor
+                continue
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise CoverageError(
+                    f"tensor {name!r} is {first.dtype} {list(first.shape)} by {origin[name]}, but "
+                    f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
+                    "saves, or ranks gave different tensors one name"
+                )
+            known = boxes.setdefault(name, {chunk.box for chunk in first.chunks})
+            copies += sum(chunk.box in known for chunk in tensor.chunks)
+            known.update(chunk.box for chunk in tensor.chunks)
+            chunks = (*first.chunks, *tensor.chunks)
+            tensors[name] = DcpTensor(first.dtype, first.shape, chunks)
+        for name, place in part.items.items():
+            _check_same_kind(name, file, origin, is_same=name not in tensors)
+            if name in items:
+                others.append((name, place))
+            else:
+                items[name] = place
+        # Where ranks differ, the lowest rank's entry stays.
+        paths = {**part.paths, **paths}
+        unlike |= dict.fromkeys(part.other_attributes)
+    attributes, differing = _join_attributes([part for _, part in parts])
+    other_attributes = (*unlike, *(name for name in differing if name not in unlike))
+    tensors = {name: one for name, one in tensors.items() if name not in unreadable}
+    metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes, unreadable)
+    return metadata, copies, others
+
+
+def _check_same_kind(name: str, file: str, origin: dict[str, str], *, is_same: bool) -> None:
+    if not is_same:
+        raise CoverageError(
+            f"{name!r} is a tensor by {origin[name]} or {file}, and not by the other; "
+            "they belong to different saves"
+        )
+    origin.setdefault(name, file)
+
+
+def _join_attributes(
+    parts: Sequence[DcpMetadata],
+) -> tuple[Mapping[str, object], tuple[str, ...]]:
+    """Return the attributes of all ranks, dicts merged, and the names of those that differ."""
+    joined: dict[str, object] = {}
+    differing: dict[str, None] = {}
+    for part in parts:
+        for name, value in part.attributes.items():
+            first = joined.setdefault(name, value)
+            if isinstance(first, dict) and isinstance(value, dict):
+                if any(first[key] != value[key] for key in first if key in value):
+                    differing[name] = None
+                joined[name] = {**value, **first}
+            elif first != value:
+                differing[name] = None
+    return {name: one for name, one in joined.items() if name not in differing}, tuple(differing)

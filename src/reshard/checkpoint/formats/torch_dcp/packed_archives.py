@@ -1,20 +1,25 @@
-"""Compressed archives: files that are unpacked when they are first read.
+"""Archives that were transformed, such as compressed, and are unpacked when they are first read.
 
-The elements of a tensor are nowhere in a file until its archive is unpacked, and only all of it
-can be. What is unpacked of one file goes into a file without a name, in which every storage has
-its place from the start::
+A storage writer of PyTorch can send items through extensions on their way to the file. `.metadata`
+lists a descriptor (name and version) of each, in the order in which a reader reverses them::
+
+    archive  --zstd-->  packed bytes in the file      transform_descriptors  ["stream.zstd/1"]
+    archive  <--zstd--  packed bytes                  (`unpacked`)
+
+An unknown descriptor is an error. An archive can only be unpacked from beginning to end. The
+archives of a file are unpacked into an unnamed file, at offsets that are known before::
 
     __0_0.distcp            [packed w][packed b][a number]
                                 |         |
-    __0_0.distcp/unpacked   [w ........][b ..]            each from a page on; holes until read
+    __0_0.distcp/unpacked   [w ........][b ..]            each at a page; holes until read
 
-1. The front of each archive, the little that opening a checkpoint unpacks, says how long its
-   storage is and how the tensor lies in it. So each storage has its place before it is unpacked.
-2. When something in it is first read, the archive is unpacked from beginning to end, once,
-   through a small buffer: memory does not grow with the archive, the disk takes the storage.
-3. Then the archive's directory is there: it must say what the front said, and its checksum
-   must be that of the storage.
-4. The system removes a file without a name when it is closed, or its process ends in any way.
+1. Opening a checkpoint unpacks only the front of each archive, which contains the length of its
+   storage and the tensor's view of it.
+2. When an element of it is first read, the archive is unpacked once, through a small buffer:
+   memory does not grow with the archive. The output of each transform is bounded, so that a small
+   file cannot keep a reader busy for hours.
+3. The archive's directory must agree with its front, and its checksum with the storage.
+4. The system removes an unnamed file when it is closed, or when its process ends.
 """
 
 from __future__ import annotations
@@ -26,31 +31,96 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.byte_streams import ByteStream, RangeStream
+from reshard.checkpoint.files.byte_streams import (
+    READ_BYTES,
+    ByteStream,
+    RangeStream,
+    ZStandardStream,
+    find_zstandard,
+)
 from reshard.checkpoint.files.scratch_file import ScratchFile, ScratchPart, next_start_bytes
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
     read_archive,
     read_archive_front,
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.zip_records import ReadRange
-from reshard.errors import DigestError, FormatError
+from reshard.errors import CheckpointError, DigestError, FormatError
 
-# What stands behind the storage: small records, and the directory.
-_MOST_TAIL_BYTES = 64 << 10
+ZSTANDARD = "stream.zstd"
+
+# Name and major version of the transforms that can be reversed.
+KNOWN_TRANSFORMS = (f"{ZSTANDARD}/1",)
+MAX_TRANSFORMS = 4
+
+
+def check_transforms(transforms: Sequence[str], label: str) -> None:
+    """Raise for transforms that cannot be reversed; `label` names the item in errors.
+
+    >>> check_transforms(["stream.zstd/1"], "w")
+    >>> check_transforms(["stream.secret/1"], "w")
+    Traceback (most recent call last):
+    reshard.errors.CheckpointError: w was transformed by stream.secret/1, which hides its
+    elements; known are stream.zstd/1. Save it again without this extension of the storage writer
+
+    Raises:
+        CheckpointError: an unknown transform, or more than `MAX_TRANSFORMS` in a row.
+        MissingExtraError: the package for a transform is not installed.
+    """
+    for descriptor in transforms:
+        name, _, version = descriptor.partition("/")
+        if (name, version.partition(".")[0]) != (ZSTANDARD, "1"):
+            raise CheckpointError(
+                f"{label} was transformed by {shortened(descriptor) or 'nothing named'}, which "
+                f"hides its elements; known are {', '.join(KNOWN_TRANSFORMS)}. Save it again "
+                "without this extension of the storage writer"
+            )
+    if len(transforms) > MAX_TRANSFORMS:
+        raise CheckpointError(
+            f"{label} was transformed {len(transforms)} times in a row; {MAX_TRANSFORMS} are the "
+            "most that are undone. Save it again with fewer extensions of the storage writer"
+        )
+    if transforms:
+        find_zstandard(label)
+
+
+def unpacked(
+    packed: ByteStream, transforms: Sequence[str], max_bytes: int, label: str
+) -> ByteStream:
+    """Return a stream of the original bytes, at most `max_bytes`; `label` names them in errors.
+
+    Reading from it raises FormatError for bytes that the transforms cannot have written.
+
+    Raises:
+        CheckpointError, MissingExtraError: as `check_transforms`.
+    """
+    check_transforms(transforms, label)
+    stream = packed
+    for left in reversed(range(len(transforms))):
+        # Compressing compressed bytes lengthens them by a little at most.
+        limit = max_bytes if left == 0 else 2 * max_bytes + READ_BYTES
+        stream = ZStandardStream(stream, limit, label, ".metadata")
+    return stream
+
+
+# Small records and the directory follow the storage.
+_MAX_TAIL_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedArchive:
-    """An archive that is stored transformed, such as compressed, in a file.
+    """An archive that is stored transformed, such as compressed.
 
-    Its `packed_bytes` at `place` were transformed by `transforms`, which are undone in that
-    order. `front` is what its beginning says. Its storage is unpacked to `start_bytes` of the
-    file without a name; `label` names it in errors.
+    Attributes:
+        label: for errors.
+        place: of its bytes, of which there are `packed_bytes`.
+        transforms: in the order in which they are reversed.
+        front: the tensor that its first bytes describe.
+        start_bytes: the offset in the unnamed file to which its storage is unpacked.
     """
 
     label: str
@@ -62,17 +132,19 @@ class PackedArchive:
 
     @property
     def stop_bytes(self) -> int:
-        """Where the unpacked storage ends."""
+        """The end of the unpacked storage."""
         return self.start_bytes + self.front.storage_bytes
 
     @property
     def next_start_bytes(self) -> int:
-        """Where the next storage may begin."""
+        """The first offset for the next storage."""
         return next_start_bytes(self.stop_bytes)
 
 
 def unpacked_name(file: str) -> str:
-    """The name under which tensors find what is unpacked of a file; no file can have it.
+    """Return the name by which tensors refer to the unpacked archives of a file.
+
+    No file can have that name.
 
     >>> unpacked_name("__0_0.distcp")
     '__0_0.distcp/unpacked'
@@ -80,7 +152,7 @@ def unpacked_name(file: str) -> str:
     return f"{file}/unpacked"
 
 
-def look_into(
+def open_packed(
     read: ReadRange,
     place: FileRange,
     packed_bytes: int,
@@ -88,17 +160,16 @@ def look_into(
     tensor_bytes: int,
     label: str,
 ) -> PackedArchive:
-    """The archive of a tensor of `tensor_bytes`, of which only the front is unpacked.
+    """Describe the archive of a tensor of `tensor_bytes` by its front, which alone is unpacked.
 
     `read(offset, size)` returns bytes of the file.
 
     Raises:
-        CheckpointError: a transform that is not known.
-        MissingExtraError: one whose package is not installed.
-        FormatError: no such archive, or one of more than `tensor_bytes`.
+        CheckpointError, MissingExtraError: as `check_transforms`.
+        FormatError: not such an archive, or an archive of more than `tensor_bytes`.
     """
     packed = RangeStream(read, place.start_bytes, packed_bytes)
-    stream = unpacked(packed, transforms, _find_most_bytes(tensor_bytes), label)
+    stream = unpacked(packed, transforms, _max_archive_bytes(tensor_bytes), label)
     front = read_archive_front(stream.read(FRONT_BYTES), label)
     if front.storage_bytes > tensor_bytes:
         raise FormatError(
@@ -108,8 +179,8 @@ def look_into(
     return PackedArchive(label, place, packed_bytes, transforms, front)
 
 
-def _find_most_bytes(storage_bytes: int) -> int:
-    return FRONT_BYTES + storage_bytes + _MOST_TAIL_BYTES
+def _max_archive_bytes(storage_bytes: int) -> int:
+    return FRONT_BYTES + storage_bytes + _MAX_TAIL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +191,7 @@ class PackedFile:
 
     @property
     def source(self) -> str:
-        """The file that they are in."""
+        """The file that contains them."""
         return self.archives[0].place.path
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
@@ -129,11 +200,16 @@ class PackedFile:
 
 
 class UnpackedFile(ScratchFile):
-    """The unpacked contents of one file; each archive is unpacked when it is first read.
+    """The unpacked archives of one file; each is unpacked when it is first read.
 
-    `packed` is that file, and stays open as long; `scratch` the folder in which there is room.
+    Args:
+        path: for errors.
+        archives: of the file, in the order of their unpacked storages.
+        packed: the file, which stays open as long.
+        scratch: the folder for the unnamed file.
 
-    Raises `RunError` where no file can be made in `scratch`.
+    Raises:
+        RunError: the unnamed file cannot be created.
     """
 
     def __init__(
@@ -157,41 +233,41 @@ class UnpackedFile(ScratchFile):
         super().__init__(path, parts, packed, scratch)
 
     def make_part(self, number: int) -> None:
-        """Unpack an archive and check it: its storage into the file, the rest in memory."""
+        """Unpack the storage of an archive into the file, and check the archive."""
         self._unpack(self._archives[number])
 
     def _unpack(self, archive: PackedArchive) -> None:
         storage_bytes = archive.front.storage_bytes
         packed = RangeStream(self.read_packed, archive.place.start_bytes, archive.packed_bytes)
-        most_bytes = _find_most_bytes(storage_bytes)
-        stream = unpacked(packed, archive.transforms, most_bytes, archive.label)
+        max_bytes = _max_archive_bytes(storage_bytes)
+        stream = unpacked(packed, archive.transforms, max_bytes, archive.label)
         front = stream.read(archive.front.start_bytes)
         checksum = self._unpack_storage(stream, archive)
-        tail = stream.read(most_bytes)
+        tail = stream.read(max_bytes)
         size_bytes = len(front) + storage_bytes + len(tail)
 
-        # The archive as a whole: its storage is in the file, what is around it in memory.
+        # The storage is in the unnamed file, the front and the tail are in memory.
         def read(offset: int, size: int) -> bytes:
-            # `at` counts from the storage's first byte; a range may lie in all three parts.
+            # `at` counts from the storage's first byte; a range may extend over all three.
             at, content = offset - len(front), b""
             if at < 0:
                 content, at = front[offset:][:size], 0
             inside = max(0, min(size - len(content), storage_bytes - at))
             start = archive.start_bytes + at
             content += self.read_back(start, inside)
-            behind = max(0, at - storage_bytes)
-            return content + tail[behind : behind + size - len(content)]
+            rest = max(0, at - storage_bytes)
+            return content + tail[rest : rest + size - len(content)]
 
         whole = read_archive(read, 0, size_bytes, archive.label)
         if replace(whole, crc32=None) != archive.front:
             raise FormatError(
-                f"{archive.label} is damaged: its beginning and its directory speak of different "
+                f"{archive.label} is damaged: its beginning and its directory describe different "
                 "tensors; fetch the file again"
             )
         if whole.crc32 not in (None, checksum):
             raise DigestError(
-                f"{archive.label} is not what was written: the checksum of what is unpacked is "
-                f"{checksum:08x}, the archive itself says {whole.crc32:08x}. It was damaged, fetch "
+                f"{archive.label} is not what was written: the checksum of the unpacked storage is "
+                f"{checksum:08x}, in the archive it is {whole.crc32:08x}. It was damaged, fetch "
                 "it again"
             )
 

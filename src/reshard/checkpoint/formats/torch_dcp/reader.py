@@ -1,19 +1,19 @@
-"""Checkpoints of PyTorch's distributed checkpoint (`torch.distributed.checkpoint`, DCP).
+"""Opening PyTorch's distributed checkpoints (`torch.distributed.checkpoint`, DCP).
 
-A folder with `.metadata` and files `__R_N.distcp`, file N of rank R. Each file is a row of
-items, one behind the other: the archive of a chunk of a tensor, or bytes that are no tensor::
+A folder contains `.metadata` and files `__R_N.distcp`, file N of rank R. Each file consists of
+consecutive items: the archive of a chunk of a tensor, or bytes that are not a tensor::
 
     __0_0.distcp   [lr][zip: w[0:4]][zip: b[0:2]]      .metadata   w = w[0:4] + w[4:8], ...
     __1_0.distcp   [zip: w[4:8]][zip: b[2:4]]                      w[0:4] in __0_0, 57:1762, ...
 
-1. `.metadata` says which chunks there are and where (`metadata`).
-2. Each archive says where in it the elements lie (`torch_files.archive`); type and shape must be
-   those that `.metadata` says, which PyTorch does not look at.
-3. The chunks are proven to cover each tensor once.
+1. `.metadata` lists the chunks and their locations (`metadata`); a save without collectives has
+   `__R.metadata` of each rank instead.
+2. The bytes of each chunk must be inside its file. Its archive contains the offset of the elements
+   (`torch_files.archive`), or, if it is compressed, their offset once it is decompressed
+   (`packed_archives`); dtype and shape must be those in `.metadata`, which PyTorch does not check.
+3. The chunks are bound to the tensor's layout, and must cover it once.
 
-A save without collectives has `__R.metadata` of each rank instead (`rank_metadata`).
-A compressed archive is looked into; what it holds is unpacked when it is read
-(`packed_archives`). Nothing here imports PyTorch, and nothing in the files is run.
+Nothing here imports PyTorch, and nothing in the files is executed.
 """
 
 from __future__ import annotations
@@ -21,49 +21,74 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-from reshard.binding import Binding, FileRange
+from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import (
     Checkpoint,
+    StoredChecksum,
     StoredFile,
     StoredItem,
     StoredTensor,
 )
-from reshard.checkpoint.files.descriptors import read_up_to
+from reshard.checkpoint.files.descriptors import Closing, read_range, read_up_to
+from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
+from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
 from reshard.checkpoint.formats.source_sharding import (
+    DescribedPart,
     SourceSharding,
     describe_no_lacking,
     describe_numbering,
+    find_missing_axes,
     select_by_rules,
 )
-from reshard.checkpoint.formats.torch_dcp.chunks import ChunkReader
-from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, METADATA_NAME, rank_of_file
+from reshard.checkpoint.formats.torch_dcp import (
+    FORMAT_NAME,
+    METADATA_NAME,
+    rank_metadata_names,
+    rank_of_file,
+)
 from reshard.checkpoint.formats.torch_dcp.metadata import (
+    DcpChunk,
     DcpMetadata,
+    DcpTensor,
     StoredBytes,
+    merge_rank_metadata,
     read_metadata,
 )
-from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedFile
-from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
-    MergedMetadata,
-    cut_lacking_tensors,
-    merged_metadata,
-    rank_metadata_names,
+from reshard.checkpoint.formats.torch_dcp.packed_archives import (
+    PackedArchive,
+    PackedFile,
+    check_transforms,
+    open_packed,
+    unpacked_name,
 )
+from reshard.checkpoint.formats.torch_files.archive import read_archive
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
-from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.errors import (
+    CheckpointError,
+    CoverageError,
+    FormatError,
+    UnreadableTensorError,
+    UsageError,
+)
+from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.text import rank_text
 
 # Bounds on what is read into memory at once: metadata, and items that are compared.
-LARGEST_METADATA_BYTES = 1 << 30
-LARGEST_COMPARED_BYTES = 1 << 20
+MAX_METADATA_BYTES = 1 << 30
+MAX_COMPARED_BYTES = 1 << 20
 
 
-def read(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
+def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
     """Describe the checkpoint in a folder with `.metadata`, from its files alone.
 
-    With `cut`, a save without collectives whose metadata lack an axis is cut by it.
+    Args:
+        folder: of the files.
+        sharding: of the tensors of a save without collectives whose metadata lack a mesh axis.
 
     Raises:
         FormatError: a file that is damaged or contradicts another.
@@ -72,23 +97,24 @@ def read(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
     # 1. The metadata: one for all ranks, or those of each rank merged.
-    merged = None
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
-        merged = merged_metadata([(name, _read_metadata_file(folder / name)) for name in names])
-    metadata = merged.metadata if merged else _read_metadata_file(folder / METADATA_NAME)
+        metadata, copies, other_items = merge_rank_metadata(
+            [(name, _read_metadata_file(folder / name)) for name in names]
+        )
+    else:
+        metadata, copies, other_items = _read_metadata_file(folder / METADATA_NAME), 0, []
     mesh = None
     notes: list[str] = []
-    if cut is not None:
-        metadata, mesh = _cut_tensors(folder, metadata, cut, len(names))
-        notes += describe_numbering(cut, mesh)
-    files = _list_files(folder, metadata, merged.other_items if merged else ())
+    if sharding is not None:
+        metadata, mesh = _shard_tensors(folder, metadata, sharding, len(names))
+        notes += describe_numbering(sharding, mesh)
+    files = _list_files(folder, metadata, other_items)
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     # 2. The archives: every chunk is found in its file and bound.
     items = {}
-    others: list[tuple[str, str]] = []
-    metadata_name = "the metadata of its ranks" if merged else METADATA_NAME
+    metadata_name = "the metadata of its ranks" if names else METADATA_NAME
     with ChunkReader(folder, ranks, sizes, metadata_name) as chunks:
         tensors = {tensor.name: tensor for tensor in chunks.bind(metadata.tensors)}
         for name, place in metadata.items.items():
@@ -96,19 +122,18 @@ def read(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
             address = FileRange(place.file, place.start_bytes)
             rank = ranks[place.file]
             items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
-        if merged:
-            others += _list_other_items(merged, chunks, ranks)
-    # 3. What cannot be carried to a target, and what a user should know.
+        others = [*_list_other_items(metadata.items, other_items, chunks, ranks)]
+    # 3. The contents that are not read, and notes for the user.
     unread = [
-        (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
+        (f"{METADATA_NAME}: {name}", "not an attribute of PyTorch's, nor a plain value")
         for name in metadata.other_attributes
     ]
-    if merged:
-        unread += others
-        copies = f"; {merged.copies} shards are copies of those of a lower rank, which are read"
+    unread += others
+    if names:
+        copies_text = f"; {copies} shards are copies of those of a lower rank, which are read"
         notes.append(
-            f"merged from the metadata of {len(names)} ranks, which did not talk when they saved "
-            f"(use_collectives=False){copies if merged.copies else ''}"
+            f"merged from the metadata of {len(names)} ranks, saved without collectives "
+            f"(use_collectives=False){copies_text if copies else ''}"
         )
     packed = {name: PackedFile(tuple(found)) for name, found in chunks.packed.items()}
     if packed:
@@ -127,50 +152,53 @@ def read(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
         notes=tuple(notes),
         unreadable={**metadata.unreadable, **chunks.unreadable},
         mesh=mesh,
-        said_cut=None if cut is None else str(cut),
+        said_cut=None if sharding is None else str(sharding),
     )
 
 
-def _cut_tensors(
-    folder: Path, metadata: DcpMetadata, cut: SourceSharding, ranks: int
+def _shard_tensors(
+    folder: Path, metadata: DcpMetadata, sharding: SourceSharding, ranks: int
 ) -> tuple[DcpMetadata, DeviceMesh]:
-    """Return the metadata with tensors whose descriptions lack an axis cut by a user's rules.
+    """Shard tensors whose descriptions lack a mesh axis by the user's rules.
 
-    Raises UsageError where the axis cannot be had back from the files.
+    Raises UsageError if the parts over that axis are not in the files.
     """
     if ranks:
-        tensors, mesh = cut_lacking_tensors(folder, metadata.tensors, cut, ranks)
+        tensors, mesh = shard_lacking_tensors(folder, metadata.tensors, sharding, ranks)
         return dataclasses.replace(metadata, tensors=tensors), mesh
-    chosen = select_by_rules(metadata.tensors, cut)
+    chosen = select_by_rules(metadata.tensors, sharding)
     if not chosen:
         raise UsageError(describe_no_lacking(folder, ()))
     stored = {rank_of_file(chunk.place.file) for chunk in metadata.tensors[chosen[0]].chunks}
     stored_text = rank_text(rank for rank in stored if rank is not None)
     raise UsageError(
-        f"{folder}: {chosen[0]!r} has each of its parts once, stored by ranks {stored_text}: when "
-        "the ranks talk, PyTorch saves one of the parts that several ranks have under the same "
-        "name and offset, so that parts over an axis that is not in the mesh of the DTensors are "
-        "lost in this checkpoint, and no rule brings them back. Save again with the axis in the "
-        "mesh, under other names, with use_collectives=False, or as files of ranks (which "
-        "--source-mesh reads); without the source's mesh and rules, what is there is read"
+        f"{folder}: {chosen[0]!r} has each of its parts once, stored by ranks {stored_text}: in a "
+        "save with collectives, PyTorch stores a single part for each name and offset, so that "
+        "parts over an axis that is not in the mesh of the DTensors are lost in this checkpoint, "
+        "and no rule restores them. Save again with the axis in the mesh, under other names, with "
+        "use_collectives=False, or as files of ranks (which --source-mesh reads). To read the "
+        "stored parts, leave out the source's mesh and rules"
     )
 
 
 def _list_other_items(
-    merged: MergedMetadata, chunks: ChunkReader, ranks: Mapping[str, int]
+    items: Mapping[str, StoredBytes],
+    other_items: Iterable[tuple[str, StoredBytes]],
+    chunks: ChunkReader,
+    ranks: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
-    """Items of ranks whose bytes differ, or may differ, from those that are taken."""
-    for name, place in merged.other_items:
+    """Yield the items of ranks whose bytes differ, or may differ, from those that are used."""
+    for name, place in other_items:
         chunks.check_inside(name, place)
-        first = merged.metadata.items[name]
-        is_short = place.size_bytes <= LARGEST_COMPARED_BYTES
+        first = items[name]
+        is_short = place.size_bytes <= MAX_COMPARED_BYTES
         is_alike = (place.size_bytes, place.transforms) == (first.size_bytes, first.transforms)
         if is_short and is_alike and chunks.read(place) == chunks.read(first):
             continue
-        why = "are others than" if is_short or not is_alike else "are not compared with"
+        why = "differ from" if is_short or not is_alike else "are not compared with"
         yield (
             f"{name} of rank {ranks[place.file]}",
-            f"its bytes {why} those of rank {ranks[first.file]}, which are taken",
+            f"its bytes {why} those of rank {ranks[first.file]}, which are used",
         )
 
 
@@ -179,30 +207,30 @@ def _describe_packed(packed: Mapping[str, PackedFile]) -> str:
     size_bytes = sum(archive.front.storage_bytes for archive in archives)
     transforms = sorted({name for archive in archives for name in archive.transforms})
     return (
-        f"{len(archives)} shards are compressed ({', '.join(transforms)}); of each, only the "
-        f"beginning is known until it is read. They are unpacked to {size_bytes} bytes of "
-        "temporary files"
+        f"{len(archives)} shards are compressed ({', '.join(transforms)}); only their beginnings "
+        f"are checked until they are read. They are unpacked to {size_bytes} bytes of temporary "
+        "files"
     )
 
 
 def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
-    """A checkpoint that reshard wrote: what `.metadata` says, in the layouts of the manifest.
+    """Describe a checkpoint that reshard wrote, in the layouts of its manifest.
 
     Raises:
-        FormatError: files that are not what the manifest says.
+        FormatError: files that contradict the manifest.
         CheckpointError: as `read`.
     """
     return bind_to_manifest(read(folder), manifest)
 
 
 def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
-    """A checkpoint as it was found in the files, in the layouts of the manifest.
+    """Bind the tensors of a checkpoint to the layouts of its manifest.
 
     Raises:
-        FormatError: files that are not what the manifest says.
+        FormatError: files that contradict the manifest.
     """
     folder = found.folder
-    # A checkpoint of nothing has an empty file that nothing lies in.
+    # A checkpoint without tensors has an empty file, which `.metadata` does not mention.
     written = {(file.name, file.size_bytes) for file in manifest.files if file.size_bytes}
     others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)
     names = sorted({*found.tensors} ^ {*manifest.tensors})
@@ -229,7 +257,7 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
 def _bind_as_described(
     folder: Path, tensor: StoredTensor, described: ManifestTensor
 ) -> StoredTensor:
-    """A tensor in the layout of the manifest, its ranks' chunks those of the layout."""
+    """Return a tensor in the layout of the manifest, whose shards must be the ranks' chunks."""
     layout, found = described.layout, tensor.layout
     wrong = FormatError(
         f"{folder}: {METADATA_NAME} has {tensor.name!r} as {tensor.dtype} {list(tensor.shape)}, "
@@ -261,20 +289,18 @@ def _bind_as_described(
 def _read_metadata_file(path: Path) -> DcpMetadata:
     try:
         with path.open("rb") as file:
-            content = read_up_to(file, LARGEST_METADATA_BYTES + 1)
+            content = read_up_to(file, MAX_METADATA_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > LARGEST_METADATA_BYTES:
-        raise FormatError(
-            f"{path} has over {LARGEST_METADATA_BYTES} bytes, no metadata is so large"
-        )
+    if len(content) > MAX_METADATA_BYTES:
+        raise FormatError(f"{path} has over {MAX_METADATA_BYTES} bytes, no metadata is so large")
     return read_metadata(content, str(path))
 
 
 def _list_files(
     folder: Path, metadata: DcpMetadata, other_items: Iterable[tuple[str, StoredBytes]]
 ) -> tuple[StoredFile, ...]:
-    """The files that items lie in, each with its rank, in the order of ranks."""
+    """Return the files that contain items, each with its rank, in the order of ranks."""
     users: dict[str, list[str]] = {}
     for name, tensor in metadata.tensors.items():
         for chunk in tensor.chunks:
@@ -286,7 +312,7 @@ def _list_files(
         if not is_plain_name(file):
             raise FormatError(
                 f"{folder / METADATA_NAME} says that {users[file][0]!r} is in {file!r}, which "
-                "leads outside the checkpoint; only files beside it are read"
+                "leads outside the checkpoint; only files in the same folder are read"
             )
         path = folder / file
         if not path.is_file():
@@ -297,3 +323,267 @@ def _list_files(
         rank = rank_of_file(file)
         found.append(StoredFile(file, path.stat().st_size, number if rank is None else rank))
     return tuple(sorted(found, key=lambda file: file.rank))
+
+
+def shard_lacking_tensors(
+    folder: Path, tensors: Mapping[str, DcpTensor], sharding: SourceSharding, ranks: int
+) -> tuple[dict[str, DcpTensor], DeviceMesh]:
+    """Shard tensors whose ranks have equal boxes by a mesh and rules instead.
+
+    The mesh that is returned numbers its ranks as the boxes require (`find_missing_axes`).
+
+    Raises:
+        FormatError: chunks that contradict the rules.
+        RecipeError: rules that do not fit.
+        UsageError: a mesh of other ranks; rules that match no such tensor.
+    """
+    sharding.expect_ranks(folder, ranks)
+    lacking = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.shape and len({chunk.box for chunk in tensor.chunks}) < len(tensor.chunks)
+    }
+    chosen = select_by_rules(lacking, sharding)
+    if not chosen:
+        raise UsageError(describe_no_lacking(folder, lacking))
+    parts: dict[str, dict[int, DescribedPart]] = {}
+    for name in chosen:
+        of_tensor = parts.setdefault(name, {})
+        for chunk in lacking[name].chunks:
+            rank = rank_of_file(chunk.place.file)
+            if rank is None or rank in of_tensor:
+                raise FormatError(
+                    f"{folder}: tensor {name!r}: {chunk.place.file} has several parts of it, or is "
+                    "of no rank; expected a single part for each rank"
+                )
+            of_tensor[rank] = DescribedPart(chunk.box, lacking[name].shape)
+    found, mesh = find_missing_axes(parts, sharding, folder)
+    changed = dict(tensors)
+    for name, (_, layout) in found.items():
+        chunks = []
+        for chunk in lacking[name].chunks:
+            boxes = layout.boxes(rank_of_file(chunk.place.file) or 0)
+            box = boxes[0] if boxes else Box((0,) * len(chunk.box.start), chunk.box.shape)
+            chunks.append(dataclasses.replace(chunk, box=box))
+        changed[name] = DcpTensor(lacking[name].dtype, layout.shape, tuple(chunks))
+    return changed, mesh
+
+
+# The parts of an archive that are read to open it: its first records, and its directory.
+_HEAD_BYTES = 1 << 10
+_TAIL_BYTES = 4 << 10
+_CHUNKS_AT_ONCE = 2048
+_MAX_OPEN_FILES = 64
+
+
+class ChunkReader(Closing):
+    """A reader of chunks, which binds the tensors of a checkpoint to its files.
+
+    Args:
+        folder: of the files.
+        ranks, sizes: of the files, by name.
+        metadata_name: for errors.
+
+    Attributes:
+        checksums: of the archives that were read.
+        packed: compressed archives, by the name of the file into which they are unpacked.
+        unreadable: the reason for each tensor that cannot be read.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Mapping[str, int], sizes: Mapping[str, int], metadata_name: str
+    ) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._sizes = sizes
+        self._metadata_name = metadata_name
+        self._files: dict[str, BinaryIO] = {}
+        self._prefetched = AheadReads(folder)
+        self.checksums: list[StoredChecksum] = []
+        self.packed: dict[str, list[PackedArchive]] = {}
+        self.unreadable: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def check_inside(self, name: str, place: StoredBytes) -> None:
+        """Raise FormatError unless all bytes of an item are in their file."""
+        size_bytes = self._sizes[place.file]
+        if place.start_bytes + place.size_bytes > size_bytes:
+            raise FormatError(
+                f"{self._folder / place.file} has {size_bytes} bytes, but {name!r} should be in "
+                f"bytes {place.start_bytes}:{place.start_bytes + place.size_bytes}; the file was "
+                "cut off, or belongs to another save"
+            )
+
+    def read(self, place: StoredBytes) -> bytes:
+        """Return the bytes of an item, still transformed."""
+        return self._read(place.file, place.start_bytes, place.size_bytes)
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        known = self._prefetched.find(name, offset, size)
+        if known is not None:
+            return known
+        path = self._folder / name
+        try:
+            file = self._files.get(name)
+            if file is None:
+                # There may be thousands of files, one for each rank: the oldest is closed.
+                if len(self._files) >= _MAX_OPEN_FILES:
+                    self._files.pop(next(iter(self._files))).close()
+                file = self._files[name] = path.open("rb", buffering=0)
+            content = read_range(file, offset, size)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if len(content) != size:
+            raise FormatError(
+                f"{path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
+                "expected; it was cut off"
+            )
+        return content
+
+    def bind(self, tensors: Mapping[str, DcpTensor]) -> Iterator[StoredTensor]:
+        """Yield tensors bound to their chunks, each covered by them once.
+
+        Tensors that cannot be read are left out; `unreadable` has the reason for each.
+        """
+        for names in _group_by_chunks(tensors):
+            self._prefetch(chunk for name in names for chunk in _select_chunks(tensors[name]))
+            for name in names:
+                try:
+                    yield self._bind(name, tensors[name])
+                except UnreadableTensorError as error:
+                    self.unreadable[name] = str(error)
+
+    def _prefetch(self, chunks: Iterable[DcpChunk]) -> None:
+        """Request the heads and tails of archives from a store together."""
+        ranges: list[NamedRange] = []
+        for place in (chunk.place for chunk in chunks if not chunk.place.transforms):
+            start, stop = place.start_bytes, place.start_bytes + place.size_bytes
+            if stop <= self._sizes[place.file]:
+                ranges.append(NamedRange(place.file, start, min(start + _HEAD_BYTES, stop)))
+                ranges.append(NamedRange(place.file, max(stop - _TAIL_BYTES, start), stop))
+        try:
+            self._prefetched.ask(ranges)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    def _bind(self, name: str, described: DcpTensor) -> StoredTensor:
+        chunks = _select_chunks(described)
+        if not chunks:
+            raise CoverageError(
+                f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
+                f"{self._metadata_name} of {self._folder}; a rank's part of the save is missing"
+            )
+        chunks.sort(key=lambda chunk: self._ranks[chunk.place.file])
+        itemsize_bytes = described.dtype.itemsize_bytes
+        boxes: list[tuple[int, Box]] = []
+        addresses: dict[int, list[FileRange]] = {}
+        views: dict[int, list[View]] = {}
+        strided: set[int] = set()
+        for chunk in chunks:
+            self.check_inside(name, chunk.place)
+            file, archived = self._find_archived(name, described, chunk)
+            rank = self._ranks[chunk.place.file]
+            start_bytes = archived.start_bytes
+            view = archived.view
+            dense = is_dense(view, archived.shape)
+            # The archive's checksum is of the whole storage. It can be computed while the chunk is
+            # read only if the chunk is the storage, in order.
+            if archived.crc32 is not None and archived.storage_bytes:
+                once = dense and chunk.box.elements * itemsize_bytes == archived.storage_bytes
+                self.checksums.append(
+                    StoredChecksum(
+                        name,
+                        str(chunk.box),
+                        FileRange(file, start_bytes),
+                        archived.storage_bytes,
+                        archived.crc32,
+                        once,
+                    )
+                )
+            # The offset of a dense chunk is added to the address, and no view is needed.
+            if dense:
+                start_bytes += view.offset * itemsize_bytes
+                view = View.row_major(archived.shape)
+            else:
+                strided.add(rank)
+            boxes.append((rank, chunk.box))
+            addresses.setdefault(rank, []).append(FileRange(file, start_bytes))
+            views.setdefault(rank, []).append(view)
+        # Equal boxes of ranks that saved on their own are copies; others must not overlap.
+        distinct = {chunk.box: chunk.place.file for chunk in reversed(chunks)}
+        check_disjoint(self._folder, name, [(file, box) for box, file in distinct.items()])
+        layout = Layout.from_boxes(described.shape, boxes, max(self._ranks.values()) + 1)
+        binding = Binding(
+            layout,
+            {rank: tuple(ranges) for rank, ranges in addresses.items()},
+            {rank: tuple(views[rank]) for rank in strided},
+        )
+        tensor = StoredTensor(name, described.dtype, binding)
+        _ = tensor.assembly
+        return tensor
+
+    def _find_archived(
+        self, name: str, described: DcpTensor, chunk: DcpChunk
+    ) -> tuple[str, ArchivedTensor]:
+        """Return the file of a chunk's elements and their location, checked against `.metadata`."""
+        place = chunk.place
+        path, end_bytes = self._folder / place.file, place.start_bytes + place.size_bytes
+        label = f"{path} bytes {place.start_bytes}:{end_bytes}: {chunk.box} of tensor {name!r}"
+
+        def read(offset: int, size: int) -> bytes:
+            return self._read(place.file, offset, size)
+
+        # Only the front of a compressed archive is unpacked: it describes the tensor.
+        if place.transforms:
+            try:
+                check_transforms(place.transforms, label)
+            except CheckpointError as error:
+                raise UnreadableTensorError(f"hidden by a transform: {error}") from error
+            tensor_bytes = chunk.box.elements * described.dtype.itemsize_bytes
+            packed = open_packed(
+                read,
+                FileRange(place.file, place.start_bytes),
+                place.size_bytes,
+                place.transforms,
+                tensor_bytes,
+                label,
+            )
+            archived = packed.front
+        else:
+            archived = read_archive(read, place.start_bytes, place.size_bytes, label)
+        if archived.dtype is not described.dtype or archived.shape != chunk.box.shape:
+            raise FormatError(
+                f"{label} is {archived.dtype} {list(archived.shape)} in the file, expected "
+                f"{described.dtype} {list(chunk.box.shape)} by {self._metadata_name}; they belong "
+                "to different saves"
+            )
+        if not place.transforms:
+            return place.file, archived
+        file = unpacked_name(place.file)
+        others = self.packed.setdefault(file, [])
+        # Its storage is unpacked after those of the file's earlier archives.
+        start_bytes = others[-1].next_start_bytes if others else 0
+        others.append(dataclasses.replace(packed, start_bytes=start_bytes))
+        return file, dataclasses.replace(archived, start_bytes=start_bytes)
+
+
+def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors in batches of a few thousand chunks."""
+    names, count = [], 0
+    for name, tensor in tensors.items():
+        names.append(name)
+        count += len(tensor.chunks)
+        if count >= _CHUNKS_AT_ONCE:
+            yield names
+            names, count = [], 0
+    yield names
+
+
+def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:
+    """Return the chunks that have elements, or an empty chunk if there are no others."""
+    filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
+    return filled or list(tensor.chunks[:1])

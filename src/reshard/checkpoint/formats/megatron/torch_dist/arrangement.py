@@ -3,7 +3,7 @@
 1. Parameters go where Megatron looks for them: in one tensor for all layers where these are alike,
    and for all experts (`stacked_names`). Optimizer state goes beside them as `fully_reshardable`
    has it, or as an optimizer that is not distributed, by the argument `use_distributed_optimizer`.
-2. Chunks are those of any distributed checkpoint (`torch_dcp.arrangement`), each one layer high.
+2. Chunks are those of any distributed checkpoint (`torch_dcp.writer`), each one layer high.
 3. Linear layers have an object of extra state, which Megatron wants to find. What the source does
    not have is written as nothing, in a file of its own.
 4. `common.pt` has the plain values, with the optimizer's groups as Megatron looks them up.
@@ -46,13 +46,9 @@ from reshard.checkpoint.formats.megatron.torch_dist.files import (
     FORMAT_NAME,
 )
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_places
-from reshard.checkpoint.formats.torch_dcp.arrangement import (
-    StackedPlace,
-    arrange_chunks,
-    metadata_bytes,
-)
-from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME
+from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
+from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace, metadata_bytes, plan_chunks
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.write_plan import (
@@ -75,7 +71,7 @@ def arrange(new: NewCheckpoint) -> WritePlan:
     if step_of(new.values) is not None:
         new = without_steps(new)
     places = _find_all_places(new.tensors, new.values)
-    found = arrange_chunks(new, places)
+    found = plan_chunks(new, places)
     content, _ = _extra_states(places, found.items)
     files = found.files
     if content:

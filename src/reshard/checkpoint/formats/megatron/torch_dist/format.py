@@ -15,7 +15,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.files import (
     FORMAT_NAME,
     backend_of,
 )
-from reshard.checkpoint.formats.torch_dcp.files import METADATA_NAME, SUFFIX
+from reshard.checkpoint.formats.torch_dcp import METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
 

@@ -26,7 +26,7 @@ from reshard.checkpoint.blocks.fusing import (
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.torch_dcp.arrangement import StackedPlace
+from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
 from reshard.layout import Layout
 from reshard.recipes.naming import Fusion
 

@@ -67,7 +67,7 @@ def edit(path: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("files", [1, 2])
-def test_as_if_the_ranks_had_talked(tmp_path: Path, ranks: int, files: int) -> None:
+def test_the_same_as_with_collectives(tmp_path: Path, ranks: int, files: int) -> None:
     save_apart(tmp_path / "apart", ranks, thread_count=files)
     torch_checkpoints.save(tmp_path / "together", ranks, lambda rank: state_of(rank, ranks))
     assert not (tmp_path / "apart" / ".metadata").exists()
@@ -76,7 +76,7 @@ def test_as_if_the_ranks_had_talked(tmp_path: Path, ranks: int, files: int) -> N
     assert {*apart.items} == {*together.items} == {"step", "random.seed"}
     assert apart.paths == together.paths
     assert apart["w"].layout is together["w"].layout
-    assert apart.notes[0].startswith(f"merged from the metadata of {ranks} ranks, which did not")
+    assert apart.notes[0].startswith(f"merged from the metadata of {ranks} ranks, saved without")
     assert checkpoint.open(tmp_path / "apart" / "__0.metadata").tensors.keys() == WHOLES.keys()
 
 
@@ -89,8 +89,8 @@ def test_other_bytes_of_other_ranks_are_said(apart: Path, tmp_path: Path) -> Non
     )
     conversion = checkpoint.plan_conversion(apart, tmp_path / "target", to=2, format="torch-dcp")
     assert conversion.losses == tuple(
-        f"not in the target: random.seed of rank {rank} (its bytes are others than those of rank "
-        "0, which are taken)"
+        f"not in the target: random.seed of rank {rank} (its bytes differ from those of rank "
+        "0, which are used)"
         for rank in (1, 2)
     )
     checkpoint.run_conversion(conversion)
@@ -139,7 +139,7 @@ def test_ranks_that_disagree(apart: Path) -> None:
         open_checkpoint(apart)
     (apart / "__1.metadata").write_bytes(kept)
     edit(apart / "__1.metadata", swap)
-    with pytest.raises(CoverageError, match=r"'b' is a tensor by one of __0\.metadata and __1"):
+    with pytest.raises(CoverageError, match=r"'b' is a tensor by __0\.metadata or __1"):
         open_checkpoint(apart)
 
 

@@ -1,23 +1,25 @@
-"""The files of a new PyTorch distributed checkpoint, and where in them each chunk goes.
+"""Planning the files of a new PyTorch distributed checkpoint.
 
-1. Every tensor is stored as boxes, each once. A shard that is one box is one chunk; one that is
-   interleaved or padded is as many chunks as it has boxes, and its padding is not stored.
-   Where shards overlap, what an earlier rank stores is taken out of a later one's boxes.
-2. A rank's chunks are archives, one behind the other, in its file `__R_0.distcp`; bytes that
-   are no tensors come first, in the file of the first rank.
-3. `.metadata` says where each of them is. It is written last.
+1. Every element of a tensor is stored once, in boxes. A shard that is a box is one chunk; an
+   interleaved or padded shard is a chunk for each of its boxes, without the padding. Where shards
+   overlap, the boxes of higher ranks are reduced by those of lower ranks.
+2. A rank's chunks are consecutive archives in its file `__R_0.distcp`. Bytes that are not tensors
+   come first, in the file of the first rank; plain values are archives of `torch.save` in a second
+   file of the first rank, and are read as items.
+3. `.metadata` lists the location of each of them. It is written last.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
-from reshard.checkpoint.formats.torch_dcp.files import FORMAT_NAME, data_file_name
+from reshard.checkpoint.formats.torch_dcp import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
     DcpMetadata,
@@ -26,6 +28,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     metadata_pickle,
 )
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
+from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,
@@ -38,37 +41,37 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
 
-# Each chunk is an archive of its own and a line in every reader's plan.
-MOST_CHUNKS = 100_000
+# Each chunk is an archive of its own, and an entry in every reader's plan.
+MAX_CHUNKS = 100_000
 
 
 @dataclass(frozen=True)
 class ArchiveFile(NewFile):
-    """A new file of archives, one behind the other."""
+    """A new file of consecutive archives."""
 
     archives: tuple[NewArchive, ...] = ()
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """The heads of the archives."""
+        """Yield the heads of the archives, each with its offset."""
         for archive in self.archives:
             yield archive.start_bytes, archive.head()
 
     @property
     def checked_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The storages."""
+        """The byte ranges of the storages."""
         return tuple((one.storage_start_bytes, one.storage_bytes) for one in self.archives)
 
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
-        """The tails of the archives, which have the checksums of their storages."""
+        """Yield the tails of the archives, which contain the checksums of their storages."""
         for archive in self.archives:
             start, size = archive.storage_start_bytes, archive.storage_bytes
             yield start + size, archive.tail(checksum(start, size))
 
 
 class StackedPlace(NamedTuple):
-    """Where a tensor is stored in another: at index `at` of the dimensions in front of its own.
+    """The index of a tensor in a stack of tensors, which is stored under the name `key`.
 
-    `counts` are the lengths of those, and `key` is the name of the other.
+    `at` are its indices in the leading dimensions of the stack, whose lengths are `counts`.
     """
 
     key: str
@@ -76,15 +79,15 @@ class StackedPlace(NamedTuple):
     counts: tuple[int, ...] = ()
 
 
-def arrange_chunks(
-    new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = None
-) -> WritePlan:
-    """Chunks in one file a rank, and what is no tensor in the first.
+def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = None) -> WritePlan:
+    """Plan one file of chunks a rank; items go into the first rank's.
 
-    `places` says which tensors are stored in others, by name, for formats that stack layers.
+    Args:
+        new: the contents of the checkpoint.
+        places: the place in a stack of each tensor, by name, for formats that stack layers.
 
     Raises:
-        RecipeError: a partial layout; a tensor in more than `MOST_CHUNKS` boxes.
+        RecipeError: a partial layout; a tensor in more than `MAX_CHUNKS` boxes.
         UsageError: a type that PyTorch does not have.
     """
     tensors, items = new.tensors, new.items
@@ -99,7 +102,7 @@ def arrange_chunks(
     for rank in ranks:
         file = data_file_name(rank)
         end = 0
-        # Items come first in the first rank's file; archives follow one behind the other.
+        # Items come first in the first rank's file, followed by the archives.
         for item in items.values() if rank == ranks[0] else ():
             place = FileRange(file, end)
             placed[item.name] = StoredItem(item.name, place, item.size_bytes, rank, item.transforms)
@@ -116,7 +119,7 @@ def arrange_chunks(
             if ranges:
                 addresses[name][rank] = tuple(ranges)
         files.append(ArchiveFile(StoredFile(file, end, rank), archives=tuple(archives)))
-    # The sharding's text describes the layout only where the tensor was not cut further.
+    # The sharding describes the layout only if the tensor was not split further.
     stored = {}
     for name, (layout, _) in cuts.items():
         binding = Binding(layout, addresses[name], {})
@@ -138,9 +141,9 @@ def metadata_bytes(
     places: Mapping[str, StackedPlace] | None = None,
     objects: Mapping[str, StoredBytes] | None = None,
 ) -> bytes:
-    """The `.metadata` of a write plan, with `places` as in `arrange_chunks`.
+    """Return the content of `.metadata` for a write plan, with `places` as in `plan_chunks`.
 
-    `objects` are further bytes that are no tensors.
+    `objects` are further bytes that are not tensors.
     """
     tensors: Mapping[str, DcpTensor] = _ChunkedTensors(write_plan)
     if places:
@@ -157,24 +160,24 @@ def metadata_bytes(
         for name, item in write_plan.items.items()
     }
     items |= objects or {}
-    # A name without a known place stood at the top of the state dict, as PyTorch would say.
+    # As in PyTorch, a name without a known path is at the top of the state dict.
     paths = {name: write_plan.paths.get(name, (name,)) for name in (*tensors, *items)}
     return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=write_plan.attributes))
 
 
 def _ones(place: StackedPlace | None) -> tuple[int, ...]:
-    """The lengths of an archive's dimensions in front of its tensor's own."""
+    """Return the lengths of the dimensions that an archive has before those of its tensor."""
     return (1,) * len(place.at) if place is not None else ()
 
 
 def _put_into(box: Box, place: StackedPlace) -> Box:
-    """A box of a tensor as one of that in which it is stored."""
-    behind = tuple(index + 1 for index in place.at)
-    return Box((*place.at, *box.start), (*behind, *box.stop))
+    """Return the box of a stack in which a box of a stacked tensor is stored."""
+    stop = tuple(index + 1 for index in place.at)
+    return Box((*place.at, *box.start), (*stop, *box.stop))
 
 
 class _ChunkedTensors(Mapping[str, DcpTensor]):
-    """The tensors of a write plan with their chunks, each made when it is asked for."""
+    """The tensors of a write plan with their chunks, computed on access: there may be very many."""
 
     def __init__(self, write_plan: WritePlan) -> None:
         self._tensors = write_plan.tensors
@@ -198,7 +201,6 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
         for slot in tensor.stored_slots:
             for number, box in enumerate(_list_stored_boxes(tensor.layout, slot)):
                 place = tensor.file_range(slot, number)
-                # They lie one behind the other.
                 archives = self._archives[place.path]
                 at = bisect_left(archives, place.start_bytes, key=_storage_start)
                 size = archives[at].stop_bytes - archives[at].start_bytes
@@ -210,7 +212,7 @@ def _storage_start(archive: NewArchive) -> int:
 
 
 def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
-    """The boxes of a slot that holds boxes; an empty one where it holds no element."""
+    """Return the boxes of a slot, or an empty box if it holds no element."""
     boxes = layout.boxes(slot)
     return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
 
@@ -218,27 +220,27 @@ def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
 def _cut_into_boxes(
     name: str, tensor: PlannedTensor, storing: frozenset[int]
 ) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
-    """The layout a tensor is stored in, and the boxes of every rank that stores some."""
+    """Return the layout in which a tensor is stored, and the boxes that each rank stores."""
     layout = tensor.layout
     whole = Box((0,) * layout.ndim, layout.shape)
     if not whole.elements:
-        # Nothing is stored but the shape.
+        # Only the shape is stored.
         slot = min(storing)
         return Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}
     pairs = [(slot, box) for slot in sorted(storing) for box in layout.boxes(slot)]
-    # Together they cover the tensor, so equal sums mean that no two overlap.
+    # Together they cover the tensor, so they are disjoint if the sums are equal.
     are_disjoint = sum(box.elements for _, box in pairs) == whole.elements
     are_single = all(len(layout.cells_of(slot)) == 1 for slot in storing)
     if are_boxes(layout, storing) and are_single and are_disjoint:
         return layout, {slot: (box,) for slot, box in pairs}
-    if len(pairs) > MOST_CHUNKS:
+    if len(pairs) > MAX_CHUNKS:
         raise RecipeError(
             f"tensor {name!r} cut by `{tensor.spec}` is {len(pairs)} boxes, PyTorch's distributed "
-            f"checkpoint has each in an archive of its own; {MOST_CHUNKS} are the most. Cut it "
+            f"checkpoint has each in an archive of its own; {MAX_CHUNKS} are the most. Shard it "
             "coarser, or choose the format sharded-safetensors"
         )
     if not are_disjoint:
-        pairs = _take_apart(pairs)
+        pairs = _make_disjoint(pairs)
     boxes: dict[int, list[Box]] = {}
     for slot, box in pairs:
         boxes.setdefault(slot, []).append(box)
@@ -246,29 +248,29 @@ def _cut_into_boxes(
     return stored, {slot: tuple(found) for slot, found in boxes.items()}
 
 
-def _take_apart(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """The same boxes without what an earlier one has."""
-    found: list[tuple[int, Box]] = []
+def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """Subtract from each box those before it."""
+    disjoint: list[tuple[int, Box]] = []
     for slot, box in pairs:
         parts = [box]
-        for _, other in found:
-            parts = [part for whole in parts for part in without(whole, other)]
-        found += [(slot, part) for part in parts]
-    return found
+        for _, other in disjoint:
+            parts = [part for whole in parts for part in subtract(whole, other)]
+        disjoint += [(slot, part) for part in parts]
+    return disjoint
 
 
-def without(box: Box, other: Box) -> tuple[Box, ...]:
-    """What is left of a box when another is taken out, as boxes.
+def subtract(box: Box, other: Box) -> tuple[Box, ...]:
+    """Return the part of `box` outside of `other`, as disjoint boxes.
 
-    >>> [str(part) for part in without(Box((0, 0), (4, 4)), Box((1, 0), (2, 3)))]
+    >>> [str(part) for part in subtract(Box((0, 0), (4, 4)), Box((1, 0), (2, 3)))]
     ['[0:1, 0:4]', '[2:4, 0:4]', '[1:2, 3:4]']
     """
     low = tuple(map(max, box.start, other.start))
     high = tuple(map(min, box.stop, other.stop))
     if not all(a < b for a, b in zip(low, high, strict=True)):
         return (box,)
-    # Dimension by dimension: what lies before and behind `other` is split off whole, and the rest
-    # goes on, narrowed to the range of `other`.
+    # Dimension by dimension, the parts before and after `other` are split off, and the rest is
+    # narrowed to the range of `other`.
     parts = []
     start, stop = list(box.start), list(box.stop)
     for d in range(len(low)):
@@ -278,3 +280,36 @@ def without(box: Box, other: Box) -> tuple[Box, ...]:
             parts.append(Box((*start[:d], high[d], *start[d + 1 :]), tuple(stop)))
         start[d], stop[d] = low[d], high[d]
     return tuple(parts)
+
+
+VALUES_FILE = "__0_1.distcp"
+
+
+def add_values(
+    write_plan: WritePlan, values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]
+) -> WritePlan:
+    """Return a write plan with a file of plain values, if there are any.
+
+    Raises:
+        UsageError: a value that cannot be stored in a pickle of plain values.
+    """
+    if not values:
+        return write_plan
+    content = b"".join(saved_bytes(value) for value in values.values())
+    file = NewFile(StoredFile(VALUES_FILE, len(content), 0), content)
+    return dataclasses.replace(
+        write_plan,
+        files=(*write_plan.files, file),
+        values=dict(values),
+        paths={**write_plan.paths, **{name: paths[name] for name in values if name in paths}},
+    )
+
+
+def with_value_items(write_plan: WritePlan) -> WritePlan:
+    """Return a write plan whose items are also its values."""
+    items, start = dict(write_plan.items), 0
+    for name, value in write_plan.values.items():
+        size = len(saved_bytes(value))
+        items[name] = StoredItem(name, FileRange(VALUES_FILE, start), size)
+        start += size
+    return dataclasses.replace(write_plan, items=items)
