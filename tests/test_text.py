@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import UsageError
 from reshard.text import (
-    MOST_ROWS,
+    MAX_ROWS,
     bytes_text,
     count_text,
     cut_in_the_middle,
@@ -217,9 +217,9 @@ def rows(read: list[int]) -> list[dict[str, int]]:
 
 
 def test_few_ranks_have_a_row_each() -> None:
-    lines = rank_table(rows([7] * MOST_ROWS)).splitlines()
+    lines = rank_table(rows([7] * MAX_ROWS)).splitlines()
     assert lines[0].split() == ["rank", "read", "written", "sent", "received"]
-    assert [line.split()[0] for line in lines[2:]] == [*map(str, range(MOST_ROWS)), "all"]
+    assert [line.split()[0] for line in lines[2:]] == [*map(str, range(MAX_ROWS)), "all"]
     assert lines[-1].split() == ["all", "112", "B", "80", "B", "0", "B", "16", "B"]
 
 
@@ -247,7 +247,7 @@ def test_files_in_the_middle_are_one_row() -> None:
         "rank1022.safetensors     1022  100 B",
         "rank1023.safetensors     1023  100 B",
     ]
-    assert len(file_table(files[:MOST_ROWS]).splitlines()) == 2 + MOST_ROWS
+    assert len(file_table(files[:MAX_ROWS]).splitlines()) == 2 + MAX_ROWS
 
 
 def test_files_of_one_rank_and_long_names() -> None:

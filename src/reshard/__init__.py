@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.plans.plan import Plan, plan
     from reshard.plans.relabelling import relabel
     from reshard.sharding import DimSpec, Level, ShardingSpec, spec
-    from reshard.show.pictures.text_picture import change_picture, picture
+    from reshard.show.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
 
 if sys.platform == "win32":
@@ -85,7 +85,7 @@ __getattr__, __dir__ = attach(
         "Axis": "reshard.mesh",
         "Binding": "reshard.binding",
         "Box": "reshard.layout",
-        "change_picture": "reshard.show.pictures.text_picture",
+        "change_picture": "reshard.show.text_picture",
         "checkpoint": "reshard.checkpoint",
         "DeviceMesh": "reshard.mesh",
         "DimSpec": "reshard.sharding",
@@ -98,7 +98,7 @@ __getattr__, __dir__ = attach(
         "Layout": "reshard.layout",
         "Level": "reshard.sharding",
         "Link": "reshard.topology",
-        "picture": "reshard.show.pictures.text_picture",
+        "picture": "reshard.show.text_picture",
         "Plan": "reshard.plans.plan",
         "plan": "reshard.plans.plan",
         "RankMemory": "reshard.binding",

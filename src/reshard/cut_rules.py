@@ -53,7 +53,7 @@ import numpy as np
 
 from reshard._validation import check_int, check_ints
 from reshard.errors import NotationError, RuleError
-from reshard.runs import FRESH_HALO, HALO, LARGEST_RUNS, OWNED, PAD, IntArray, Run, RunTable
+from reshard.runs import FRESH_HALO, HALO, MAX_RUNS, OWNED, PAD, IntArray, Run, RunTable
 
 
 def ceil_divide(a: int, b: int) -> int:
@@ -481,10 +481,10 @@ class Strided(CutRule):
     def _cut(self, length: int, parts: int) -> RunTable:
         # With more blocks than indices, those behind the last index are empty.
         blocks = min(self.stride, max(length, 1))
-        if blocks > LARGEST_RUNS:
+        if blocks > MAX_RUNS:
             raise RuleError(
                 f"stride {self.stride} cuts length {length} into {blocks} blocks; at most "
-                f"{LARGEST_RUNS} are supported"
+                f"{MAX_RUNS} are supported"
             )
         sizes = ceil_sizes(length, blocks).tolist()
         table = Blocks(tuple(sizes)).table(length, parts)

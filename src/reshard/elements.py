@@ -225,7 +225,7 @@ _TYPES: dict[str, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]] = {
     "float8_e5m2fnuz": (5, 2, 16, (), (0x80,)),
 }
 #: The greatest number of the type to which weights are quantised.
-GREATEST_E4M3FN = 448.0
+MAX_E4M3FN = 448.0
 #: The sixteen values of e2m1, the elements of MXFP4 and NVFP4.
 E2M1: NDArray[np.float32] = np.array(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],

@@ -215,7 +215,7 @@ class Layout(Interned):
     def _check_total(self, part: IntArray) -> None:
         """Raise LayoutError where elements of all ranks together could not be counted."""
         # As if every cell were the largest: of what people lay out, that is always enough.
-        largest = math.prod(table.longest_local for table in self.tables)
+        largest = math.prod(table.max_local_length for table in self.tables)
         if max(largest * len(part), math.prod(self.shape)) <= MAX_ELEMENTS:
             return
         # Counted cell by cell; in floats, since the sum may not fit 64 bits.

@@ -45,7 +45,7 @@ OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
 ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
 
 # A table of more runs takes gigabytes: an interleaved cut of indices where blocks were meant.
-LARGEST_RUNS = 1 << 26
+MAX_RUNS = 1 << 26
 
 IntArray = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.integer[Any])
@@ -193,7 +193,7 @@ class RunTable(Interned):
         return self._single
 
     @cached_property
-    def longest_local(self) -> int:
+    def max_local_length(self) -> int:
         """The local length of the part that has the most."""
         return int(self.local_lengths.max())
 
@@ -365,9 +365,9 @@ def _check_magnitudes(matrix: IntArray) -> None:
         )
     # As floats, which do not overflow.
     runs = int(repeat.sum(dtype=np.float64))
-    if runs > LARGEST_RUNS:
+    if runs > MAX_RUNS:
         raise LayoutError(
-            f"a dimension cut into {runs} runs; at most {LARGEST_RUNS} are supported, cut it in "
+            f"a dimension cut into {runs} runs; at most {MAX_RUNS} are supported, cut it in "
             "larger blocks"
         )
 

@@ -283,25 +283,25 @@ def rank_text(ranks: Iterable[int]) -> str:
     return ",".join(words)
 
 
-def short_rank_text(ranks: Sequence[int], most_letters: int) -> str:
+def short_rank_text(ranks: Sequence[int], max_letters: int) -> str:
     """The ranks, in rising order; where that is too long, the first and last and how many.
 
     >>> short_rank_text([0, 1, 2], 9), short_rank_text([0, 2, 5, 6, 9], 8)
     ('0-2', '0..9 (5 ranks)')
     """
     text = rank_text(ranks)
-    if len(text) <= most_letters:
+    if len(text) <= max_letters:
         return text
     return f"{ranks[0]}..{ranks[-1]} ({len(ranks):,} ranks)"
 
 
-def ranks_text(ranks: Sequence[int], most_letters: int = 40) -> str:
+def ranks_text(ranks: Sequence[int], max_letters: int = 40) -> str:
     """The ranks behind the word, for a sentence.
 
     >>> ranks_text([3]), ranks_text([0, 2])
     ('rank 3', 'ranks 0,2')
     """
-    return f"rank{'' if len(ranks) == 1 else 's'} {short_rank_text(ranks, most_letters)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {short_rank_text(ranks, max_letters)}"
 
 
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])")
@@ -367,11 +367,11 @@ def _set_text(numbers: frozenset[int]) -> str:
     return f"{{{text}}}"
 
 
-MOST_ROWS = 16
-MOST_KINDS = 12
+MAX_ROWS = 16
+MAX_KINDS = 12
 FIRST_FILES, LAST_FILES = 6, 2
 # Of a file's name.
-MOST_COLUMNS = 72
+MAX_COLUMNS = 72
 
 _AMOUNTS = ("read_bytes", "written_bytes", "sent_bytes", "received_bytes")
 _HEADERS = ("read", "written", "sent", "received")
@@ -391,7 +391,7 @@ def rank_table(rows: Sequence[Mapping[str, int]]) -> str:
               all  8.19 kB  4.10 kB   0 B       0 B
     """
     total = ("all", *(bytes_text(sum(row[name] for row in rows)) for name in _AMOUNTS))
-    if len(rows) <= MOST_ROWS:
+    if len(rows) <= MAX_ROWS:
         body = [(row["rank"], *_amounts(row)) for row in rows]
         return table([*body, total], ("rank", *_HEADERS), "rrrrr")
     # 1. Ranks by what their row says. A dict keeps the order of their first ranks.
@@ -400,12 +400,12 @@ def rank_table(rows: Sequence[Mapping[str, int]]) -> str:
         alike.setdefault(_amounts(row), []).append(row)
     # 2. Of too many kinds of them, those with the largest amounts.
     kinds = list(alike.values())
-    if len(kinds) > MOST_KINDS:
+    if len(kinds) > MAX_KINDS:
         kinds.sort(key=lambda kind: -max(kind[0][name] for name in _AMOUNTS))
-    left_out = sum(map(len, kinds[MOST_KINDS:]))
+    left_out = sum(map(len, kinds[MAX_KINDS:]))
     body = [
         (short_rank_text([row["rank"] for row in kind], 28), *_amounts(kind[0]))
-        for kind in kinds[:MOST_KINDS]
+        for kind in kinds[:MAX_KINDS]
     ]
     text = table([*body, total], ("each of ranks", *_HEADERS), "rrrrr")
     if left_out:
@@ -434,10 +434,10 @@ def file_table(files: Sequence[tuple[str, int, int]]) -> str:
     19.safetensors     19           501 B
     """
     rows: list[tuple[str, object, str]] = [
-        (cut_in_the_middle(printable(name), MOST_COLUMNS, "..."), rank, bytes_text(size_bytes))
+        (cut_in_the_middle(printable(name), MAX_COLUMNS, "..."), rank, bytes_text(size_bytes))
         for name, rank, size_bytes in files
     ]
-    if len(files) > MOST_ROWS:
+    if len(files) > MAX_ROWS:
         middle = files[FIRST_FILES : len(files) - LAST_FILES]
         least, most = (bytes_text(f(size_bytes for _, _, size_bytes in middle)) for f in (min, max))
         ends = dict.fromkeys((middle[0][1], middle[-1][1]))

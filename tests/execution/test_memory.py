@@ -42,7 +42,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "BYTES_FOR_A_THREAD", 8)
     monkeypatch.setattr(copies, "_BYTES_WITHOUT_LOCK", 1)
     monkeypatch.setattr(copies, "_ELEMENTS_FOR_A_WINDOW", 1)
-    monkeypatch.setattr(copies, "_MOST_BOXES", 1)
+    monkeypatch.setattr(copies, "_MAX_BOXES", 1)
 
 
 def memory_of(shape: tuple[int, ...], how: str) -> NDArray[np.float64]:
@@ -214,7 +214,7 @@ def test_arrays_that_share_an_element_are_found(data: st.DataObject) -> None:
 def test_two_arrays_too_entangled_to_tell_apart_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("reshard.execution.memory._MOST_ATTEMPTS", 1)
+    monkeypatch.setattr("reshard.execution.memory._MAX_ATTEMPTS", 1)
     memory = np.zeros(3000, np.int8)
     view = np.lib.stride_tricks.as_strided
     layout = reshard.Layout.replicated((7, 7, 7))

@@ -13,7 +13,7 @@ import pytest
 
 import reshard
 from reshard.layout import Layout
-from reshard.show.pictures.text_picture import change_picture, picture
+from reshard.show.text_picture import change_picture, picture
 
 FOLDER = Path(__file__).parent.parent / "golden" / "pictures"
 VOCABULARY = (30522, 384)

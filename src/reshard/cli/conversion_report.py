@@ -8,7 +8,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.job_item import JobItem
 from reshard.plans.plan import Plan
-from reshard.show.pages.html_report import DrawnChange, Figure, Report, movement_figures
+from reshard.show.html_report import DrawnChange, Figure, Report, movement_figures
 from reshard.text import bytes_text, count_text
 
 MOST_DRAWN = 6

@@ -33,9 +33,9 @@ from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.plan import Plan, plan
 from reshard.plans.tables.movement_table import MOST_ROWS, movement_table
 from reshard.plans.traffic import Traffic, busiest
-from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
-from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
-from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
+from reshard.show.device_picture import element_texts, mesh_picture
+from reshard.show.html_report import DrawnChange, Report, movement_figures
+from reshard.show.text_picture import MIN_WIDTH, change_picture
 from reshard.text import bytes_text, count_text, duration_text, ranks_text, shortened
 from reshard.topology import Topology
 
@@ -193,7 +193,7 @@ class Explanation:
 
     def as_text(self) -> list[str]:
         """Both layouts as pictures, figures, who sends what to whom, and as collectives."""
-        width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+        width = max(MIN_WIDTH, min(shutil.get_terminal_size().columns, 100))
         lines = []
         for word, side in (("from", self.before), ("to", self.after)):
             notation = side.reading.notation.name

@@ -338,11 +338,11 @@ class _MessageWork:
         """What the busiest host sends to others, or receives, and the busiest rack likewise."""
         topology, overhead = self.topology, self.topology.overhead
         host = topology.host_of(ranks)
-        for link, least_level, box in (
+        for link, min_level, box in (
             (overhead.shared_network, 1, host),
             (overhead.shared_uplink, 2, topology.host_rack[host]),
         ):
-            crosses = self.levels >= least_level
+            crosses = self.levels >= min_level
             if link is None or not crosses.any():
                 continue
             count = np.bincount(box[crosses])

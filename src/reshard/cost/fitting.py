@@ -207,8 +207,8 @@ def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
         # Where time does not grow with bytes, they take next to nothing of any measurement.
-        least_s = _UNSEEN_SHARE * float((seconds_s / np.maximum(size_bytes, 1)).min())
-        pairs.append((found[latency], found[size] or least_s) if size_bytes.any() else None)
+        min_s = _UNSEEN_SHARE * float((seconds_s / np.maximum(size_bytes, 1)).min())
+        pairs.append((found[latency], found[size] or min_s) if size_bytes.any() else None)
     return _Costs(pairs[0], pairs[1], found[4])
 
 

@@ -53,7 +53,7 @@ from reshard.runs import IntArray, ragged_arange, ragged_ranges
 from reshard.system import count_processors
 
 # The longest pattern of pieces that is looked for.
-_LONGEST_PATTERN = 8
+_MAX_PATTERN = 8
 
 
 class Window(NamedTuple):
@@ -77,7 +77,7 @@ def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[W
         return [Window(1, int(length[0]), int(target[0]), 0, int(source[0]), 0)]
     best: list[Window] = []
     # In an interleaved pattern, every `period`-th piece belongs to one progression.
-    for period in range(1, min(len(length) // 2, _LONGEST_PATTERN) + 1):
+    for period in range(1, min(len(length) // 2, _MAX_PATTERN) + 1):
         windows = [
             window
             for first in range(period)
@@ -351,7 +351,7 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
 # What a copy by windows takes to set up, in elements copied by lists of positions.
 _ELEMENTS_FOR_A_WINDOW = 1024
 # A strided view takes as long to make as the slices of so many boxes.
-_MOST_BOXES = 16
+_MAX_BOXES = 16
 
 Cells = Mapping[int, Storage]
 
@@ -401,7 +401,7 @@ class CopyColumns:
         for pieces in self.pieces:
             count *= pieces.count
         # Rows of few boxes are written out together in NumPy; only the others are taken one by one.
-        few = count <= _MOST_BOXES
+        few = count <= _MAX_BOXES
         found = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
         # Most rows share the pieces of a dimension with others.
         known: dict[tuple[int, int, int], list[Window]] = {}

@@ -184,7 +184,7 @@ _SMALL_PAGE_BYTES = 4 << 10
 # The processor clears 2 MiB in a quarter of this, or less.
 _SLOW_S = 1e-3
 # One page may be slow because of another process.
-_MOST_SLOW_PAGES = 3
+_MAX_SLOW_PAGES = 3
 
 
 class FreshMemory:
@@ -242,7 +242,7 @@ class FreshMemory:
                     worker.result()
         else:
             self._touch()
-        if self._slow_pages >= _MOST_SLOW_PAGES:
+        if self._slow_pages >= _MAX_SLOW_PAGES:
             for mapping in self._mappings:
                 advise_pages(mapping, 0, len(mapping), large=False)
         # What is kept here would keep the memory.
@@ -250,7 +250,7 @@ class FreshMemory:
         self._large_pages.clear()
 
     def _touch(self) -> None:
-        while self._slow_pages < _MOST_SLOW_PAGES:
+        while self._slow_pages < _MAX_SLOW_PAGES:
             try:
                 page = self._large_pages.popleft()
             except IndexError:
@@ -265,7 +265,7 @@ class FreshMemory:
 
 # Two arrays of one memory are told apart by solving for indices of a common element; what takes
 # more attempts than this is refused.
-_MOST_ATTEMPTS = 1_000_000
+_MAX_ATTEMPTS = 1_000_000
 # NumPy's types know only two of the numbers of attempts that it takes.
 _shares_memory: Any = np.shares_memory
 
@@ -369,7 +369,7 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
 def _check_pair(written: NamedStorage, other: NamedStorage) -> None:
     try:
         # Arrays whose bounds cross may be disjoint all the same, as columns of one matrix are.
-        shared = _shares_memory(written.storage, other.storage, max_work=_MOST_ATTEMPTS)
+        shared = _shares_memory(written.storage, other.storage, max_work=_MAX_ATTEMPTS)
     except np.exceptions.TooHardError:
         raise ShardError(
             f"{written.name} lies in the same memory as {other.name}, and whether they share an "

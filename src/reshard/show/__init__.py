@@ -1,14 +1,25 @@
-"""Layouts, and what moves between them, for people to look at.
+"""Pictures and reports of layouts and movements.
 
-pictures/  drawings of text and SVG: `picture`, `change_picture`, `mesh_picture`; start here
-pages/     HTML reports, each one file without scripts
+text_picture    `picture` and `change_picture`, in box-drawing characters; start here
+device_picture  `mesh_picture`: the elements of each device, drawn as the devices are in the mesh
+svg_picture     layouts in colour, for pages
+charts          traffic and memory, for pages
+html_report     pages of HTML, each a file without scripts
 
-Sizes and tables as text come from `reshard.text`.
+The pictures draw what `regions` finds: `sketch` lays it out in characters, `labels` writes the
+holders, and `svg` makes elements and colours. Sizes and tables as text come from `reshard.text`.
 """
 
-from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
-from reshard.show.pictures.text_picture import change_picture, picture
-from reshard.text import bytes_text, count_text, duration_text, rate_text, table
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.show.device_picture import element_texts, mesh_picture
+    from reshard.show.text_picture import change_picture, picture
+    from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 
 __all__ = [
     "bytes_text",
@@ -21,3 +32,18 @@ __all__ = [
     "rate_text",
     "table",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "bytes_text": "reshard.text",
+        "change_picture": "reshard.show.text_picture",
+        "count_text": "reshard.text",
+        "duration_text": "reshard.text",
+        "element_texts": "reshard.show.device_picture",
+        "mesh_picture": "reshard.show.device_picture",
+        "picture": "reshard.show.text_picture",
+        "rate_text": "reshard.text",
+        "table": "reshard.text",
+    },
+)

@@ -1,10 +1,9 @@
-"""For tests of software that uses reshard.
+"""Tools for tests of software that uses reshard.
 
-oracle            what layouts and changes mean, element by element, by brute force
+oracle            the meaning of layouts and changes, element by element, by brute force
 rule_definitions  cut rules, as their sources define them
-strategies        layouts, meshes and shardings for Hypothesis, which it needs
-shard_text        modules of MLIR's `shard` dialect read back, every operation checked
-shard_run         such modules carried out on arrays
+strategies        Hypothesis strategies for layouts, meshes and shardings
+shard_dialect     modules of MLIR's `shard` dialect: parsed, checked, and run on arrays
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.testing import oracle, rule_definitions
-from reshard.testing.shard_run import run_shard_module
-from reshard.testing.shard_text import parse_shard_module
+from reshard.testing.shard_dialect import parse_shard_module, run_shard_module
 
 if TYPE_CHECKING:
     from reshard.testing import strategies

@@ -10,7 +10,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
-from reshard.show.pages.memory_chart import Moment, memory_chart
+from reshard.show.charts import Moment, memory_chart
 from reshard.spmd.tracing.page import MOST_DRAWN
 from reshard.text import bytes_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs

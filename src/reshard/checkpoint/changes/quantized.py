@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.changes.computed import ReadBox
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType, dtype
-from reshard.elements import GREATEST_E4M3FN, CastCounts, as_float32, round_to_e4m3fn, scale_blocks
+from reshard.elements import MAX_E4M3FN, CastCounts, as_float32, round_to_e4m3fn, scale_blocks
 from reshard.layout import Box
 
 BLOCK = 128
@@ -62,7 +62,7 @@ class Float8Weight:
         for part, bare in self._read_pieces(box, read):
             rows = np.array(as_float32(bare, self.source.dtype))
             counts += CastCounts(not_finite=int(np.count_nonzero(~np.isfinite(rows))))
-            scales = scale_blocks(rows, BLOCK, GREATEST_E4M3FN, _find_largest)
+            scales = scale_blocks(rows, BLOCK, MAX_E4M3FN, _find_largest)
             if self.is_scales:
                 row, column = (a // BLOCK - b for a, b in zip(part.start, box.start, strict=True))
                 out[row, column : column + len(scales)] = np.array(scales, np.float32).view("u4")

@@ -182,9 +182,9 @@ def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkp
 
 
 def _drawing(tensor: StoredTensor) -> str:
-    from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
+    from reshard.show.text_picture import MIN_WIDTH, picture
 
-    width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+    width = max(MIN_WIDTH, min(shutil.get_terminal_size().columns, 100))
     title = f"{printable(tensor.name)}  {_shape_text(tensor)}  {cut_text(tensor)}"
     return f"{title}\n{picture(tensor.layout, width, ascii=not can_draw_boxes())}"
 

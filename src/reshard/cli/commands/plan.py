@@ -196,11 +196,11 @@ def matching_json(conversion: Conversion) -> dict[str, Any]:
 def _drawing(conversion: Conversion, name: str) -> str:
     from reshard.geometry.transfers import Transfers
     from reshard.plans.plan import Plan
-    from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
+    from reshard.show.text_picture import MIN_WIDTH, change_picture
 
     before = conversion.source[name]
     after = conversion.write_plan.tensors[name]
-    width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+    width = max(MIN_WIDTH, min(shutil.get_terminal_size().columns, 100))
     item = next(item for item in conversion.job.items if item.name == name)
     drawn = change_picture(
         before.layout,

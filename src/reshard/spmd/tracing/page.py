@@ -1,6 +1,6 @@
 """Trace pages: a traced function as one HTML page: figures, memory, operations, reshards, ranks.
 
-The page needs no network and no script, as that of `reshard.show.pages.html_report`, whose parts it
+The page needs no network and no script, as that of `reshard.show.html_report`, whose parts it
 has.
 """
 
@@ -12,9 +12,15 @@ import numpy as np
 
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
-from reshard.show.pages.html_report import DrawnChange, Figure, change_html, figures_html, page_html
-from reshard.show.pages.memory_chart import Moment, memory_chart
-from reshard.show.pages.rank_legend import rank_legend
+from reshard.show.charts import Moment, memory_chart
+from reshard.show.html_report import (
+    DrawnChange,
+    Figure,
+    change_html,
+    figures_html,
+    page_html,
+    rank_legend,
+)
 from reshard.show.svg import element, escaped, rank_colours
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.tracing.table import (

@@ -24,16 +24,21 @@ from reshard.errors import UsageError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
-from reshard.show.pictures.drawing import Place, Sketch, sketch
-from reshard.show.pictures.labels import Labels, SlotLabel
-from reshard.show.pictures.notes import notes
-from reshard.show.pictures.origins import MOST_BOXES, Origins
-from reshard.show.pictures.origins import origins as find_origins
-from reshard.show.pictures.regions import RegionGrid, drawn_dimensions, region_grid
+from reshard.show.labels import Labels, SlotLabel, notes
+from reshard.show.regions import (
+    MAX_BOXES,
+    Origins,
+    Place,
+    RegionGrid,
+    drawn_dimensions,
+    region_grid,
+)
+from reshard.show.regions import origins as find_origins
+from reshard.show.sketch import Sketch, sketch
 from reshard.text import bytes_text, count_text, display_width, padded, rank_text, shortened
 
-LEAST_WIDTH = 40
-LEAST_HEIGHT = 9
+MIN_WIDTH = 40
+MIN_HEIGHT = 9
 
 
 def picture(
@@ -71,7 +76,7 @@ def picture(
     """
     _check(layout, width, height)
     drawn = _fit_sketch(layout, width, height, _labels(labels, ascii), None)
-    body = drawn.draw(_natural_width(drawn, width), drawn.least_height, ascii)
+    body = drawn.draw(_natural_width(drawn, width), drawn.min_height, ascii)
     return _join_lines([*body, *notes(layout, drawn.grid, width)])
 
 
@@ -145,13 +150,13 @@ def change_picture(
             "reshard.plan(source, target)"
         )
     stacked_height = 2 * height if stacked_height is None else stacked_height
-    if check_int(stacked_height, "stacked_height") < 2 * LEAST_HEIGHT:
+    if check_int(stacked_height, "stacked_height") < 2 * MIN_HEIGHT:
         raise UsageError(
-            f"stacked_height {stacked_height}: two pictures need at least {2 * LEAST_HEIGHT} lines"
+            f"stacked_height {stacked_height}: two pictures need at least {2 * MIN_HEIGHT} lines"
         )
     written = _labels(labels, ascii)
     origins = None
-    if plan is not None and labels == "ranks" and len(plan.change.routes.target_cell) <= MOST_BOXES:
+    if plan is not None and labels == "ranks" and len(plan.change.routes.target_cell) <= MAX_BOXES:
         origins = find_origins(plan.transfers if transfers is None else transfers)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
     layouts = (source, target)
@@ -163,8 +168,8 @@ def change_picture(
         ]
 
     sketches = fit((height, height))
-    is_beside = sum(_least_widths(sketches, names)) <= width - display_width(_arrow(ascii))
-    needed = [one.least_height for one in sketches]
+    is_beside = sum(_min_widths(sketches, names)) <= width - display_width(_arrow(ascii))
+    needed = [one.min_height for one in sketches]
     if not is_beside and sum(needed) > stacked_height:
         sketches = fit(_share_height(needed, stacked_height))
     lines = _draw_both(sketches, layouts, names, width, height, is_beside, ascii)
@@ -203,10 +208,10 @@ def movement_text(plan: Plan) -> str:
 def _check(layout: object, width: int, height: int) -> None:
     check_type(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
     width, height = check_int(width, "width"), check_int(height, "height")
-    if width < LEAST_WIDTH:
-        raise UsageError(f"width {width}: a picture needs at least {LEAST_WIDTH} columns")
-    if height < LEAST_HEIGHT:
-        raise UsageError(f"height {height}: a picture needs at least {LEAST_HEIGHT} lines")
+    if width < MIN_WIDTH:
+        raise UsageError(f"width {width}: a picture needs at least {MIN_WIDTH} columns")
+    if height < MIN_HEIGHT:
+        raise UsageError(f"height {height}: a picture needs at least {MIN_HEIGHT} lines")
 
 
 def _labels(labels: str | SlotLabel, ascii: bool) -> Labels:
@@ -262,11 +267,11 @@ def _largest_fit(
         most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
         drawn = sketch(grid, label, most, times, "..." if labels.ascii else "…")
         # Proportions give way first, then columns, then rows.
-        if times > 1 and (drawn.least_width > width or drawn.least_height > height):
+        if times > 1 and (drawn.min_width > width or drawn.min_height > height):
             times -= 1
-        elif drawn.least_width > width:
+        elif drawn.min_width > width:
             columns -= 1
-        elif drawn.least_height > height:
+        elif drawn.min_height > height:
             rows -= 1
         else:
             return drawn
@@ -278,11 +283,11 @@ def _label(
     labels: Labels,
     origins: Origins | None,
     places: Sequence[Place],
-    most_columns: int,
+    max_columns: int,
 ) -> list[str]:
     row, column = places[0]
     senders = origins(grid, places) if origins else []
-    return labels.lines(grid.holdings[row][column], senders, most_columns)
+    return labels.lines(grid.holdings[row][column], senders, max_columns)
 
 
 def _natural_width(drawn: Sketch, most: int) -> int:
@@ -301,10 +306,10 @@ def _arrow(ascii: bool) -> str:
     return "  ----->  " if ascii else "  ─────▶  "
 
 
-def _least_widths(sketches: Sequence[Sketch], titles: Sequence[str]) -> list[int]:
+def _min_widths(sketches: Sequence[Sketch], titles: Sequence[str]) -> list[int]:
     """The columns that each picture needs under its title."""
     return [
-        max(one.least_width, display_width(title))
+        max(one.min_width, display_width(title))
         for one, title in zip(sketches, titles, strict=True)
     ]
 
@@ -319,7 +324,7 @@ def _share_height(needed: Sequence[int], total: int) -> tuple[int, int]:
     larger = total - smaller
     # What needs less than the least height is drawn in what it needs.
     first, second = (smaller, larger) if needed[0] <= needed[1] else (larger, smaller)
-    return max(first, LEAST_HEIGHT), max(second, LEAST_HEIGHT)
+    return max(first, MIN_HEIGHT), max(second, MIN_HEIGHT)
 
 
 def _draw_both(
@@ -335,7 +340,7 @@ def _draw_both(
     arrow = _arrow(ascii)
     # 1. Widths: what both want, cut down to what there is.
     room = width - display_width(arrow)
-    least = _least_widths(sketches, titles)
+    least = _min_widths(sketches, titles)
     widths = [_natural_width(one, width) for one in sketches]
     widest = max(widths)
     while is_beside and sum(map(max, least, widths)) > room:
@@ -350,7 +355,7 @@ def _draw_both(
     for one, layout, title, columns in zip(sketches, layouts, titles, widths, strict=True):
         drawn = one.draw(
             min(_natural_width(one, width), columns),
-            lines if is_beside else one.least_height,
+            lines if is_beside else one.min_height,
             ascii,
         )
         # A line of indices above the boxes of one only would shift them against each other.
@@ -374,7 +379,7 @@ def _draw_both(
 
 def _common_height(sketches: Sequence[Sketch], most: int) -> int:
     """A height of both in which as many lines as possible meet: a multiple of both row counts."""
-    least = max(one.least_height for one in sketches) - 1
+    least = max(one.min_height for one in sketches) - 1
     # Lines between rows of both meet where both row counts divide the height.
     step = math.lcm(*(len(one.row_shares) for one in sketches))
     even = -(-least // step) * step

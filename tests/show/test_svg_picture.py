@@ -15,12 +15,10 @@ import reshard
 from plans.test_traffic import gathered
 from reshard.layout import Layout
 from reshard.plans.traffic import Traffic
-from reshard.show.pages.heat_map import heat_map
-from reshard.show.pages.host_flows import across_hosts, host_flows, host_traffic
-from reshard.show.pictures.origins import origins
-from reshard.show.pictures.regions import drawn_dimensions
-from reshard.show.pictures.svg_picture import svg_picture
+from reshard.show.charts import across_hosts, heat_map, host_flows, host_traffic
+from reshard.show.regions import drawn_dimensions, origins
 from reshard.show.svg import rank_colours
+from reshard.show.svg_picture import svg_picture
 from reshard.testing.strategies import specs_with_shapes
 from show.page_parts import local_name
 

@@ -1,14 +1,17 @@
-"""The drawing of a picture in text: sizes of rows and columns, and what is written into boxes.
+"""Sketches: the drawing of a picture in characters.
 
-1. Neighbouring rectangles with the same holders are one region, whatever its form; its label
-   is written into the largest block of rectangles inside it.
-2. Each column is at least as wide as the indices above it and the labels in it need, each row
-   as high as its labels; longer intervals get a few times the room of the shortest, if
-   there is room.
-3. What room is left is shared in proportion to the lengths, so that the picture is to scale as
+1. Adjacent rectangles with the same holders are a region of any form; its label is written into the
+   largest block of rectangles inside it.
+2. Each column is at least as wide as the indices above it and the labels in it require, each row as
+   high as its labels. Longer intervals get a multiple of the space of the shortest, if there is
+   space.
+3. The remaining space is shared in proportion to the lengths, so that the picture is to scale as
    far as letters allow and nothing becomes invisible.
 
 Sizes are *shares*: the characters of an interval and of the line before it.
+
+Lines are stored as strokes from the middle of a character to its four sides, so that crossings and
+corners come out right however the lines meet (`Canvas`).
 """
 
 from __future__ import annotations
@@ -17,11 +20,67 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from reshard.show.pictures.canvas import Canvas
-from reshard.show.pictures.regions import Interval, RegionGrid
+from reshard.show.regions import Interval, Place, RegionGrid
 from reshard.text import display_width
 
-Place = tuple[int, int]
+# A character's strokes are the sum of these; the sum is its place in the alphabets below.
+_UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8
+_UNICODE = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
+_ASCII = " ||||+++-+++-+++"
+
+
+class Canvas:
+    """A drawing of `width` x `height` characters; whatever is drawn must lie inside.
+
+    >>> canvas = Canvas(7, 3)
+    >>> for y in (0, 2):
+    ...     canvas.horizontal(y, 0, 6)
+    >>> for x in (0, 3, 6):
+    ...     canvas.vertical(x, 0, 2)
+    >>> canvas.write(1, 1, "a")
+    >>> print("\\n".join(canvas.lines(ascii=True)))
+    +--+--+
+    |a |  |
+    +--+--+
+    """
+
+    def __init__(self, width: int, height: int) -> None:
+        self._strokes = [[0] * width for _ in range(height)]
+        # A wide character takes two places, the second of which is empty.
+        self._text = [[" "] * width for _ in range(height)]
+
+    def horizontal(self, y: int, left: int, right: int) -> None:
+        """A line from `left` to `right`, both included."""
+        for x in range(left, right + 1):
+            self._strokes[y][x] |= (_LEFT if x > left else 0) | (_RIGHT if x < right else 0)
+
+    def vertical(self, x: int, top: int, bottom: int) -> None:
+        """A line from `top` to `bottom`, both included."""
+        for y in range(top, bottom + 1):
+            self._strokes[y][x] |= (_UP if y > top else 0) | (_DOWN if y < bottom else 0)
+
+    def write(self, y: int, x: int, text: str) -> None:
+        """Text on one line, from column `x` on."""
+        for character in text:
+            columns = display_width(character)
+            # A combining mark belongs to the character before it.
+            if columns == 0:
+                self._text[y][x - 1] += character
+                continue
+            self._text[y][x] = character
+            for blank in range(x + 1, x + columns):
+                self._text[y][blank] = ""
+            x += columns
+
+    def lines(self, ascii: bool = False) -> list[str]:
+        """The drawing, top to bottom, every line of the same display width."""
+        alphabet = _ASCII if ascii else _UNICODE
+        return [
+            "".join(alphabet[s] if s else t for s, t in zip(strokes, text, strict=True))
+            for strokes, text in zip(self._strokes, self._text, strict=True)
+        ]
+
+
 RegionLabel = Callable[[Sequence[Place], int], list[str]]
 
 
@@ -47,12 +106,12 @@ class Sketch:
     overhang: int
 
     @property
-    def least_width(self) -> int:
+    def min_width(self) -> int:
         """The fewest columns it can be drawn in."""
         return self.gutter + sum(self.column_shares) + 1 + self.overhang
 
     @property
-    def least_height(self) -> int:
+    def min_height(self) -> int:
         """The fewest lines its boxes can be drawn in."""
         return sum(self.row_shares) + 1
 
@@ -101,31 +160,31 @@ class Sketch:
 
 
 def sketch(
-    grid: RegionGrid, label: RegionLabel, most_label_columns: int, times: int, ellipsis: str
+    grid: RegionGrid, label: RegionLabel, max_label_columns: int, times: int, ellipsis: str
 ) -> Sketch:
     """Find the regions of a grid, write their labels, and measure the room it needs.
 
     Args:
         grid: what is drawn.
         label: from the places of a region and a width to the lines of its label.
-        most_label_columns: the widest label.
+        max_label_columns: the widest label.
         times: how many times the room of the shortest interval long ones ask for, at most.
         ellipsis: stands for what is left out.
     """
     # 1. Regions and their labels.
     regions = [
         Region(tuple(places), *_largest_block(places), lines=tuple(lines))
-        for places, lines in _place_labels(grid, label, most_label_columns, ellipsis)
+        for places, lines in _place_labels(grid, label, max_label_columns, ellipsis)
     ]
     # 2. The least room of each row and column: by its length, by the indices at its edges, ...
-    column_shares = [_least_share(interval, grid.columns, 4, times) for interval in grid.columns]
+    column_shares = [_min_share(interval, grid.columns, 4, times) for interval in grid.columns]
     if grid.column_dimension is not None:
         bounds = [len(str(index)) for index in _bounds(grid.columns)]
         for i, (left, right) in enumerate(itertools.pairwise(bounds)):
             # Indices are centred on lines: half of each and a blank must fit between two lines.
             needed = left - (left - 1) // 2 + (right - 1) // 2 + 1
             column_shares[i] = max(column_shares[i], needed)
-    row_shares = [_least_share(interval, grid.rows, 2, times) for interval in grid.rows]
+    row_shares = [_min_share(interval, grid.rows, 2, times) for interval in grid.rows]
     # ... and by the labels; narrow regions first, for their room counts for wider ones too.
     for region in sorted(regions, key=lambda region: len(region.columns)):
         widest = max(map(display_width, region.lines))
@@ -146,20 +205,18 @@ def _bounds(intervals: Sequence[Interval]) -> list[int]:
     return [intervals[0].start, *(interval.stop for interval in intervals)]
 
 
-def _least_share(
-    interval: Interval, intervals: Sequence[Interval], unit: int, most_times: int
-) -> int:
+def _min_share(interval: Interval, intervals: Sequence[Interval], unit: int, max_times: int) -> int:
     if interval.left_out:
         return unit
     shortest = min((i.stop - i.start for i in intervals if not i.left_out), default=0)
     if shortest == 0:
         return unit
     times = round((interval.stop - interval.start) / shortest)
-    return unit * min(max(times, 1), most_times)
+    return unit * min(max(times, 1), max_times)
 
 
 def _place_labels(
-    grid: RegionGrid, label: RegionLabel, most_label_columns: int, ellipsis: str
+    grid: RegionGrid, label: RegionLabel, max_label_columns: int, ellipsis: str
 ) -> list[tuple[list[Place], list[str]]]:
     """The places of each region, and its label."""
 
@@ -192,7 +249,7 @@ def _place_labels(
                     places.append(near)
                     waiting.append(near)
         left_out = grid.rows[first[0]].left_out or grid.columns[first[1]].left_out
-        lines = [f"{ellipsis} {left_out:,} more"] if left_out else label(places, most_label_columns)
+        lines = [f"{ellipsis} {left_out:,} more"] if left_out else label(places, max_label_columns)
         found.append((places, lines))
     return found
 

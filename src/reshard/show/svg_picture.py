@@ -1,36 +1,88 @@
 """Pictures of layouts in colour, as SVG: which rank holds which part of a tensor.
 
-1. The same regions as in the text pictures (`regions`, `drawing`): boxes held alike are one.
-2. Rows and columns are to scale; where there are few, none is too small to see.
-3. A box has the colours of all its holders, in slanting stripes that no cut looks like, and its
-   label where there is room; where boxes of a line are too thin, one label stands for several.
-4. What is left out of the middle is a gap that says how much it is.
+1. The regions are those of the text pictures (`regions`, `sketch`): boxes held alike are merged.
+2. Rows and columns are to scale; if there are few, none is too small to see.
+3. A box has the colours of all its holders, in slanting stripes that no split resembles, and its
+   label where it fits. If the boxes of a line are too thin, a label covers several.
+4. A gap marks what is left out of the middle, and says how much it is.
 
-What a box is and who holds it stands in its `title`, which a browser shows under the pointer.
+The `title` of a box, which a browser shows under the pointer, has its indices and its holders.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.layout import Layout
-from reshard.show.pictures.drawing import Place, Region, sketch
-from reshard.show.pictures.labels import Labels, holders_text, shorter_texts
-from reshard.show.pictures.origins import Origins
-from reshard.show.pictures.regions import Holdings, RegionGrid, region_grid
-from reshard.show.pictures.scale import interval_edges, spaced_indices
+from reshard.show.labels import Labels, holders_text, shorter_texts
+from reshard.show.regions import Holdings, Interval, Origins, Place, RegionGrid, region_grid
+from reshard.show.sketch import Region, sketch
 from reshard.show.svg import element, escaped, ink_on
 from reshard.text import count_text, rank_text
 
+# Pixels of what is left out, enough for a label that says how much; and of the smallest box.
+_GAP, _MIN_BOX = 82.0, 5.0
+
+
+def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> list[float]:
+    """Where intervals begin and end on the page: to scale, but none too small to see.
+
+    >>> interval_edges([Interval(0, 30), Interval(30, 100)], 110.0, 0.0)
+    [0.0, 35.0, 110.0]
+    """
+    lengths = [0 if one.left_out else one.stop - one.start for one in intervals]
+    gaps = sum(1 for one in intervals if one.left_out)
+    # What is left out can be seen, however many intervals there are; boxes have less where they
+    # are very many.
+    gap = min(_GAP, room / 5)
+    least = min(_MIN_BOX, room / len(intervals) / 2)
+    # What is left when each interval has its least is shared by length.
+    free = room - gaps * gap - least * (len(intervals) - gaps)
+    # A dimension of length 0 is one interval, and still has a place on the page.
+    total = sum(lengths)
+    shares = [length / total for length in lengths] if total else [1.0]
+    sizes = [
+        gap if one.left_out else least + free * share
+        for one, share in zip(intervals, shares, strict=True)
+    ]
+    return [begin, *(begin + size for size in itertools.accumulate(sizes))]
+
+
+def spaced_indices(
+    edges: Sequence[float], intervals: Sequence[Interval], room: Callable[[str], float]
+) -> list[tuple[float, str]]:
+    """Indices at edges: the first, the last, and every second, fourth... as there is room.
+
+    `room` is what a text needs, in the unit of the edges.
+
+    >>> quarters = [Interval(start, start + 1) for start in range(4)]
+    >>> spaced_indices([0.0, 10.0, 20.0, 30.0, 40.0], quarters, lambda text: 15)
+    [(0.0, '0'), (20.0, '2'), (40.0, '4')]
+    """
+    texts = [f"{bound:,}" for bound in (intervals[0].start, *(one.stop for one in intervals))]
+    last = len(edges) - 1
+
+    def is_apart(a: int, b: int) -> bool:
+        return edges[b] - edges[a] >= (room(texts[a]) + room(texts[b])) / 2
+
+    stride = 1
+    while stride < last:
+        kept = [at for at in range(0, last, stride) if at == 0 or is_apart(at, last)]
+        if all(is_apart(a, b) for a, b in itertools.pairwise(kept)):
+            return [(edges[at], texts[at]) for at in (*kept, last)]
+        stride *= 2
+    return [(edges[at], texts[at]) for at in (0, last)]
+
+
 # Pixels: of a picture, and of the one row of a tensor of one dimension.
-_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
-_MOST_INTERVALS, _MOST_BOXES = 512, 4096
+_WIDTH, _MIN_HEIGHT, _MAX_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
+_MAX_INTERVALS, _MAX_BOXES = 512, 4096
 # Pixels that a letter of a label and of its further lines takes, and a line of text.
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
 # Stripes of one box, and the pixels of one along the edge of a large box.
-_MOST_STRIPES, _STRIPE = 16, 18.0
+_MAX_STRIPES, _STRIPE = 16, 18.0
 # Labels of a row of thin boxes, the pixels below which boxes are thin, and below which they are
 # where none has room for a label of its own.
 _PARTS, _THIN, _NARROW = 6, 8.0, 24.0
@@ -84,7 +136,7 @@ class _Drawing:
     ) -> None:
         self.layout, self.colours, self.name, self.origins = layout, colours, name, origins
         self.word = name.partition("-")[0]
-        self.grid = _limit_boxes(region_grid(layout, *dimensions, _MOST_INTERVALS))
+        self.grid = _limit_boxes(region_grid(layout, *dimensions, _MAX_INTERVALS))
         rows, columns = self.grid.rows, self.grid.columns
         self.left = 12.0
         if self.grid.row_dimension is not None:
@@ -102,7 +154,7 @@ class _Drawing:
             return _LINE_HEIGHT
         across = max(self.layout.shape[column], 1)
         wanted = _WIDTH * self.layout.shape[row] / across
-        return min(max(wanted, _LEAST_HEIGHT), _MOST_HEIGHT)
+        return min(max(wanted, _MIN_HEIGHT), _MAX_HEIGHT)
 
     def picture(self) -> SvgPicture:
         drawn = sketch(self.grid, self._label, 10**6, 1, "…")
@@ -385,16 +437,16 @@ class _Drawing:
 
 
 def _limit_boxes(grid: RegionGrid) -> RegionGrid:
-    """At most `_MOST_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
+    """At most `_MAX_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
     rows, columns = len(grid.rows), len(grid.columns)
     # One less than fits: the gap is drawn as an interval too.
-    side = int(_MOST_BOXES**0.5)
-    if rows * columns <= _MOST_BOXES:
+    side = int(_MAX_BOXES**0.5)
+    if rows * columns <= _MAX_BOXES:
         return grid
     if rows <= side:
-        return grid.limited(rows, _MOST_BOXES // rows - 1)
+        return grid.limited(rows, _MAX_BOXES // rows - 1)
     if columns <= side:
-        return grid.limited(_MOST_BOXES // columns - 1, columns)
+        return grid.limited(_MAX_BOXES // columns - 1, columns)
     return grid.limited(side - 1, side - 1)
 
 
@@ -416,9 +468,9 @@ def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
 def _pick_stripes(ranks: Sequence[int]) -> tuple[int, ...]:
     """As many ranks as there can be distinct stripes, evenly spaced, the ends included."""
     last = len(ranks) - 1
-    if last < _MOST_STRIPES:
+    if last < _MAX_STRIPES:
         return tuple(ranks)
-    return tuple(ranks[last * stripe // (_MOST_STRIPES - 1)] for stripe in range(_MOST_STRIPES))
+    return tuple(ranks[last * stripe // (_MAX_STRIPES - 1)] for stripe in range(_MAX_STRIPES))
 
 
 def _n(length: float) -> str:

@@ -26,10 +26,10 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import PAD
-from reshard.show.pictures.canvas import Canvas
+from reshard.show.sketch import Canvas
 from reshard.text import display_width, padded
 
-MOST_DEVICES = 4096
+MAX_DEVICES = 4096
 
 
 def mesh_picture(
@@ -57,8 +57,8 @@ def mesh_picture(
     """
     check_type(mesh, DeviceMesh, "mesh", "make one: reshard.DeviceMesh.of(dp=2, tp=4)")
     check_type(contents, Mapping, "contents", "give {rank: [line, ...]}, see element_texts")
-    if mesh.size > MOST_DEVICES:
-        raise UsageError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be drawn")
+    if mesh.size > MAX_DEVICES:
+        raise UsageError(f"a mesh of {mesh.size} devices; at most {MAX_DEVICES} can be drawn")
     columns = mesh.shape[-1] if mesh.shape else 1
     rows = mesh.shape[-2] if len(mesh.shape) > 1 else 1
     texts = [list(contents.get(rank, ())) for rank in mesh.devices]

@@ -1,11 +1,13 @@
+""""""
+
 from __future__ import annotations
 
 import itertools
 
 from reshard.layout import Box, Layout
 from reshard.runs import HALO, Run, RunTable
-from reshard.show.pictures.regions import Interval, drawn_dimensions, region_grid
-from reshard.show.pictures.text_picture import picture
+from reshard.show.regions import Interval, drawn_dimensions, region_grid
+from reshard.show.text_picture import picture
 
 
 def test_boxes_of_one_slot_that_touch_are_one_region() -> None:

@@ -1,7 +1,7 @@
-"""A report of what moves, as one HTML page.
+"""Reports of movements as HTML pages: each a file without scripts that needs no network.
 
-The page needs no network and no script. It is light or dark as the reader's system is. Every
-picture has a text alternative: the same picture in text is folded away below it.
+A page is light or dark as the reader's system is. Every picture has a text alternative: the same
+picture in text is folded below it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,115 @@ from typing import NamedTuple
 from reshard.geometry.transfers import Transfers
 from reshard.plans.plan import Plan
 from reshard.plans.traffic import Traffic, busiest
-from reshard.show.pages.heat_map import heat_map
-from reshard.show.pages.host_flows import across_hosts, host_flows, host_traffic
-from reshard.show.pages.rank_legend import rank_legend
-from reshard.show.pages.style import STYLE
-from reshard.show.pictures.notes import notes
-from reshard.show.pictures.origins import origins
-from reshard.show.pictures.regions import drawn_dimensions
-from reshard.show.pictures.svg_picture import svg_picture
-from reshard.show.pictures.text_picture import change_picture, movement_text
+from reshard.show.charts import across_hosts, heat_map, host_flows, host_traffic
+from reshard.show.labels import notes
+from reshard.show.regions import drawn_dimensions, origins
 from reshard.show.svg import element, escaped, rank_colours
+from reshard.show.svg_picture import svg_picture
+from reshard.show.text_picture import change_picture, movement_text
 from reshard.text import count_text, ranks_text, short_rank_text
 
-MOST_RANKS_LISTED = 32
+STYLE = """
+:root {
+  --page: #fbfbfa; --panel: #ffffff; --ink: #1c1e21; --soft: #5d636b; --line: #d9dce0;
+  --heat: #0b4f8a; --on-heat: #ffffff; --heat-back: #f1f3f5; --border: #ffffff;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #15171a; --panel: #1d2024; --ink: #e8eaed; --soft: #a2a8b0; --line: #353a41;
+    --heat: #7cc0ff; --on-heat: #0c1a28; --heat-back: #24282d; --border: #15171a;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 24px 64px; }
+h1 { font-size: 22px; line-height: 1.3; margin: 0 0 18px; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 36px 0 10px; }
+h3 { font-size: 15px; margin: 26px 0 8px; overflow-wrap: anywhere; }
+p { margin: 8px 0; max-width: 80ch; }
+.note { color: var(--soft); font-size: 13px; margin: 3px 0; overflow-wrap: anywhere; }
+code, pre, svg text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas,
+  "DejaVu Sans Mono", monospace; }
+pre { font-size: 12px; line-height: 1.25; overflow-x: auto; padding: 12px; margin: 8px 0;
+  background: var(--panel); border: 1px solid var(--line); border-radius: 6px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr));
+  gap: 10px; margin: 0 0 12px; }
+.figures div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
+  padding: 9px 13px; }
+dt { color: var(--soft); font-size: 12.5px; }
+dd { margin: 0; font-size: 17px; overflow-wrap: anywhere; }
+dd.detail { color: var(--soft); font-size: 13px; }
+.legend { display: flex; gap: 12px; align-items: baseline; }
+.legend p { color: var(--soft); font-size: 13px; margin: 0; }
+.legend ul { display: flex; flex-wrap: wrap; gap: 4px 14px; list-style: none; margin: 0;
+  padding: 0; font-size: 13px; }
+.legend span { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+  margin-right: 5px; vertical-align: -1px; }
+section { border-top: 1px solid var(--line); margin-top: 14px; padding-top: 4px; }
+.change { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 6px 18px; }
+.change figure { flex: 1 1 340px; max-width: 480px; }
+.arrow { align-self: center; font-size: 26px; color: var(--soft); }
+.beside { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 20px 36px; }
+figure { margin: 8px 0; min-width: 0; }
+figcaption { margin-bottom: 6px; overflow-wrap: anywhere; }
+figcaption b { color: var(--soft); font-weight: 500; margin-right: 6px; }
+svg { display: block; max-width: 100%; height: auto; }
+svg text { fill: var(--ink); }
+.picture .border { fill: none; stroke: var(--border); stroke-width: 1.5; }
+.picture .box { shape-rendering: crispEdges; }
+.picture .empty { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
+.picture .left-out { fill: var(--heat-back); stroke: var(--soft); stroke-dasharray: 2 4; }
+.picture .plate { fill: var(--panel); fill-opacity: .88; }
+.label { font-size: 12px; text-anchor: middle; }
+svg text.small { font-size: 10px; }
+.index { font-size: 10.5px; }
+svg text.index { fill: var(--soft); }
+.across { text-anchor: middle; }
+.down { text-anchor: end; }
+.heat { fill: var(--heat); }
+.heat-back { fill: var(--heat-back); }
+.heat-grid { fill: none; stroke: var(--page); stroke-width: .75; }
+.heat-diagonal { fill: none; stroke: var(--line); stroke-width: 1; stroke-dasharray: 3 4; }
+.amount { font-size: 9.5px; text-anchor: middle; }
+svg text.strong { fill: var(--on-heat); }
+.band { fill-opacity: .55; }
+.band.inside { fill-opacity: .22; }
+.host { font-size: 12px; }
+table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 4px 12px; border-bottom: 1px solid var(--line); }
+th:first-child, td.rest { text-align: left; }
+thead th { color: var(--soft); font-weight: 500; }
+tbody th { font-weight: 500; }
+details { margin: 6px 0 12px; }
+summary { cursor: pointer; color: var(--soft); font-size: 13px; }
+@media (max-width: 780px) { .arrow { flex-basis: 100%; text-align: center; line-height: 1; }
+  .arrow span { display: inline-block; transform: rotate(90deg); } }
+@media print { details { display: none; } }
+"""
+
+
+_MAX_SEPARATE = 16
+
+
+def rank_legend(colours: Mapping[int, str]) -> str:
+    """A patch of colour for each rank, or for some of very many.
+
+    >>> rank_legend({3: "#0072b2"}).count("<li>")
+    1
+    """
+    ranks = sorted(colours)
+    if len(ranks) > _MAX_SEPARATE:
+        last, steps = len(ranks) - 1, _MAX_SEPARATE - 1
+        ranks = [ranks[last * step // steps] for step in range(_MAX_SEPARATE)]
+    items = [
+        element("li", element("span", "", style=f"background:{colours[rank]}"), f"{rank}")
+        for rank in ranks
+    ]
+    return element("div", element("p", "rank"), element("ul", *items), class_="legend")
+
+
+MAX_RANKS_LISTED = 32
 # Between two pictures; those who listen hear their captions. It points down on a narrow page.
 _ARROW = element("div", element("span", "→"), class_="arrow", aria_hidden="true")
 
@@ -267,9 +363,9 @@ def _busiest_ranks(traffic: Traffic, amount_text: Callable[[int], str]) -> str:
             element("td", escaped(amount_text(kind.receives))),
             element("td", f"{kind.senders:,}"),
         )
-        for kind in kinds[:MOST_RANKS_LISTED]
+        for kind in kinds[:MAX_RANKS_LISTED]
     ]
-    left_out = sum(len(kind.ranks) for kind in kinds[MOST_RANKS_LISTED:])
+    left_out = sum(len(kind.ranks) for kind in kinds[MAX_RANKS_LISTED:])
     if left_out:
         rest = f"and {count_text(left_out, 'rank')} that move less"
         rows.append(element("tr", element("td", rest, colspan=5, class_="rest")))

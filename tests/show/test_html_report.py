@@ -18,12 +18,12 @@ import reshard
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.plans.traffic import Traffic
-from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
+from reshard.show.html_report import DrawnChange, Report, movement_figures
 from reshard.testing.strategies import movements
 from reshard.text import bytes_text, count_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "reports" / "transposed_mesh.html"
+GOLDEN = Path(__file__).parents[1] / "golden" / "reports" / "transposed_mesh.html"
 EVIL = "</title><script>alert(1)</script>&\"'\x00\x1b[2J\u202e\udc80"
 
 

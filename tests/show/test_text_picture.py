@@ -12,7 +12,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO
-from reshard.show.pictures.text_picture import change_picture, movement_text, picture
+from reshard.show.text_picture import change_picture, movement_text, picture
 from reshard.text import display_width
 
 LINES = set("│─┌┐└┘├┤┬┴┼╵╷╴╶")
@@ -231,7 +231,7 @@ def test_unusable_options_are_named(options: dict[str, object], said: str) -> No
 
 def test_no_room_for_the_indices_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     # The longest indices have 18 digits, for which the least width would do.
-    monkeypatch.setattr("reshard.show.pictures.text_picture.LEAST_WIDTH", 20)
+    monkeypatch.setattr("reshard.show.text_picture.MIN_WIDTH", 20)
     with pytest.raises(UsageError, match="no room"):
         picture(Layout.replicated((2**58, 2**58, 0)), 20)
 

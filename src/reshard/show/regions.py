@@ -1,10 +1,10 @@
-"""Regions of a picture: which ranks hold which rectangle of two dimensions of a tensor.
+"""Regions of a picture: the ranks that hold each rectangle of two dimensions of a tensor.
 
-1. Along each drawn dimension, the starts and stops of all runs cut it into intervals no run
-   begins or ends inside of. Where there are very many, those in the middle are left out.
-2. Every pair of parts (one of the row dimension, one of the column dimension) that cells take
-   covers some intervals of each; the ranks of those cells hold these rectangles.
-3. Intervals that are held alike all along become one again.
+1. Along each drawn dimension, the starts and stops of all runs delimit intervals in which no run
+   begins or ends. If there are very many, those in the middle are left out.
+2. Every pair of parts (of the row dimension and of the column dimension) that cells take covers
+   some intervals of each; the ranks of those cells hold these rectangles.
+3. Adjacent intervals that are held alike throughout are merged.
 
 ::
 
@@ -15,23 +15,24 @@
       1   0    1        intervals of columns: 0:2, 2:4
       2   1    1
 
-The dimensions that are not drawn remain in a holding as a number: equal for ranks that hold
-the same part of them.
+The dimensions that are not drawn remain in a holding as a number, which is equal for ranks that
+hold the same part of them. `origins` finds the ranks that send the elements of a region.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
 
-MOST_INTERVALS = 64
+MAX_INTERVALS = 64
 
 
 class RankHolding(NamedTuple):
@@ -113,19 +114,19 @@ def region_grid(
     layout: Layout,
     row_dimension: int | None,
     column_dimension: int | None,
-    most_intervals: int = MOST_INTERVALS,
+    max_intervals: int = MAX_INTERVALS,
 ) -> RegionGrid:
     """The rectangles of two dimensions of a layout and the ranks that hold them.
 
-    Where a dimension has more than `most_intervals` intervals, those in the middle are left out.
+    Where a dimension has more than `max_intervals` intervals, those in the middle are left out.
 
     >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     >>> grid = region_grid(layout, 0, 1)
     >>> [[sorted(h.slot for h in place) for place in row] for row in grid.holdings]
     [[[0], [0]], [[0], [1]], [[1], [1]]]
     """
-    rows, row_cover = _cover(layout, row_dimension, most_intervals)
-    columns, column_cover = _cover(layout, column_dimension, most_intervals)
+    rows, row_cover = _cover(layout, row_dimension, max_intervals)
+    columns, column_cover = _cover(layout, column_dimension, max_intervals)
     places: list[list[set[RankHolding]]] = [[set() for _ in columns] for _ in rows]
     for (row_part, column_part), holdings in _holdings(
         layout, row_dimension, column_dimension
@@ -170,14 +171,14 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
 
 
 def _cover(
-    layout: Layout, dimension: int | None, most_intervals: int
+    layout: Layout, dimension: int | None, max_intervals: int
 ) -> tuple[list[Interval], dict[int, dict[int, bool]]]:
     """The intervals of a dimension, and for each part those it covers, True where as a halo."""
     if dimension is None:
         return [Interval(0, 1)], {0: {0: False}}
     edges = _edges(layout, dimension).tolist()
     intervals = [Interval(a, b) for a, b in itertools.pairwise(edges)]
-    _, shown = _leave_out_middle(intervals, most_intervals)
+    _, shown = _leave_out_middle(intervals, max_intervals)
     table = layout.tables[dimension]
     covers = {
         part: _find_covered(table, part, shown)
@@ -269,3 +270,54 @@ def _leave_out_middle(
     count = sum(interval.left_out or 1 for interval in gap)
     shown = (*intervals[:head], Interval(gap[0].start, gap[-1].stop, count), *intervals[tail:])
     return [*range(head), None, *range(tail, len(intervals))], shown
+
+
+MAX_BOXES = 4096
+
+Place = tuple[int, int]
+Origins = Callable[[RegionGrid, Sequence[Place]], list[int]]
+
+
+def origins(transfers: Transfers) -> Origins | None:
+    """Finds the ranks that send into a region; None where there are too many boxes to look at.
+
+    >>> from reshard.layout import Layout
+    >>> from reshard.geometry.layout_change import LayoutChange
+    >>> from reshard.show.regions import region_grid
+    >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
+    >>> whole = Layout.replicated((6,), 1)
+    >>> origins(LayoutChange(half, whole).transfers)(region_grid(whole, None, 0), [(0, 0)])
+    [1]
+    """
+    moving = transfers.moving
+    if len(moving) > MAX_BOXES:
+        return None
+    stop = moving.start + moving.shape
+    # A picture is tried in several sizes, and asks for the same rectangle in each of them.
+    known: dict[tuple[object, ...], list[int]] = {}
+
+    def into(*sides: tuple[int | None, Interval]) -> list[int]:
+        """The ranks that send into a rectangle. Whoever receives elements of it holds it."""
+        if sides not in known:
+            # Of shape (boxes that move,): those that overlap the rectangle in both drawn
+            # dimensions.
+            meets = np.ones(len(moving), dtype=bool)
+            for dimension, interval in sides:
+                if dimension is not None:
+                    meets &= moving.start[:, dimension] < interval.stop
+                    meets &= stop[:, dimension] > interval.start
+            known[sides] = np.unique(moving.source_slot[meets]).tolist()
+        return known[sides]
+
+    def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
+        ranks: set[int] = set()
+        for row, column in places:
+            ranks.update(
+                into(
+                    (grid.row_dimension, grid.rows[row]),
+                    (grid.column_dimension, grid.columns[column]),
+                )
+            )
+        return sorted(ranks)
+
+    return senders

@@ -1,27 +1,35 @@
-"""Labels of boxes: who holds what is in them.
+"""Labels of boxes, and notes below a picture.
 
-::
+A label names the holders of a box::
 
     0,4      ranks 0 and 4 hold the same elements
     0 (1)    rank 0 owns them, rank 1 has a halo copy
     0+4      ranks 0 and 4 hold contributions to them
     0/1      ranks 0 and 1 hold different parts of the dimensions that are not drawn
     -        nobody holds them
-    0/8/…/56 the same of eight ranks, the first two and the last of them written
-    8 ranks  too many to write down
+    0/8/…/56 the same for eight ranks, abbreviated to the first two and the last
+    8 ranks  too many to list
 
-With the ranks the elements come from: `0 ← 2,3`; where these are too many, `0 ← 7 ranks` or
+With the ranks that the elements come from: `0 ← 2,3`; if these are too many, `0 ← 7 ranks` or
 `0 ← …`.
+
+Notes describe properties of a layout that a drawing cannot show: the dimensions that are not drawn,
+contributions, padding, halos, ranks that hold nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from reshard.show.pictures.regions import Holdings, RankHolding
-from reshard.text import count_text, display_width, rank_text, shortened
+import numpy as np
+
+from reshard.layout import Layout
+from reshard.runs import PAD
+from reshard.show.regions import Holdings, RankHolding, RegionGrid, region_grid
+from reshard.text import count_text, display_width, rank_text, short_rank_text, shortened
 
 SlotLabel = Callable[[int], str]
 
@@ -111,3 +119,80 @@ def holders_text(holdings: Iterable[RankHolding]) -> str:
             contributions.append(" ".join(words))
         parts.append("+".join(contributions))
     return "/".join(parts)
+
+
+MAX_RANK_LETTERS = 60
+# Lengths of padding in one dimension that have a line each.
+MAX_PADDINGS = 3
+
+
+def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
+    """Lines of at most `width` columns on what `grid`, drawn from `layout`, cannot say.
+
+    >>> layout = Layout.flat_ranges((4,), {0: (0, 4), 1: (4, 4)})
+    >>> notes(layout, region_grid(layout, None, 0), 80)
+    ['Holding nothing: 1.']
+    """
+    said = []
+    drawn = [d for d in (grid.row_dimension, grid.column_dimension) if d is not None]
+    if layout.ndim > 2:
+        said.append(f"Drawn: dimensions {drawn[0]} (down) and {drawn[1]} (across).")
+        said += _describe_hidden_dimensions(
+            layout, [d for d in range(layout.ndim) if d not in drawn]
+        )
+    if 0 in layout.shape:
+        said.append(f"No elements: dimension {layout.shape.index(0)} has length 0.")
+    empty = set(layout.holders) - {int(slot) for slot in layout.cell_slot[layout.cell_elements > 0]}
+    if empty and 0 not in layout.shape:
+        said.append(f"Holding nothing: {_short(sorted(empty))}.")
+    if layout.reduction is not None:
+        said.append(f"Partial: {layout.contributions} contributions (+), {layout.reduction}.")
+    for d in range(layout.ndim):
+        padding: dict[int, list[int]] = {}
+        runs = layout.tables[d].single_runs()
+        pads = runs.role == PAD
+        # Of shape (parts,): how many padded positions each part has along the dimension.
+        lengths = np.bincount(runs.part[pads], runs.length[pads], layout.tables[d].parts)
+        for slot, part in zip(
+            layout.cell_slot.tolist(), layout.cell_part[:, d].tolist(), strict=True
+        ):
+            if lengths[part]:
+                padding.setdefault(int(lengths[part]), []).append(slot)
+        if len(padding) > MAX_PADDINGS:
+            every = sorted(itertools.chain(*padding.values()))
+            padded = f"{min(padding)} to {max(padding)}"
+            said.append(f"Padding of {padded} in dimension {d}: {_short(every)}.")
+        else:
+            for length, slots in sorted(padding.items()):
+                said.append(f"Padding of {length} in dimension {d}: {_short(sorted(slots))}.")
+    if any(h.is_halo for row in grid.holdings for place in row for h in place):
+        said.append("In brackets: halo copies.")
+    return [line for note in said for line in textwrap.wrap(note, width)]
+
+
+def _short(slots: list[int]) -> str:
+    return short_rank_text(slots, MAX_RANK_LETTERS)
+
+
+def _describe_hidden_dimensions(layout: Layout, dimensions: Sequence[int]) -> list[str]:
+    """Where each of them is cut; those that are not cut in one line."""
+    said, whole = [], []
+    for d in dimensions:
+        grid = region_grid(layout, d, None)
+        bounds = [interval.start for interval in grid.rows[1:]]
+        if not bounds:
+            whole.append(d)
+            continue
+        shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+        cut = f"cut at {shown} (/ between its parts)"
+        said.append(f"Not drawn: dimension {d}, of {layout.shape[d]}, {cut}.")
+    if whole:
+        noun = "dimension" if len(whole) == 1 else "dimensions"
+        lengths = _enumerate([layout.shape[d] for d in whole])
+        said.append(f"Not drawn: {noun} {_enumerate(whole)}, of {lengths}, not cut.")
+    return said
+
+
+def _enumerate(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
