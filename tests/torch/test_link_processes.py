@@ -78,8 +78,26 @@ def test_engines_hand_on_weights(case: str) -> None:
     expect_all_end_well([one for rank, one in enumerate(ended) if rank not in RELAYS[case]])
 
 
+def expect_equal_predictions(trainer: str, engine: str) -> None:
+    """Fail unless after each step the engine predicts what the trainer does."""
+    of_side = [
+        [line.partition(" ")[2] for line in text.splitlines() if line.startswith(f"{side} ")]
+        for side, text in (("trainer", trainer), ("engine", engine))
+    ]
+    assert len(of_side[0]) == 3 and of_side[0] == of_side[1]
+    assert "still has version 2" in engine
+
+
 def test_the_example_runs() -> None:
-    """The example of the documents, whose two jobs end by themselves."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ended = run_ranks("link_example_process.py", 4, url, free_port(), free_port())
+    expect_all_end_well(ended)
+    expect_equal_predictions(ended[0].output, ended[2].output)
+
+
+@pytest.mark.exhaustive(reason="forked ranks run the example by default")
+def test_the_example_runs_by_torchrun() -> None:
+    """The commands of the example's docstring, whose two jobs end by themselves."""
     url, ports = f"tcp://127.0.0.1:{free_port()}", [free_port(), free_port()]
     example = str(TESTS.parent / "examples" / "link.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -94,15 +112,9 @@ def test_the_example_runs() -> None:
         )
         for side, port in zip(("trainer", "engine"), ports, strict=True)
     ]
-    told = [job.communicate(timeout=150)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(told)
-    of_side = [
-        [line.partition(" ")[2] for line in text.splitlines() if line.startswith(f"{side} ")]
-        for side, text in zip(("trainer", "engine"), told, strict=True)
-    ]
-    # After each step the engine predicts what the trainer does.
-    assert len(of_side[0]) == 3 and of_side[0] == of_side[1]
-    assert "still has version 2" in told[1]
+    outputs = [job.communicate(timeout=150)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(outputs)
+    expect_equal_predictions(*outputs)
 
 
 def test_an_engine_that_fails_within_connect_and_a_trainer_that_ends() -> None:
