@@ -99,8 +99,8 @@ test test-all test-oldest check: export OMP_NUM_THREADS := 1
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
 	$(filter-out tests/test_documents.py tests/test_soak.py,$(wildcard tests/test_*.py)) \
-	tests/cost tests/execution tests/plans/documents tests/plans/senders/test_shares.py \
-	tests/plans/senders/test_adding_a_policy.py \
+	tests/cost tests/execution tests/plans/test_documents.py tests/plans/test_serialization.py tests/plans/test_load_balancing.py \
+	tests/plans/test_adding_a_policy.py \
 	tests/notation tests/recipes/test_recipe.py tests/recipes/test_shipped_recipes.py \
 	tests/checkpoint/blocks tests/checkpoint/files tests/checkpoint/conversion/test_staging.py \
 	tests/checkpoint/formats/safetensors tests/checkpoint/formats/test_adding_a_format.py \

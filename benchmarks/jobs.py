@@ -14,7 +14,7 @@ import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
 from reshard.notation import FlatBuffer
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import JobItem
 
 BFLOAT16 = dtype("bfloat16")
 LAYERS, STAGES, HIDDEN, INNER, VOCABULARY = 80, 4, 8192, 28672, 32000

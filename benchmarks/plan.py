@@ -56,8 +56,7 @@ from llama import llama_shapes
 
 import reshard
 from reshard.layout import Box, Layout
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import Job, JobItem
 from reshard.plans.plan import Plan
 from reshard.recipes import assign, load_recipe
 

@@ -131,7 +131,7 @@ def trace(request_path: str) -> None:
     import resource
 
     begun, begun_cpu = time.perf_counter(), time.process_time()
-    from reshard.plans.documents.serialization import to_json
+    from reshard.plans.serialization import to_json
     from reshard.torch.vllm.rank_models import prepare_process
     from reshard.torch.vllm.tracing_process import trace_ranks
 

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from reshard.mesh import Axis, DeviceMesh
     from reshard.notation.objects import sharding_of
     from reshard.notation.registry import read_sharding, write_sharding
-    from reshard.plans.documents.serialization import from_json, to_json
-    from reshard.plans.hosts.staged_job import StagedJob
-    from reshard.plans.job import Job
-    from reshard.plans.job_item import JobItem
+    from reshard.plans.hierarchical import StagedJob
+    from reshard.plans.job import Job, JobItem
     from reshard.plans.plan import Plan, plan
-    from reshard.plans.relabelling import relabel
+    from reshard.plans.rank_permutation import relabel
+    from reshard.plans.serialization import from_json, to_json
     from reshard.sharding import DimSpec, Level, ShardingSpec, spec
     from reshard.show.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
@@ -92,9 +91,9 @@ __getattr__, __dir__ = attach(
         "dtype": "reshard.dtypes",
         "FileRange": "reshard.binding",
         "find_program": "reshard.collectives.search.find_program",
-        "from_json": "reshard.plans.documents.serialization",
+        "from_json": "reshard.plans.serialization",
         "Job": "reshard.plans.job",
-        "JobItem": "reshard.plans.job_item",
+        "JobItem": "reshard.plans.job",
         "Layout": "reshard.layout",
         "Level": "reshard.sharding",
         "Link": "reshard.topology",
@@ -103,14 +102,14 @@ __getattr__, __dir__ = attach(
         "plan": "reshard.plans.plan",
         "RankMemory": "reshard.binding",
         "read_sharding": "reshard.notation.registry",
-        "relabel": "reshard.plans.relabelling",
+        "relabel": "reshard.plans.rank_permutation",
         "ReshardError": "reshard.errors",
         "sharding_of": "reshard.notation.objects",
         "ShardingSpec": "reshard.sharding",
         "spec": "reshard.sharding",
-        "StagedJob": "reshard.plans.hosts.staged_job",
+        "StagedJob": "reshard.plans.hierarchical",
         "TensorName": "reshard.binding",
-        "to_json": "reshard.plans.documents.serialization",
+        "to_json": "reshard.plans.serialization",
         "Topology": "reshard.topology",
         "View": "reshard.binding",
         "write_sharding": "reshard.notation.registry",

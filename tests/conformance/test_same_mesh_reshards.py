@@ -27,7 +27,7 @@ from reshard.collectives import (
     find_program,
 )
 from reshard.collectives.search.exact import exact_outcome
-from reshard.collectives.search.problems import problem_of
+from reshard.collectives.search.states import problem_of
 from reshard.testing.oracle import contents_of_spec, shards_of
 
 Case = dict[str, Any]

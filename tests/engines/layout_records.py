@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.plans.documents.serialization import from_json, to_json
+from reshard.plans.serialization import from_json, to_json
 from reshard.recipes.engine_layouts import EngineLayout
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "engines"

@@ -26,7 +26,7 @@ from reshard.execution import copies, memory
 from reshard.execution.memory import FreshMemory, NamedStorage, check_apart
 from reshard.mesh import Axis
 from reshard.notation import parse_ragged
-from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.hierarchical import StagedJob
 from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
 from reshard.testing.strategies import movements
 from reshard.topology import Topology

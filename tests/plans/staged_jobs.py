@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.dtypes import dtype
-from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
 from reshard.testing.oracle import Contents
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import LayoutAndContents, movements

@@ -11,8 +11,7 @@ import pytest
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Box, Layout
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import Job, JobItem
 from reshard.runs import IntArray
 
 BFLOAT16 = dtype("bfloat16")

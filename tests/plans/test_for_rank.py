@@ -16,7 +16,7 @@ from reshard.errors import LayoutError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans.job_transfers import JobTransfers
+from reshard.plans.job import JobTransfers
 from reshard.plans.plan import Plan
 from reshard.runs import RunTable
 from reshard.testing.strategies import LayoutAndContents, movements

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
-from reshard.plans.tables.movement_table import movement_table
+from reshard.plans.job import Job, JobItem
+from reshard.plans.tables import movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.testing.strategies import movements
 

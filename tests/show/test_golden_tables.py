@@ -15,7 +15,7 @@ import pytest
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
-from reshard.plans.tables.busiest import busiest_text
+from reshard.plans.tables import busiest_text
 
 FOLDER = Path(__file__).parent.parent / "golden" / "tables"
 

@@ -10,7 +10,7 @@ import pytest
 import reshard
 from reshard.collectives import find_program
 from reshard.collectives.lowering import mlir_module
-from reshard.collectives.lowering.shard_module import ShardModule
+from reshard.collectives.lowering.mlir import ShardModule
 from reshard.errors import NotationError, ShardError
 from reshard.testing import parse_shard_module, run_shard_module
 

@@ -24,9 +24,8 @@ from rank_cases import run_cases
 from refit_models import expect, expect_same, part, refused, whole
 from reshard.dtypes import dtype
 from reshard.errors import UsageError
-from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
 from reshard.topology import Topology
 from reshard.torch import Refit, measure_links, redistribute
 

@@ -16,9 +16,8 @@ from refit_models import expect, expect_same, refused, whole
 from refit_models import part as part_of
 from reshard.errors import LayoutError, PlanError
 from reshard.layout import Layout
-from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
 from reshard.topology import Link, Overhead, Topology
 from reshard.torch import BlockQuantized, Refit, redistribute
 

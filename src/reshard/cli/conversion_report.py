@@ -6,7 +6,7 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.cli.output import cut_text
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import JobItem
 from reshard.plans.plan import Plan
 from reshard.show.html_report import DrawnChange, Figure, Report, movement_figures
 from reshard.text import bytes_text, count_text

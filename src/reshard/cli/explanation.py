@@ -16,10 +16,9 @@ import numpy as np
 
 from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
-from reshard.collectives.program import Program
+from reshard.collectives.program import Program, step_table
 from reshard.collectives.search.find_program import find_program
-from reshard.collectives.search.problems import JOINT
-from reshard.collectives.step_table import step_table
+from reshard.collectives.search.states import JOINT
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.cost.preset import Preset
@@ -31,7 +30,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.plan import Plan, plan
-from reshard.plans.tables.movement_table import MOST_ROWS, movement_table
+from reshard.plans.tables import MOST_ROWS, movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.show.device_picture import element_texts, mesh_picture
 from reshard.show.html_report import DrawnChange, Report, movement_figures

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.collectives.choice import Choice, choose
-    from reshard.collectives.division import Division, divide
+    from reshard.collectives.choice import Choice, Division, choose, divide
     from reshard.collectives.lowering import LOWERINGS, jax_module, mlir_module, shardy_module
     from reshard.collectives.program import Program
     from reshard.collectives.search.find_program import SEARCHES, find_program
-    from reshard.collectives.search.problems import STEPS
+    from reshard.collectives.search.states import STEPS
     from reshard.collectives.steps import (
         AllGather,
         AllReduce,
@@ -64,7 +63,7 @@ __getattr__, __dir__ = attach(
         "AllReduce": "reshard.collectives.steps",
         "AllToAll": "reshard.collectives.steps",
         "Choice": "reshard.collectives.choice",
-        "Division": "reshard.collectives.division",
+        "Division": "reshard.collectives.choice",
         "Exchange": "reshard.collectives.steps",
         "JointAllToAll": "reshard.collectives.steps",
         "LOWERINGS": "reshard.collectives.lowering",
@@ -72,11 +71,11 @@ __getattr__, __dir__ = attach(
         "Program": "reshard.collectives.program",
         "ReduceScatter": "reshard.collectives.steps",
         "SEARCHES": "reshard.collectives.search.find_program",
-        "STEPS": "reshard.collectives.search.problems",
+        "STEPS": "reshard.collectives.search.states",
         "Slice": "reshard.collectives.steps",
         "Step": "reshard.collectives.steps",
         "choose": "reshard.collectives.choice",
-        "divide": "reshard.collectives.division",
+        "divide": "reshard.collectives.choice",
         "find_program": "reshard.collectives.search.find_program",
         "jax_module": "reshard.collectives.lowering",
         "mlir_module": "reshard.collectives.lowering",

@@ -40,8 +40,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.plans.estimates import exchanges_part
-from reshard.plans.local_copies import run_elements
+from reshard.plans.estimates import exchanges_part, run_elements
 from reshard.plans.plan import plan
 from reshard.runs import IntArray
 from reshard.topology import Topology

@@ -11,6 +11,6 @@ of one tensor. What moves is `reshard.geometry`'s; what they add:
   `documents/` writes it as JSON.
 """
 
-from reshard.plans.senders.shares import balanced_shares
+from reshard.plans.load_balancing import balanced_shares
 
 __all__ = ["balanced_shares"]

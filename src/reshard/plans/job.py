@@ -1,55 +1,220 @@
-"""A job: a set of tensors that move together.
+"""A job: a set of tensors that are moved together.
 
-A `Job` lists tensors, each with its change of layouts and the places its shards are in. Tensors of
-equal layouts share one change, so a job of thousands of tensors is planned as often as it has
-different geometries. Bytes, senders and the digest belong to the job, since they concern all
-tensors together.
+A `Job` lists `JobItem`s: tensors, each with its change of layouts and the addresses of its shards.
+Tensors with equal layouts share one `LayoutChange`, so a job of thousands of tensors is planned as
+often as it has distinct changes. Senders, bytes and the digest belong to the job because they
+depend on all tensors together.
 
-Who sends what is chosen for all tensors at once. What a rank holds stays; what it lacks comes
-from ranks that hold it, so that the most loaded of them sends as little as possible (see
-`reshard.plans.senders`); a box may come in parts, from several. Or the senders are *stable*:
-holders take turns, and what one rank gets from whom does not depend on ranks added behind the
-others.
+The senders of all tensors are chosen together (`reshard.plans.source_selection`). A rank keeps the
+elements that it already holds; the elements that it lacks come from ranks that hold them, so that
+the most loaded sender sends as little as possible. A box may be sent in parts by several ranks.
+With `sources="stable"` holders take turns instead, and the sources of a rank do not depend on ranks
+added after the existing ones.
+
+Each transfer has an identity that sender and receiver both know without communication
+(`JobTransfers.identities`): the tensor, the target rank, the unsplit box and the contribution, and
+for a part of a box its range of elements. It names neither the sender nor other ranks, so ranks
+added to the target leave the identities of existing transfers unchanged.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from reshard.cost.estimate import Estimate
+from reshard.binding import Binding, RankMemory
+from reshard.cost.estimate import Estimate, LocalCopies
 from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.routes import find_needs
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import verify_transfers
-from reshard.plans.estimates import exchange_estimate
-from reshard.plans.job_item import JobItem
-from reshard.plans.job_transfers import JobTransfers
+from reshard.layout import Layout
+from reshard.plans.estimates import check_topology, copies_of, transfers_part
 from reshard.plans.run import run_changes
-from reshard.plans.senders.selection import POLICIES
-from reshard.plans.senders.sender_assignment import SenderAssignment, TensorGroup, assign_senders
-from reshard.plans.senders.sender_transfers import (
+from reshard.plans.source_selection import (
+    POLICIES,
     GroupTransfers,
+    SenderAssignment,
+    TensorGroup,
+    assign_senders,
     sent_bytes,
     transfers_of_all,
     transfers_of_rank,
 )
-from reshard.plans.tables.job_table import job_table
+from reshard.plans.tables import TensorKind, job_table
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
 from reshard.topology import Topology
 
 
+@dataclass(frozen=True, slots=True)
+class JobItem:
+    """A tensor of a job: its name, dtype, change of layouts, and the addresses of its shards.
+
+    `dtype` may be given as a name, or as a dtype of NumPy or torch.
+
+    Raises:
+        PlanError: a name that is not a string, or a binding of another layout than the change's.
+        UsageError: an unknown dtype.
+    """
+
+    name: str
+    dtype: DType
+    change: LayoutChange
+    source: Binding
+    target: Binding
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PlanError(f"a tensor named {self.name!r}; expected a string")
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+        for side, binding, layout in (
+            ("source", self.source, self.change.source),
+            ("target", self.target, self.change.target),
+        ):
+            if binding.layout is not layout:
+                raise PlanError(
+                    f"the {side} binding of {self.name!r} has layout {binding.layout!r}, but its "
+                    f"change has {layout!r}; both must be the same layout"
+                )
+
+    def named(self, name: str) -> JobItem:
+        """Return the same item with another name."""
+        return JobItem(name, self.dtype, self.change, self.source, self.target)
+
+    @classmethod
+    def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
+        """Return a tensor whose slots are the memories of the ranks with the same numbers.
+
+        Raises PlanError for layouts of different shapes, or arguments that are not layouts.
+        """
+        return cls(name, as_dtype(dtype), *_bind_to_ranks(source, target))
+
+    def check_in_rank_memory(self, purpose: str, *, target_only: bool = False) -> None:
+        """Raise PlanError unless each shard is in the memory of the rank with its number."""
+        sides = {"source": self.source, "target": self.target}
+        if target_only:
+            del sides["source"]
+        for side, binding in sides.items():
+            for slot, address in binding.addresses.items():
+                if address != RankMemory(slot):
+                    raise PlanError(
+                        f"{side} shard {slot} of {self.name!r} is at {address}; {purpose} each "
+                        "shard in the memory of the rank with its number"
+                    )
+
+
+# The layers of a model usually have equal layouts.
+@lru_cache(maxsize=4096)
+def _bind_to_ranks(source: Layout, target: Layout) -> tuple[LayoutChange, Binding, Binding]:
+    return LayoutChange(source, target), Binding.to_ranks(source), Binding.to_ranks(target)
+
+
+class JobTransfers(Mapping[str, Transfers]):
+    """Transfers by the names of their tensors, in the order of the job.
+
+    Tensors without transfers are left out. `len` counts tensors, `count` transfers. The tensors of
+    a tensor group share columns, and the rows of a tensor are sliced out on access.
+    """
+
+    def __init__(self, names: tuple[str, ...], groups: Iterable[GroupTransfers]) -> None:
+        self._names = names
+        self.groups = tuple(groups)
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[GroupTransfers, int, int]]:
+        """Each tensor's group and its first and last row there."""
+        entries = []
+        for group in self.groups:
+            bounds = group.begin.tolist()
+            for index, item in enumerate(group.tensors.items.tolist()):
+                if bounds[index] < bounds[index + 1]:
+                    entries.append((item, (group, bounds[index], bounds[index + 1])))
+        entries.sort(key=lambda entry: entry[0])
+        return {self._names[item]: rows for item, rows in entries}
+
+    def __getitem__(self, name: str) -> Transfers:
+        group, low, high = self._rows[name]
+        return group.transfers.take(slice(low, high))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def shared(self) -> dict[str, Transfers]:
+        """Return the transfers of every tensor, as one object for tensors with equal transfers."""
+        result: dict[str, Transfers] = {}
+        for group in self.groups:
+            # A rank may have no transfers in a group.
+            if not len(group.transfers):
+                continue
+            columns = [column.reshape(len(column), -1) for column in group.transfers.columns]
+            rows = np.ascontiguousarray(np.concatenate(columns, axis=1, dtype=np.int64))
+            known: dict[bytes, Transfers] = {}
+            bounds = group.begin.tolist()
+            for index, item in enumerate(group.tensors.items.tolist()):
+                low, high = bounds[index], bounds[index + 1]
+                if low == high:
+                    continue
+                key = rows[low:high].tobytes()
+                if key not in known:
+                    known[key] = group.transfers.take(slice(low, high))
+                result[self._names[item]] = known[key]
+        return result
+
+    @property
+    def count(self) -> int:
+        """The number of transfers of all tensors."""
+        return sum(len(group.transfers) for group in self.groups)
+
+    def identities(self, name: str) -> list[str]:
+        """Return the identity of each transfer of a tensor: 32 hexadecimal digits.
+
+        Transfers that differ in the tensor, the receiver, the unsplit box, the contribution, the
+        receiver's cell or the range of elements have different identities.
+        """
+        group, low, high = self._rows[name]
+        rows = np.arange(low, high)
+        transfers, target = group.transfers, group.tensors.change.target
+        box = group.box[rows]
+        whole = zip(group.whole_start[box].tolist(), group.whole_shape[box].tolist(), strict=True)
+        elements = transfers.shape[rows].prod(axis=1)
+        cell = transfers.target_cell[rows]
+        # A cell's index on its slot, not its number, which further slots change.
+        first = target.cell_slot.searchsorted(target.cell_slot[cell])
+        ranges = zip(
+            group.first_element[rows].tolist(),
+            elements.tolist(),
+            group.whole_shape[box].prod(axis=1).tolist(),
+            strict=True,
+        )
+        ends = zip(
+            transfers.target_slot[rows].tolist(),
+            (cell - first).tolist(),
+            transfers.order[rows].tolist(),
+            strict=True,
+        )
+        identities = []
+        for end, (start, shape), (begin, count, total) in zip(ends, whole, ranges, strict=True):
+            part = "" if count == total else f"{begin}:{begin + count}"
+            text = f"{name}\0{end}{start}{shape}{part}"
+            identities.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return identities
+
+
 @dataclass(frozen=True)
 class Job:
-    """Tensors to move together. Raises PlanError for a name that appears twice.
+    """A set of tensors that are moved together. Raises PlanError for duplicate names.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(tp=2)
@@ -65,30 +230,34 @@ class Job:
 
     def __init__(self, items: Iterable[JobItem], sources: str = "balanced") -> None:
         if not isinstance(items, Iterable):
-            raise PlanError(f"a job of {items!r}; give its items, such as a list")
+            raise PlanError(f"items={items!r}: expected an iterable of JobItem, such as a list")
         object.__setattr__(self, "items", tuple(items))
         object.__setattr__(self, "sources", sources)
         if sources not in POLICIES:
             others = "".join(f", or {name!r}" for name in [*POLICIES][2:])
             raise PlanError(
-                f"sources={sources!r}; senders are 'balanced', or 'stable' where ranks will be "
-                f"added to the target{others}"
+                f"sources={sources!r}: expected 'balanced', or 'stable' if ranks will be added to "
+                f"the target{others}"
             )
         names: set[str] = set()
         for item in self.items:
             if not isinstance(item, JobItem):
-                raise PlanError(f"{item!r} in a job; expected items, such as JobItem.between_ranks")
+                raise PlanError(
+                    f"{item!r} in a job: expected a JobItem, such as JobItem.between_ranks(...)"
+                )
             if item.name in names:
-                raise PlanError(f"tensor {item.name!r} appears twice in one job")
+                raise PlanError(
+                    f"two tensors of the job are named {item.name!r}; names must be unique"
+                )
             names.add(item.name)
 
     @cached_property
     def assignment(self) -> SenderAssignment:
-        """The senders of all that moves, the same on all ranks.
+        """The senders of all moved elements, equal on all ranks.
 
-        Raises PlanError where a source leaves out an element.
+        Raises PlanError if no source rank holds an element.
         """
-        # Tensors of one change and one dtype are a group, whose needs are found once.
+        # The needs of tensors with equal change and dtype are computed once.
         numbers: dict[tuple[LayoutChange, DType], list[int]] = {}
         for number, item in enumerate(self.items):
             numbers.setdefault((item.change, item.dtype), []).append(number)
@@ -103,13 +272,13 @@ class Job:
 
     @cached_property
     def transfers(self) -> JobTransfers:
-        """The transfers of every tensor, by name; those that stay included."""
+        """The transfers of every tensor by name, including the elements that stay."""
         return self._name_items(transfers_of_all(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
-        """The transfers of one rank, of every tensor: to it, within it and from it.
+        """Return the transfers to, within and from one rank, of every tensor.
 
-        Raises PlanError for a negative rank, and where a source leaves out an element.
+        Raises PlanError for a negative rank, or if no source rank holds an element.
 
         >>> import reshard
         >>> from reshard.dtypes import dtype
@@ -119,12 +288,11 @@ class Job:
         1 -> 2 [3:6]
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
-            raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
-        found = transfers_of_rank(self.assignment, rank, POLICIES[self.sources])
-        return self._name_items(found)
+            raise PlanError(f"rank {rank!r}: expected an integer of at least 0")
+        return self._name_items(transfers_of_rank(self.assignment, rank, POLICIES[self.sources]))
 
-    def _name_items(self, found: Iterable[GroupTransfers]) -> JobTransfers:
-        return JobTransfers(tuple(item.name for item in self.items), found)
+    def _name_items(self, groups: Iterable[GroupTransfers]) -> JobTransfers:
+        return JobTransfers(tuple(item.name for item in self.items), groups)
 
     @property
     def moved_bytes(self) -> int:
@@ -133,7 +301,7 @@ class Job:
 
     @property
     def lower_bound_bytes(self) -> int:
-        """The fewest bytes any direct exchange can move."""
+        """The minimum number of bytes that any direct exchange can move."""
         return sum(
             item.change.lower_bound_elements * item.dtype.itemsize_bytes for item in self.items
         )
@@ -162,58 +330,73 @@ class Job:
 
     @cached_property
     def traffic(self) -> Traffic:
-        """The bytes that each rank sends to each other."""
+        """The bytes that each rank sends to each other rank."""
         ranks = max(len(self.sent_bytes), len(self.received_bytes), 1)
         return Traffic.of_groups(self.transfers.groups, ranks)
 
     @cached_property
     def digest(self) -> str:
-        """A digest that two ranks share exactly when they mean the same job."""
+        """A digest that is equal on two ranks exactly if their jobs are equal."""
         hasher = hashlib.blake2b(f"{self.sources}\0".encode(), digest_size=16)
-        # What is said of an item behind its name, by its change and dtype.
-        said: dict[tuple[int, int], bytes] = {}
+        # The bytes hashed after an item's name depend only on its change and dtype.
+        suffixes: dict[tuple[int, int], bytes] = {}
         for item in self.items:
             change, key = item.change, (id(item.change), id(item.dtype))
-            if key not in said:
+            if key not in suffixes:
                 prints = change.source.fingerprint + change.target.fingerprint
-                said[key] = f"\0{item.dtype.name}\0".encode() + prints
-            hasher.update(item.name.encode() + said[key])
+                suffixes[key] = f"\0{item.dtype.name}\0".encode() + prints
+            hasher.update(item.name.encode() + suffixes[key])
         return hasher.hexdigest()
 
     def verify(self) -> None:
         """Check the transfers of every tensor against its layouts, see `Plan.verify`.
 
         Raises:
-            PlanError: naming the tensor, where a box is missing, doubled, misplaced, or sent by
-                a slot that has it not; or where more moves than must.
+            PlanError: a box of the named tensor is missing, duplicated, misplaced or sent by a
+                slot that does not hold it, or more bytes move than necessary.
         """
-        found = self.transfers
+        transfers_of = self.transfers
         checked: set[tuple[object, ...]] = set()
         for item in self.items:
             plan = item.change
-            transfers = found.get(item.name, Transfers.none(plan.source.ndim))
-            # The layers of a model mostly move alike.
-            same = (plan, *(column.tobytes() for column in transfers.columns))
-            if same in checked:
+            transfers = transfers_of.get(item.name, Transfers.none(plan.source.ndim))
+            # The layers of a model usually have equal transfers.
+            key = (plan, *(column.tobytes() for column in transfers.columns))
+            if key in checked:
                 continue
-            checked.add(same)
+            checked.add(key)
             try:
                 verify_transfers(plan.source, plan.target, plan.combines, transfers)
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
         if self.moved_bytes != self.lower_bound_bytes:
             raise PlanError(
-                f"the job moves {self.moved_bytes} bytes where {self.lower_bound_bytes} suffice"
+                f"the job moves {self.moved_bytes} bytes, but {self.lower_bound_bytes} suffice"
             )
 
     def estimate(self, topology: Topology) -> Estimate:
-        """The seconds that the exchange of all tensors takes, see `reshard.cost`.
+        """Estimate the seconds that the exchange of all tensors takes, see `reshard.cost`.
 
         Raises:
-            PlanError: a shard that is not in the memory of the rank of its number.
-            LayoutError: a rank that the topology has not, or a link that it does not know.
+            PlanError: a shard that is not in the memory of the rank with its number.
+            LayoutError: a rank outside the topology, or a link of unknown speed.
         """
-        return exchange_estimate(self.items, self.transfers, topology)
+        check_topology(topology)
+        for item in self.items:
+            item.check_in_rank_memory("estimates require")
+        groups = [
+            (group.transfers, group.tensors.change, group.tensors.dtype.itemsize_bytes)
+            for group in self.transfers.groups
+        ]
+        copies = None
+        if topology.overhead.counts_copies:
+            copies = LocalCopies.joined(
+                copies_of(transfers, change.source, change.target, itemsize_bytes)
+                for transfers, change, itemsize_bytes in groups
+            )
+        sizes = [(transfers, itemsize_bytes) for transfers, _, itemsize_bytes in groups]
+        part = transfers_part(sizes, topology, "exchange", copies)
+        return Estimate((part,), topology.overhead.call_s)
 
     def run(
         self,
@@ -221,16 +404,28 @@ class Job:
         out: Mapping[str, Mapping[int, Any]] | None = None,
         threads: int | None = None,
     ) -> dict[str, dict[int, Any]]:
-        """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
+        """Run the job on arrays in this process: `{name: {rank: array}}` to the same.
 
-        Writes to the arrays in `out` where they are given, by at most `threads` threads; one
-        for each processor when None. See `reshard.plans.run.run_changes`.
+        Writes to the arrays in `out` if given, with at most `threads` threads, by default one
+        per processor. See `reshard.plans.run.run_changes`.
         """
         changes = [(item.name, item.dtype, item.change) for item in self.items]
         return run_changes(changes, arrays, out, threads)
 
     def __str__(self) -> str:
-        return job_table(self.items, self.transfers, self.sent_bytes, self.received_bytes)
+        transfers = {
+            (group.tensors.change, group.tensors.dtype): group.transfers
+            for group in self.transfers.groups
+        }
+        names: dict[tuple[LayoutChange, DType], list[str]] = {}
+        for item in self.items:
+            names.setdefault((item.change, item.dtype), []).append(item.name)
+        # Tensors without elements are in no group of transfers.
+        kinds = [
+            TensorKind(some, *key, transfers.get(key, Transfers.none(key[0].source.ndim)))
+            for key, some in names.items()
+        ]
+        return job_table(kinds, self.sent_bytes, self.received_bytes)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -2,7 +2,7 @@
 
 A plan is a job of one tensor, without the name. What moves and what stays follows from the two
 layouts (`LayoutChange`); where several ranks hold what another lacks, the senders are those of the
-job, and so those of the exchange between live ranks (see `reshard.plans.senders`).
+job, and so those of the exchange between live ranks (see `reshard.plans.source_selection`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.estimates import change_estimate
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_change
-from reshard.plans.tables.plan_table import plan_table
+from reshard.plans.tables import plan_table
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology

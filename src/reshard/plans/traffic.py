@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.senders.sender_transfers import GroupTransfers
+from reshard.plans.source_selection import GroupTransfers
 from reshard.runs import IntArray
 
 

@@ -69,8 +69,7 @@ from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageE
 from reshard.execution.memory import check_shards
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_rank
 from reshard.recipes.strategies import Config, Strategy, strategy
 from reshard.text import first_text

@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.collectives.lowering.ceil_shards import ceil_shape
-from reshard.collectives.lowering.mlir_elements import ELEMENTS
-from reshard.collectives.lowering.shard_module import (
+from reshard.collectives.lowering.mlir import (
     COLLECTIVES,
+    ELEMENTS,
     MESSAGES,
     REDUCTIONS,
     CastOp,
@@ -52,6 +51,7 @@ from reshard.collectives.lowering.shard_module import (
     ShardOp,
     TensorType,
 )
+from reshard.collectives.lowering.shardings import ceil_shape
 from reshard.errors import LayoutError, NotationError, ShardError
 from reshard.notation.mlir import parse_mlir_mesh
 from reshard.notation.parsing import Scanner, symbol_text

@@ -25,10 +25,10 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.hierarchical import StagedJob
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
-from reshard.plans.schedule.messages import limit_message_bytes
+from reshard.plans.schedule import limit_message_bytes
 from reshard.topology import Topology
 from reshard.torch.distributed_tensor import sharding_of_dtensor
 from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share

@@ -17,7 +17,7 @@ from reshard.checkpoint.formats.vllm_sharded_state import rank_prefix
 from reshard.checkpoint.loading.arrays import read_tensor
 from reshard.errors import RecipeError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.plans.documents.serialization import from_json
+from reshard.plans.serialization import from_json
 from reshard.recipes.engine_layouts import EngineLayout
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"

@@ -21,7 +21,7 @@ from reshard.checkpoint.options import ConversionRequest
 from reshard.errors import UsageError
 from reshard.layout import Box
 from reshard.mesh import DeviceMesh
-from reshard.plans.documents.serialization import from_json, to_json
+from reshard.plans.serialization import from_json, to_json
 from reshard.recipes.engine_layouts import EngineLayout, ParameterLayout, RankLayout, SourcePiece
 from reshard.recipes.engine_layouts.engines import Engine
 

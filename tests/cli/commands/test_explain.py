@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reshard
 from cli.command_runs import entries, run_alone, run_here
 from reshard.collectives import find_program
-from reshard.collectives.lowering.shard_module import CollectiveOp
+from reshard.collectives.lowering.mlir import CollectiveOp
 from reshard.cost import load_preset
 from reshard.testing import parse_shard_module
 from reshard.testing.strategies import meshes, shapes, specs

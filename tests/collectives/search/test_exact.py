@@ -16,13 +16,10 @@ from numpy.typing import NDArray
 import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import JointAllToAll, find_program
-from reshard.collectives.search.axis_problems import AxisProblem
-from reshard.collectives.search.constructive import constructive_search, path_cost
-from reshard.collectives.search.exact import exact_outcome
-from reshard.collectives.search.problems import Problem, problem_of
-from reshard.collectives.search.state_table import StateTable, count_states
-from reshard.collectives.search.states import State
-from reshard.collectives.search.step_naming import name_step
+from reshard.collectives.search.constructive import constructive_search
+from reshard.collectives.search.exact import AxisProblem, StateTable, count_states, exact_outcome
+from reshard.collectives.search.states import Problem, State, problem_of
+from reshard.collectives.search.transitions import name_step, path_cost
 from selection import choose
 
 Mask = NDArray[np.bool_]

@@ -9,7 +9,7 @@ import reshard
 from collectives.program_checks import check
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import AllGather, AllReduce, AllToAll, Permute, Slice, find_program
-from reshard.collectives.search.prime_axes import find_prime_meshes
+from reshard.collectives.search.states import find_prime_meshes
 from reshard.errors import PlanError
 from selection import choose
 

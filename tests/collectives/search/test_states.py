@@ -21,16 +21,25 @@ from reshard.collectives import (
     Step,
     find_program,
 )
-from reshard.collectives.search.legality import (
+from reshard.collectives.search.states import (
+    PrimeMesh,
+    Problem,
+    Space,
+    State,
+    find_prime_meshes,
+    flatten_cut,
+    overlaps,
+    prime_factors,
+    problem_of,
+    shorter,
+)
+from reshard.collectives.search.transitions import (
     is_covered,
     is_inside,
     is_permutation,
+    name_step,
     smallest_group,
 )
-from reshard.collectives.search.prime_axes import PrimeMesh, find_prime_meshes, prime_factors
-from reshard.collectives.search.problems import Problem, problem_of, shorter
-from reshard.collectives.search.states import Space, State, flatten_cut, overlaps
-from reshard.collectives.search.step_naming import name_step
 from reshard.errors import PlanError
 from reshard.mesh import Axis
 from selection import choose

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import CheckpointError, UsageError
-from reshard.plans.documents.serialization import from_json
+from reshard.plans.serialization import from_json
 from reshard.torch.vllm import layouts
 from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
 from reshard.torch.vllm.layouts import find_version

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engines.layout_records import families_of, read_layouts
-from reshard.plans.documents.serialization import from_json, to_json
+from reshard.plans.serialization import from_json, to_json
 
 FAMILIES = families_of("vllm")
 

@@ -38,8 +38,7 @@ from reshard.checkpoint.options import ConversionRequest, check_limits
 from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.job import Job, JobItem
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule

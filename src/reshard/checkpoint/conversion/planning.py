@@ -63,7 +63,7 @@ from reshard.checkpoint.training.translation import translate
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.plans.documents.serialization import to_json
+from reshard.plans.serialization import to_json
 from reshard.recipes.adapters import is_of_adapter
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.recipe import Recipe, parse_options

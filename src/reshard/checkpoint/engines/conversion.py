@@ -35,7 +35,7 @@ from reshard.checkpoint.pretrained.model_folder import (
 )
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.plans.documents.serialization import to_json
+from reshard.plans.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.overrides import parse_allowed
 from reshard.text import count_text

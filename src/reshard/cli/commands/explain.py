@@ -12,7 +12,7 @@ from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.collectives.lowering import SYSTEMS, WITHOUT_JOINT_STEPS
-from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS
+from reshard.collectives.search.states import CLASSICAL, JOINT, STEPS
 from reshard.cost.preset import load_preset, shipped_presets
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh

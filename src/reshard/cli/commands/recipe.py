@@ -231,7 +231,7 @@ def derive(
     """
     from reshard.cli.engine_report import layout_json, layout_lines
     from reshard.elements import cast_type
-    from reshard.plans.documents.serialization import to_json
+    from reshard.plans.serialization import to_json
     from reshard.recipes.engine_layouts.engines import derive_layout
 
     path = Path(file)

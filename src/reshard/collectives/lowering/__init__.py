@@ -1,24 +1,27 @@
-"""Programs written for other systems: `LOWERINGS` by name.
+"""Programs written as modules of other systems.
 
-lowerings          which there are
-jax, mlir, shardy  a program as text of each system
-shard_module       MLIR's `shard` dialect as values, whose text is what is written
-shardings          the shardings that a program passes, over few meshes
-whole_axes         meshes cut so that no axis is used in part
-ceil_shards        shards by ceil, which all three systems have
+`LOWERINGS` maps the name of each system to a function that returns the text of a program there:
+`mlir` (MLIR's `shard` dialect), `shardy` (XLA's partitioner) and `jax` (collectives under
+`shard_map`). `shardings` has the shared part: the shardings that a program passes through,
+rewritten over whole mesh axes, and the padded shards of uneven dimensions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.collectives.lowering.jax import jax_module
-    from reshard.collectives.lowering.lowerings import LOWERINGS
     from reshard.collectives.lowering.mlir import mlir_module
     from reshard.collectives.lowering.shardy import shardy_module
+    from reshard.collectives.program import Program
+    from reshard.dtypes import DType
+
+    LOWERINGS: dict[str, Callable[[Program, DType | str], str]]
+    """A function from a program and a dtype to text, by the name of the system that reads it."""
 
 SYSTEMS = ("shardy", "jax", "mlir")
 """The names in `LOWERINGS`."""
@@ -35,12 +38,15 @@ __all__ = [
     "shardy_module",
 ]
 
-__getattr__, __dir__ = attach(
+_load, __dir__ = attach(
     __name__,
-    {
-        "LOWERINGS": "reshard.collectives.lowering.lowerings",
-        "jax_module": "reshard.collectives.lowering.jax",
-        "mlir_module": "reshard.collectives.lowering.mlir",
-        "shardy_module": "reshard.collectives.lowering.shardy",
-    },
+    {f"{system}_module": f"reshard.collectives.lowering.{system}" for system in SYSTEMS},
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LOWERINGS":
+        return _load(name)
+    lowerings = {system: _load(f"{system}_module") for system in SYSTEMS}
+    globals()[name] = lowerings
+    return lowerings

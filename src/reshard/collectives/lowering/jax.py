@@ -29,15 +29,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reshard.collectives.lowering.ceil_shards import (
+from reshard.collectives.lowering.shardings import (
+    WholeAxes,
+    axes_dropped,
     ceil_shape,
     check_ceil,
     lines_up,
     part_length,
     parts_of,
+    plain_shardings,
 )
-from reshard.collectives.lowering.shardings import axes_dropped, plain_shardings
-from reshard.collectives.lowering.whole_axes import WholeAxes
 from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,

@@ -4,14 +4,40 @@ Other systems tie an operation to one mesh. Where the meshes of source and targe
 agree, all are written over the source's. A sharding that cuts nothing is the same over either
 mesh, and is written over its neighbour's. Axes of size 1 and marks for propagation do not change
 where elements are, and are left out.
+
+A mesh cut into whole axes, so that no sharding of a program uses a part of one.
+
+JAX and MLIR have whole mesh axes only. An axis of which a part is used is split there; the
+device grid has more axes then, and the same devices in the same order::
+
+    x=8 used as x:(2)2      x:(1)2, x:(2)2, x:(4)2
+
+Shards by ceil, padded to the size of the largest, and the effect of a step on them.
+
+JAX and MLIR give every device of a program an array of one shape. A dimension of length `K` in
+`P` parts has parts of `K ceildiv P`; the last ones have padding after the end of the tensor::
+
+    10 over x=4     0 1 2 | 3 4 5 | 6 7 8 | 9 . .
+
+Gathered parts may then be longer than the new part, and are truncated. A part may have to be
+padded before it is sliced::
+
+    10 over x=4 to 10           0 1 2 3 4 5 6 7 8 9 . .     truncated to 10
+    10 to 10 over x=4           0 1 2 3 4 5 6 7 8 9         padded to 12
+
+1. If `n` new parts together are as long as the old one, each begins at the right index.
+2. If they are longer, they begin at wrong indices in every old part but the first. Then all of
+   the tensor must be in the first one.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 from reshard.collectives.program import Program
-from reshard.collectives.search.prime_axes import PrimeMesh, find_prime_meshes
+from reshard.collectives.search.states import PrimeMesh, find_prime_meshes
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -115,3 +141,137 @@ def axes_dropped(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axi
     if found is None:
         raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
     return found
+
+
+class WholeAxes:
+    """The axes of the mesh that is written: those of a mesh, split where a part is used.
+
+    Args:
+        mesh: the mesh of the shardings.
+        specs: shardings over it.
+        system: that is written for, for messages.
+
+    Raises:
+        NotationError: parts of an axis that do not divide one another.
+
+    >>> from reshard.sharding import spec
+    >>> mesh = DeviceMesh.of(x=4, y=2)
+    >>> whole = WholeAxes(mesh, [spec(mesh, "x:(2)2")], "JAX")
+    >>> whole.mesh
+    DeviceMesh(x_1_2=2,x_2_4=2,y=2)
+    >>> whole.names([Axis("y"), Axis("x")])
+    ['y', 'x_1_2', 'x_2_4']
+    """
+
+    def __init__(self, mesh: DeviceMesh, specs: Iterable[ShardingSpec], system: str) -> None:
+        # Each axis is split where any sub-axis that is in use begins or ends.
+        cuts = {name: {1, size} for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
+        for spec in specs:
+            used = [axis for dim in spec.dim_specs for axis in dim.axes]
+            for axis in (*used, *spec.partial_axes):
+                cuts[axis.name] |= {axis.pre, axis.pre * mesh.axis_size(axis)}
+        self._given = mesh
+        self._parts: list[Axis] = []
+        self._names: dict[tuple[str, int], str] = {}
+        for name, found in cuts.items():
+            ends = sorted(found)
+            parts = list(itertools.pairwise(ends)) or [(1, 1)]
+            if any(high % low for low, high in parts):
+                raise NotationError(
+                    f"the program cannot be expressed in {system}: it uses parts of axis {name} "
+                    f"that begin at {ends[:-1]}, which do not divide one another; {system} has "
+                    "whole axes"
+                )
+            for low, high in parts:
+                self._parts.append(Axis(name, low, high // low))
+                # Parts are named by where they begin and end in their axis.
+                word = name if len(parts) == 1 else f"{name}_{low}_{high}"
+                # A part must not have the name of another axis.
+                while len(parts) > 1 and word in cuts:
+                    word += "_"
+                self._names[name, low] = word
+        sizes = [mesh.axis_size(axis) for axis in self._parts]
+        self.mesh = DeviceMesh(mesh.name, sizes, list(self._names.values()), mesh.devices)
+
+    def names(self, axes: Iterable[Axis]) -> list[str]:
+        """The names of what axes of the given mesh are made of, major to minor."""
+        found = []
+        for axis in axes:
+            end = axis.pre * self._given.axis_size(axis)
+            found += [
+                self._names[part.name, part.pre]
+                for part in self._parts
+                if part.name == axis.name
+                and axis.pre <= part.pre
+                and (part.pre < end or self._given.axis_size(axis) == 1 == part.size)
+            ]
+        return found
+
+    def spec(self, spec: ShardingSpec) -> ShardingSpec:
+        """A sharding over the mesh that is written; every dimension cut by one level."""
+        cuts = [self._axes(dim.axes) for dim in spec.dim_specs]
+        dims = [DimSpec([Level(axes)] if axes else []) for axes in cuts]
+        partial = self._axes(spec.partial_axes)
+        return ShardingSpec(self.mesh, dims, (), partial, spec.reduction or "sum")
+
+    def _axes(self, axes: Iterable[Axis]) -> list[Axis]:
+        return [Axis(name) for name in self.names(axes)]
+
+
+def parts_of(spec: ShardingSpec, dim: int) -> int:
+    """Into how many parts a dimension is cut."""
+    return math.prod(spec.mesh.axis_size(axis) for axis in spec.dim_specs[dim].axes)
+
+
+def part_length(spec: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
+    """Elements along a dimension of the largest shard."""
+    return -(-shape[dim] // parts_of(spec, dim))
+
+
+def ceil_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the largest shard, which every device has.
+
+    >>> from reshard import DeviceMesh
+    >>> from reshard.sharding import spec
+    >>> ceil_shape(spec(DeviceMesh.of(x=4, y=2), "x, y"), (10, 4))
+    (3, 2)
+    """
+    return tuple(part_length(spec, shape, dim) for dim in range(len(shape)))
+
+
+def check_ceil(where: str, system: str, spec: ShardingSpec, shape: tuple[int, ...]) -> None:
+    """Raise NotationError for a sharding that has other shards than one cut by ceil gives.
+
+    Levels are one cut where the sizes divide.
+    """
+    for dim, cut in enumerate(spec.dim_specs):
+        # Levels that divide evenly cut as one level of all their axes does.
+        is_flat = len(cut.levels) < 2 or shape[dim] % parts_of(spec, dim) == 0
+        if not is_flat or spec.only or any(not level.rule.is_default for level in cut.levels):
+            raise NotationError(
+                f"{where} cannot be expressed in {system}: `{spec}` has other shards of shape "
+                f"{list(shape)} than blocks in order, each as long as the first; {system} has "
+                "those alone"
+            )
+    if not math.prod(shape):
+        raise NotationError(
+            f"{where} cannot be expressed in {system}: a tensor of shape {list(shape)} has no "
+            "elements to move; leave it out"
+        )
+
+
+def lines_up(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> bool:
+    """Whether the parts of `long` begin in those of `short` where padded shards have them.
+
+    `long` cuts the dimension by more axes.
+
+    >>> from reshard import DeviceMesh
+    >>> from reshard.sharding import spec
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> one, both = spec(mesh, "x"), spec(mesh, "x y")
+    >>> lines_up(one, both, (12,), 0), lines_up(one, both, (10,), 0)
+    (True, False)
+    """
+    length = part_length(short, shape, dim)
+    count = parts_of(long, dim) // parts_of(short, dim)
+    return count * part_length(long, shape, dim) == length or shape[dim] <= length

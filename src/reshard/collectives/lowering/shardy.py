@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.collectives.lowering.mlir_elements import element_text
-from reshard.collectives.lowering.shard_module import TensorType
+from reshard.collectives.lowering.mlir import TensorType, element_text
 from reshard.collectives.lowering.shardings import (
     axes_dropped,
     plain_shardings,

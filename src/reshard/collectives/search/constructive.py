@@ -27,10 +27,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.collectives.search.legality import is_covered, is_inside, is_permutation
-from reshard.collectives.search.prime_axes import PrimeMesh
-from reshard.collectives.search.problems import Problem
-from reshard.collectives.search.states import Cut, RankBoxes, State, flatten_cut, overlaps
+from reshard.collectives.search.states import (
+    Cut,
+    PrimeMesh,
+    Problem,
+    RankBoxes,
+    State,
+    flatten_cut,
+    overlaps,
+)
+from reshard.collectives.search.transitions import (
+    Path,
+    is_covered,
+    is_inside,
+    is_permutation,
+    path_cost,
+)
 
 # Placements of one side that are tried; beyond, fewer are, by where the other side has the axes.
 MOST_PLACEMENTS = 150
@@ -41,8 +53,6 @@ MOST_PRIMES = 4
 MOST_COMPARED = 8_000_000
 # Ways into the other prime mesh that are followed to the end.
 MOST_CROSSINGS = 4
-
-Path = tuple[State, ...]
 
 
 def constructive_search(problem: Problem) -> Path | None:
@@ -55,26 +65,6 @@ def constructive_search(problem: Problem) -> Path | None:
     if not found:
         return None
     return min(found, key=lambda path: (path_cost(problem, path), len(path)))
-
-
-def step_cost(problem: Problem, before: State, after: State) -> int:
-    """Elements that arrive in one step, summed over ranks."""
-    space = problem.space
-    reduced = before.pending - after.pending
-    if not reduced:
-        return space.arriving(before, after)
-    prime_mesh = space.prime_meshes[before.prime_mesh]
-    count = math.prod(prime_mesh.size(prime) for prime in reduced)
-    if before.cuts == after.cuts:
-        # Scattered and gathered again in pieces of the flat shard.
-        return 2 * (count - 1) * (space.total(before) // count)
-    # A reduce-scatter: each rank receives its part from the `count - 1` others.
-    return (count - 1) * space.total(after)
-
-
-def path_cost(problem: Problem, path: Path) -> int:
-    """Elements that arrive in all steps."""
-    return sum(step_cost(problem, a, b) for a, b in itertools.pairwise(path))
 
 
 def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:

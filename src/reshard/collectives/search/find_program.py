@@ -13,13 +13,11 @@ from functools import lru_cache
 
 from reshard._validation import check_int, check_ints, check_type
 from reshard.collectives.program import Program
-from reshard.collectives.search.constructive import constructive_search, path_cost
+from reshard.collectives.search.constructive import constructive_search
 from reshard.collectives.search.exact import budgeted_search, exact_search
 from reshard.collectives.search.mlir_basis import mlir_decomposition
-from reshard.collectives.search.problems import CLASSICAL, JOINT, STEPS, Problem, problem_of
-from reshard.collectives.search.states import State
-from reshard.collectives.search.step_joining import join_steps
-from reshard.collectives.search.step_naming import name_step
+from reshard.collectives.search.states import CLASSICAL, JOINT, STEPS, Problem, State, problem_of
+from reshard.collectives.search.transitions import join_steps, name_step, path_cost
 from reshard.collectives.steps import Exchange, Permute, Step
 from reshard.errors import PlanError, SpecError, UsageError
 from reshard.sharding import ShardingSpec

@@ -24,9 +24,8 @@ gather of a major axis put right: a swap comes first, as its own fourth example 
 
 from __future__ import annotations
 
-from reshard.collectives.search.problems import Problem
-from reshard.collectives.search.states import Cut, State, flatten_cut
-from reshard.collectives.search.step_naming import name_step
+from reshard.collectives.search.states import Cut, Problem, State, flatten_cut
+from reshard.collectives.search.transitions import name_step
 from reshard.collectives.steps import JointAllToAll
 from reshard.errors import PlanError
 

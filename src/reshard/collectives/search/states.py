@@ -1,4 +1,18 @@
-"""The states of a search: shardings over prime axes, and what two of them have in common.
+"""The axes of a mesh cut into sub-axes of prime size, so that a search can move any part of any.
+
+A search moves *prime axes*, major to minor. Two meshes over the same devices in the same order
+are cut at the boundaries of both, and become one *prime mesh*::
+
+    x=6           |           6           |       boundaries 1, 6
+    y=2, z=3      |     2     |     3     |       boundaries 1, 2, 6
+    prime axes    |  0: x:(1)2 = y  |  1: x:(2)3 = z  |
+
+1. A boundary is the product of the axis sizes before it. Sub-axes in use add theirs.
+2. Where the boundaries of both meshes divide one another in a row, there is one prime mesh. Where
+   they do not, or where the devices are in another order, each mesh has its own.
+3. Between two boundaries a size is split into its prime factors, smallest first.
+
+The states of a search: shardings over prime axes, and what two of them have in common.
 
 A *cut* of one dimension is levels of prime axes, major to minor; one level is a flat cut by ceil. A
 `State` is one cut a dimension over one prime mesh, and the prime axes along which ranks hold
@@ -6,19 +20,199 @@ contributions. Everything is counted in elements, with integers::
 
     10 over axes 0, 1 of sizes 2, 2       flat ((0, 1),)       3 3 3 1
                                           nested ((0,), (1,))  3 2 3 2
+
+The problem of a search: two states, a limit on intermediate shards, and a lower bound.
+
+The minimum number of elements that must still arrive is known exactly for every state:
+
+1. If nothing is left to reduce, it is what the target's boxes have and the state's have not.
+2. If `q` contributions are left, no rank has the reduced value of any element. Each element needs
+   `q - 1` arrivals until one rank has it, and one for each further rank of the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from reshard.collectives.search.prime_axes import PrimeMesh
-from reshard.mesh import DeviceMesh
+from reshard.cut_rules import Ceil
+from reshard.errors import PlanError
+from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import IntArray
 from reshard.sharding import DimSpec, Level, ShardingSpec
+
+
+def prime_factors(number: int) -> list[int]:
+    """The prime factors, smallest first.
+
+    >>> prime_factors(12), prime_factors(1)
+    ([2, 2, 3], [])
+    """
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return [*found, number] if number > 1 else found
+
+
+class PrimeMesh:
+    """A mesh as a row of prime axes of prime size.
+
+    Args:
+        mesh: the devices; ranks are numbered here by their place in `ranks`.
+        boundaries: rising, from 1 to the mesh's size, each a multiple of the one before.
+        first: the number of the first prime axis, so that those of several prime meshes differ.
+        has_whole_axes: whether what lies between two boundaries stays one axis, of whatever size.
+
+    >>> prime_mesh = PrimeMesh(DeviceMesh.of(x=4, y=3), [1, 4, 12])
+    >>> prime_mesh.sizes, [str(prime_mesh.axis(prime)) for prime in prime_mesh.primes]
+    ((2, 2, 3), ['x:(1)2', 'x:(2)2', 'y:(1)3'])
+    >>> prime_mesh.primes_of([Axis("y"), Axis("x")])
+    (2, 0, 1)
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        boundaries: Sequence[int],
+        first: int = 0,
+        *,
+        has_whole_axes: bool = False,
+    ) -> None:
+        self.mesh = mesh
+        self.boundaries = tuple(boundaries)
+        self.first = first
+        begins: list[int] = []
+        sizes: list[int] = []
+        units: list[tuple[int, ...]] = []
+        for low, high in itertools.pairwise(boundaries):
+            begin = first + len(sizes)
+            whole = [high // low] if high > low else []
+            for size in whole if has_whole_axes else prime_factors(high // low):
+                begins.append(low)
+                sizes.append(size)
+                low *= size
+            units.append(tuple(range(begin, first + len(sizes))))
+        # The prime axes between two boundaries: an axis, or the part of one that is in use.
+        self.units = tuple(unit for unit in units if unit)
+        self.begins = tuple(begins)
+        self.sizes = tuple(sizes)
+        self.primes = tuple(range(first, first + len(sizes)))
+        self.ranks = tuple(sorted(mesh.devices))
+        # The place of each rank in the mesh, in the order of the ranks.
+        place = np.argsort(np.array(mesh.devices, dtype=np.int64))
+        # Digit of each rank along each prime axis, shape `(primes, ranks)`.
+        digits = [
+            place // (mesh.size // (low * size)) % size
+            for low, size in zip(begins, sizes, strict=True)
+        ]
+        self.digits: IntArray = np.array(digits, dtype=np.int64).reshape(len(sizes), mesh.size)
+
+    def size(self, prime: int) -> int:
+        """The prime size of a prime axis."""
+        return self.sizes[prime - self.first]
+
+    def digit(self, prime: int) -> IntArray:
+        """Where each rank lies along a prime axis: shape `(ranks,)`."""
+        digit: IntArray = self.digits[prime - self.first]
+        return digit
+
+    def axis(self, prime: int, mesh: DeviceMesh | None = None) -> Axis:
+        """The prime axis as a sub-axis of this mesh, or of another with the same devices."""
+        mesh = self.mesh if mesh is None else mesh
+        begin, size = self.begins[prime - self.first], self.sizes[prime - self.first]
+        starts = _find_starts(mesh)
+        # The last axis that starts at or before the prime axis is the one that it is a part of.
+        name = next(n for n in reversed(mesh.axis_names) if starts[n] <= begin)
+        return Axis(name, begin // starts[name], size)
+
+    def axes(self, primes: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
+        """Prime axes as axes, those that follow one another joined, whole axes by their name."""
+        mesh = self.mesh if mesh is None else mesh
+        joined: list[Axis] = []
+        for prime in primes:
+            axis = self.axis(prime, mesh)
+            last = joined[-1] if joined else None
+            if last is not None and last.name == axis.name:
+                width = last.size or 1
+                if axis.pre == last.pre * width:
+                    joined[-1] = Axis(axis.name, last.pre, width * (axis.size or 1))
+                    continue
+            joined.append(axis)
+        whole = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        return tuple(Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined)
+
+    def primes_of(self, axes: Iterable[Axis], mesh: DeviceMesh | None = None) -> tuple[int, ...]:
+        """The prime axes that axes of a mesh are made of, major to minor."""
+        mesh = self.mesh if mesh is None else mesh
+        found: list[int] = []
+        for axis in axes:
+            low = _find_starts(mesh)[axis.name] * axis.pre
+            high = low * mesh.axis_size(axis)
+            found += [
+                prime
+                for prime, begin in zip(self.primes, self.begins, strict=True)
+                if low <= begin < high
+            ]
+        return tuple(found)
+
+    def units_of(self, primes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Prime axes by the axis, or part of one, that they are in, in the order of their first."""
+        unit_of = {prime: number for number, unit in enumerate(self.units) for prime in unit}
+        found: dict[int, list[int]] = {}
+        for prime in primes:
+            found.setdefault(unit_of[prime], []).append(prime)
+        return [tuple(sorted(unit)) for unit in found.values()]
+
+
+def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
+    """The product of the sizes before each axis."""
+    starts, start = {}, 1
+    for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
+        starts[name] = start
+        start *= full
+    return starts
+
+
+def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
+    starts = _find_starts(mesh)
+    found = {*starts.values(), mesh.size, 1}
+    for axis in axes:
+        low = starts[axis.name] * axis.pre
+        found |= {low, low * mesh.axis_size(axis)}
+    return found
+
+
+def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
+    """The prime meshes of two shardings on the same devices: one where their axes agree, else two.
+
+    >>> from reshard.sharding import spec
+    >>> one = spec(DeviceMesh.of(x=6), "x")
+    >>> two = spec(DeviceMesh.of(y=2, z=3), "y z")
+    >>> other = spec(DeviceMesh.of(x=3, y=2), "x")
+    >>> len(find_prime_meshes(one, two)), len(find_prime_meshes(other, two))
+    (1, 2)
+    """
+    sides = []
+    for spec in (source, target):
+        used = [axis for dim in spec.dim_specs for axis in dim.axes] + list(spec.partial_axes)
+        sides.append(_find_boundaries(spec.mesh, used))
+    if source.mesh.devices == target.mesh.devices:
+        together = sorted(sides[0] | sides[1])
+        # Boundaries that divide one another belong to one grid, finer than both meshes.
+        if all(high % low == 0 for low, high in itertools.pairwise(together)):
+            return (PrimeMesh(source.mesh, together),)
+    first = PrimeMesh(source.mesh, sorted(sides[0]))
+    return first, PrimeMesh(target.mesh, sorted(sides[1]), len(first.primes))
+
 
 Cut = tuple[tuple[int, ...], ...]
 
@@ -240,3 +434,126 @@ class Space:
         return State(
             prime_mesh, tuple(cuts), frozenset(here.primes_of(spec.partial_axes, spec.mesh))
         )
+
+
+JOINT = "joint"
+CLASSICAL = "classical"
+# What a program may be made of.
+STEPS = {
+    JOINT: "every collective; an exchange only where no other program exists",
+    CLASSICAL: "no joint all-to-all and no exchange",
+    "all": "an exchange too, wherever it moves less",
+    "mlir": "the basis of MLIR's notes, whatever the memory",
+}
+# Sums over ranks stay below this.
+MOST_COUNTED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Two states of one tensor, and what a program between them may hold and do."""
+
+    space: Space
+    source: State
+    target: State
+    live_shard: int
+    steps: str = JOINT
+
+    @cached_property
+    def target_total(self) -> int:
+        """Elements that all ranks hold in the end."""
+        return self.space.total(self.target)
+
+    def contributions_left(self, state: State) -> int:
+        """How many contributions are still to be combined into each one of the target."""
+        prime_mesh = self.space.prime_meshes[state.prime_mesh]
+        return math.prod(prime_mesh.size(prime) for prime in state.pending - self.target.pending)
+
+    def distance(self, state: State) -> int:
+        """The fewest elements that must still arrive, summed over ranks."""
+        left = self.contributions_left(state)
+        if left == 1:
+            return self.target_total - self.space.shared(state, self.target)
+        prime_mesh = self.space.prime_meshes[self.target.prime_mesh]
+        # Combining `left` contributions of an element takes `left - 1` arrivals; one copy of the
+        # result is where it was combined, and need not arrive.
+        kept = math.prod(prime_mesh.size(prime) for prime in self.target.pending)
+        return self.target_total + (left - 2) * math.prod(self.space.shape) * kept
+
+    def is_reached(self, state: State) -> bool:
+        """Whether every rank holds its target shard, and nothing else."""
+        return (
+            state.pending == self.target.pending
+            and self.space.total(state) == self.target_total
+            and self.space.shared(state, self.target) == self.target_total
+        )
+
+    def fits(self, state: State) -> bool:
+        """Whether the largest shard of a state stays within memory."""
+        return self.space.largest(state) <= self.live_shard
+
+    @cached_property
+    def nested_cuts(self) -> tuple[tuple[Cut, ...], ...]:
+        """For each dimension, the cuts of several levels that the source or the target has."""
+        pairs = zip(self.source.cuts, self.target.cuts, strict=True)
+        return tuple(tuple(cut for cut in pair if len(cut) > 1) for pair in pairs)
+
+    def extensions(self, dim: int, cut: Cut, prime: int) -> tuple[Cut, ...]:
+        """A cut with one more minor axis: in its last level, and where levels are, in its own."""
+        found: list[Cut] = [(*cut[:-1], (*cut[-1], prime))] if cut else [((prime,),)]
+        if cut and self.nested_cuts[dim]:
+            found.append((*cut, (prime,)))
+        return tuple(found)
+
+
+def shorter(cut: Cut) -> Cut:
+    """A cut without its minor prime axis."""
+    last = cut[-1][:-1]
+    return (*cut[:-1], last) if last else cut[:-1]
+
+
+def problem_of(
+    source: ShardingSpec,
+    target: ShardingSpec,
+    shape: Sequence[int],
+    live_shard: int | None = None,
+    steps: str = JOINT,
+) -> Problem | None:
+    """The problem of two shardings, or None where only a direct exchange leads from one to another.
+
+    That is so where they are not over the same devices, where a rule other than ceil cuts a
+    dimension, where a sharding is on some coordinates only, and where the target is partial in
+    a way that the source is not. So it is for counts that are no 64-bit numbers.
+
+    Raises:
+        PlanError: a limit that the source or the target itself is over.
+    """
+    layouts = [spec.layout(shape) for spec in (source, target)]
+    needed = max(int(layout.cell_shape.prod(axis=1).max()) for layout in layouts)
+    limit = needed if live_shard is None else live_shard
+    if limit < needed:
+        raise PlanError(
+            f"a live shard of at most {limit} elements; the shards of source and target have up "
+            f"to {needed} themselves, so allow at least that"
+        )
+    rules = [lv.rule for spec in (source, target) for dim in spec.dim_specs for lv in dim.levels]
+    if (
+        sorted(source.mesh.devices) != sorted(target.mesh.devices)
+        or any(rule != Ceil() for rule in rules)
+        or math.prod(shape) * source.mesh.size**2 >= MOST_COUNTED
+        or source.only
+        or target.only
+        or (target.partial_axes and source.reduction != target.reduction)
+    ):
+        return None
+    prime_meshes = find_prime_meshes(source, target)
+    space = Space(prime_meshes, shape)
+    first, last = space.state(0, source), space.state(len(prime_meshes) - 1, target)
+    # What every rank holds in full is the same over the axes of either mesh.
+    if not last.used and not last.pending:
+        last = last._replace(prime_mesh=0)
+    elif not first.used and not first.pending:
+        first = first._replace(prime_mesh=last.prime_mesh)
+    if not last.pending <= first.pending:
+        return None
+    return Problem(space, first, last, limit, steps)

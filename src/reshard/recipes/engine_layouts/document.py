@@ -37,15 +37,17 @@ import numpy as np
 from reshard.binding import View
 from reshard.errors import NotationError, RecipeError, ReshardError
 from reshard.layout import Box
-from reshard.plans.documents.document import (
+from reshard.plans.documents import (
     DocumentReader,
     DocumentWriter,
+    packed,
     read_dtype,
     read_numbers,
     read_texts,
+    unpacked,
+    whole_number,
 )
-from reshard.plans.documents.number_columns import packed, unpacked, whole_number
-from reshard.plans.documents.serialization import from_json
+from reshard.plans.serialization import from_json
 from reshard.recipes.engine_layouts.engine_layout import (
     METHODS,
     EngineLayout,

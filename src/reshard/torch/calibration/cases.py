@@ -27,7 +27,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.local_copies import copies_of
+from reshard.plans.estimates import copies_of
 from reshard.sharding import ShardingSpec, spec
 
 SMALLEST_BYTES = 1 << 12

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.schedule.messages import limit_message_bytes, order_transfers
+from reshard.plans.schedule import limit_message_bytes, order_transfers
 from reshard.torch.exchange.packing.messages import (
     RankMessage,
     RankPieces,

@@ -38,7 +38,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
 from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_places, read_changes
 from reshard.errors import FormatError, RunError, UsageError
 from reshard.layout import Layout
-from reshard.plans.schedule.messages import align, limit_message_bytes
+from reshard.plans.schedule import align, limit_message_bytes
 from reshard.torch.exchange.exchange import ExchangeFailure, LostMessageError
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import WORDS, copier, empty_bytes

@@ -41,11 +41,11 @@ import torch
 
 from reshard.errors import RunError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.hosts.pipeline import STEPS_BEHIND
-from reshard.plans.schedule.messages import (
+from reshard.plans.schedule import (
     ALIGNMENT_BYTES,
     NEAR_MESSAGE_BYTES,
     SMALL_MESSAGE_BYTES,
+    STEPS_BEHIND,
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group

@@ -1,8 +1,8 @@
 """Stages of messages: what arrives is handed on, part by part, while the next parts arrive.
 
 Between hosts every byte travels once; within the host that it has entered, it goes from the rank
-that has it to the others. `reshard.plans.hosts` says who sends what in which stage, and cuts it
-into the parts of a pipeline. Here all its steps are one exchange of messages::
+that has it to the others. `reshard.plans.hierarchical` says who sends what in which stage, and
+cuts it into the parts of a pipeline. Here all its steps are one exchange of messages::
 
     step 0    part 0: source -> target
     step 1    part 1: source -> target     part 0: target -> target, on another rank of the host
@@ -22,10 +22,9 @@ import torch
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.hosts.pipeline import PipelineSpan, list_steps
-from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
+from reshard.plans.schedule import PipelineSpan, list_steps
 from reshard.topology import Topology
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup

@@ -28,14 +28,16 @@ from reshard.errors import NotationError, ReshardError
 from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.parameters import LocalParameter
 from reshard.megatron.ranks import MegatronGrids, MegatronRanks
-from reshard.plans.documents.document import (
+from reshard.plans.documents import (
     DocumentReader,
     DocumentWriter,
+    packed,
     read_dtype,
     read_numbers,
     read_texts,
+    unpacked,
+    whole_number,
 )
-from reshard.plans.documents.number_columns import packed, unpacked, whole_number
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as parse_spec

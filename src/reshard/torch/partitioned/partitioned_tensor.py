@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from reshard.cut_rules import ceil_sizes
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.notation.partitioned import PartitionedShard
-from reshard.plans.schedule.messages import limit_message_bytes
+from reshard.plans.schedule import limit_message_bytes
 from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.partitioned.partitions import (

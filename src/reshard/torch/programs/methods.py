@@ -9,8 +9,9 @@
    the exchange, so the program is taken where it moves less, and the bytes that it saves outweigh
    its messages, each counted as so many bytes (`assumed_topology`).
 4. `"stages"`: what crosses between hosts does so once for each host, and is handed on within it
-   (`reshard.plans.hosts`). `"auto"` takes stages where they are quicker than what else is, on the
-   topology or, where none is given and ranks have told of several hosts, as `assume_links` says.
+   (`reshard.plans.hierarchical`). `"auto"` takes stages where they are quicker than what else is,
+   on the topology or, where none is given and ranks have told of several hosts, as `assume_links`
+   says.
 
 The answer follows from what all ranks know, so they find the same; the digest of it is compared
 before anything moves.
@@ -30,7 +31,7 @@ from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.hierarchical import StagedJob
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
 from reshard.torch.exchange.groups import RankGroup

@@ -33,7 +33,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans.schedule.messages import align, are_cut_alike
+from reshard.plans.schedule import align, are_cut_alike
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
 
 Kind = Literal["local", "exchange", "all-gather"]

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.geometry.transfers import Transfers
-from reshard.plans.schedule.messages import ALIGNMENT_BYTES
+from reshard.plans.schedule import ALIGNMENT_BYTES
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.all_gather import AllGatherRounds, is_all_gather
 from reshard.torch.exchange.exchange import MessageExchange

@@ -31,7 +31,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from reshard.collectives.program import Program
-from reshard.plans.schedule.messages import align
+from reshard.plans.schedule import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
 from reshard.torch.exchange.compared import ComparedExchange

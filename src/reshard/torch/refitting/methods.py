@@ -6,11 +6,11 @@
 3. `"auto"`: what `reshard.collectives.divide` finds to be quicker on a topology. Without one,
    programs are looked for only where contributions are combined, since only there they move less
    than the exchange does; every message counts then as `assumed_topology` says.
-4. `"stages"`: each byte enters a host once, and is handed on within it (`reshard.plans.hosts`). Of
-   what has no program, `"auto"` takes stages for all tensors or for none, by what is quicker, on
-   hosts that the topology or the ranks themselves have told of. Of what is compared with the run
-   before, only runs in which everything travels go so: changes are few bytes, and each rank that
-   wants them is sent them.
+4. `"stages"`: each byte enters a host once, and is handed on within it
+   (`reshard.plans.hierarchical`). Of what has no program, `"auto"` takes stages for all tensors
+   or for none, by what is quicker, on hosts that the topology or the ranks themselves have told
+   of. Of what is compared with the run before, only runs in which everything travels go so:
+   changes are few bytes, and each rank that wants them is sent them.
 
 Programs are of whole tensors, as they are, whose shardings are over the same devices on both
 sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
@@ -23,16 +23,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from reshard.collectives.division import Ways, divide
+from reshard.collectives.choice import Ways, divide
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job
-from reshard.plans.job_item import JobItem
+from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
 from reshard.topology import Topology
 from reshard.torch.programs.hosts import assume_links
 from reshard.torch.programs.methods import assumed_topology, can_be_staged

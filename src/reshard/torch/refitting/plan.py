@@ -26,10 +26,15 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.hosts.pipeline import PipelineSpan, divide_pipelines
-from reshard.plans.hosts.staged_job import StagedJob
+from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job
-from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
+from reshard.plans.schedule import (
+    ALIGNMENT_BYTES,
+    PipelineSpan,
+    align,
+    divide_pipelines,
+    fill_batches,
+)
 from reshard.topology import Topology
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes

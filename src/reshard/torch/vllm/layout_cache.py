@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
-from reshard.plans.documents.serialization import from_json, to_json
+from reshard.plans.serialization import from_json, to_json
 from reshard.recipes.engine_layouts import EngineLayout
 
 # One more where the tracer says something else of the same loader.

@@ -22,7 +22,7 @@ import reshard.errors
 from reshard._validation import check_ints
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, ReshardError, RunError, UsageError
-from reshard.plans.documents.serialization import from_json
+from reshard.plans.serialization import from_json
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
 from reshard.torch.vllm.parallelism import VllmParallelism

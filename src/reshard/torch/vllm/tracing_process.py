@@ -24,7 +24,7 @@ from typing import Any
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError
-from reshard.plans.documents.serialization import to_json
+from reshard.plans.serialization import to_json
 from reshard.recipes.engine_layouts import (
     Constant,
     EngineLayout,

@@ -18,7 +18,7 @@ from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME, as_model
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.errors import RecipeError
-from reshard.plans.documents.serialization import to_json
+from reshard.plans.serialization import to_json
 
 # Families whose parameters are copies of the model's tensors.
 COPIED = [("llama-8", "tp=2"), ("qwen3-moe", "tp=2"), ("gpt-oss", "tp=2")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import PlanError
 from reshard.layout import Layout
-from reshard.plans.schedule.messages import ALIGNMENT_BYTES
+from reshard.plans.schedule import ALIGNMENT_BYTES
 from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.packing.messages import (
     RankMessage,

@@ -1,6 +1,6 @@
 """Messages of one rank: the views of its tensors that travel together, or stay.
 
-Both ends of a message list its pieces in the same way (`reshard.plans.schedule.messages`)::
+Both ends of a message list its pieces in the same way (`reshard.plans.schedule`)::
 
     rank 0   pack |p q r| ---- one message for small pieces ---->  | unpack   rank 1
                   | P.. | ---- a large piece, part by part ------> | in place where it is
@@ -27,7 +27,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
-from reshard.plans.schedule.messages import group_pieces, order_message, order_transfers
+from reshard.plans.schedule import group_pieces, order_message, order_transfers
 from reshard.runs import IntArray
 from reshard.torch.exchange.packing.pieces import MessagePieces, Piece, PieceForm, cut
 

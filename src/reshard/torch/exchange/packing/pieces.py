@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align
+from reshard.plans.schedule import ALIGNMENT_BYTES, align
 
 
 class PieceForm(NamedTuple):

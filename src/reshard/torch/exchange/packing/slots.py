@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from reshard.plans.schedule.messages import align
+from reshard.plans.schedule import align
 from reshard.torch.exchange.one_host.shared_memory import NearMessage
 from reshard.torch.exchange.packing.copies import combine, copiers
 from reshard.torch.exchange.packing.messages import LocalCopy, Place, RankMessage

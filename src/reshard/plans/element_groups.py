@@ -1,0 +1,365 @@
+"""Regions of a target: the elements that the same slots want.
+
+A replicated target wants each element many times. A *region* is a set of elements that the
+same target cells want, with the same contributions combined; regions are disjoint, and every
+cell is made of whole regions::
+
+    part 0  |------------|              regions  a    b     c
+    part 1        |--------------|      wanted   {0}  {0,1} {1}
+
+1. A target cell wants all it has, stale halos included: as a layout in which every halo is
+   fresh, the target *holds* what it wants, and `holders` answers who else does.
+2. Cells that are filled from the same source contributions want the same, whichever
+   contribution of the target they carry.
+3. Where no two keys share an element, the keys are the regions. Otherwise every dimension is
+   cut at all boundaries, and a region is one set of parts a dimension.
+
+The regions are a layout themselves, one slot each, so that the planner can be asked where each
+of them comes from.
+
+Element groups: elements that the same slots hold and the same slots need.
+
+A *group* is what one region of the target takes of one contribution from one set of holders. All
+its elements may come from the same source cells and go to the same target cells, so a group can
+be divided among senders and forwarded among receivers in any way.
+
+1. The regions of the target take the place of the target (`target_regions`), and the planner finds
+   the routes that end in each of them.
+2. The holders of a route are all cells that have its elements, one for each slot.
+3. A group is a product of pieces, and written out as boxes; along each dimension a box lies in
+   one run of every part concerned, so that it can be found in any of the cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.geometry.holders import DimensionHolders, Holders, find_holders
+from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.overlap import Overlap
+from reshard.geometry.routes import RouteFinder, Routes
+from reshard.layout import Layout
+from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """The regions of a target, and the cells that want each.
+
+    Region `i` is cell `i` of `layout`; its target cells are `cell[begin[i]:begin[i + 1]]`, in
+    order. `combines[c]` are the source contributions of the regions that carry `c`. `wanted`
+    has the dimensions of the target as holders of what they want; the local positions of
+    `layout` are those of the target's parts only where `is_plain`.
+    """
+
+    layout: Layout
+    combines: tuple[tuple[int, ...], ...]
+    begin: IntArray
+    cell: IntArray
+    wanted: tuple[DimensionHolders, ...]
+    is_plain: bool
+
+
+@lru_cache(maxsize=32)
+def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regions:
+    """The regions of `target`, whose contribution `c` combines `combines[c]` of the source.
+
+    Raises:
+        PlanError: a part that has an index of its dimension twice.
+    """
+    distinct = tuple(dict.fromkeys(combines))
+    # Contributions that combine the same sources want the same, and count as one.
+    label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
+    wanting = Layout(
+        target.shape,
+        [_refresh_halos(table) for table in target.tables],
+        target.slots,
+        target.cell_slot,
+        target.cell_part,
+        label[target.cell_contribution],
+        len(distinct),
+        "sum" if len(distinct) > 1 else None,
+    )
+    holders = find_holders(wanting)
+    begin, cells = _find_cells_of_keys(wanting, holders)
+    if holders.is_exclusive:
+        first = cells[begin[:-1]]
+        layout = _give_slots(wanting, wanting.tables, wanting.cell_part[first], first)
+        regions = Regions(layout, distinct, begin, cells, holders.dimensions, True)
+    else:
+        regions = _cut_regions(wanting, holders, distinct, begin, cells)
+    _check_complete(target, regions)
+    return regions
+
+
+def _refresh_halos(table: RunTable) -> RunTable:
+    runs = table.single_runs()
+    if not (runs.role == HALO).any():
+        return table
+    fresh = replace(runs, role=np.where(runs.role == HALO, FRESH_HALO, runs.role))
+    columns = (fresh.part, fresh.start, fresh.length, fresh.local_start, fresh.role)
+    return RunTable.from_columns(table.dimension_length, table.parts, *columns)
+
+
+def _find_cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArray]:
+    """All cells of each key, `cells[begin[k]:begin[k + 1]]`: a slot that has a key twice wants
+    it twice, though it holds it once.
+    """
+    key = holders.key_of(wanting.cell_contribution, list(wanting.cell_part.T))
+    cells = np.argsort(key, kind="stable")
+    return np.searchsorted(key[cells], np.arange(len(holders.cell_begin))), cells
+
+
+def _give_slots(
+    wanting: Layout, tables: tuple[RunTable, ...], part: IntArray, cells: IntArray
+) -> Layout:
+    """A layout with a slot for each row of `part`, which carries what its cell carries."""
+    return Layout(
+        wanting.shape,
+        tables,
+        max(len(cells), 1),
+        np.arange(len(cells)),
+        part,
+        wanting.cell_contribution[cells],
+        wanting.contributions,
+        wanting.reduction,
+    )
+
+
+def _cut_regions(
+    wanting: Layout,
+    holders: Holders,
+    combines: tuple[tuple[int, ...], ...],
+    cell_begin: IntArray,
+    cells: IntArray,
+) -> Regions:
+    """Regions as products of sets of parts, one set a dimension."""
+    # The product, by dimension, of the sets that contain the key's part: rows are a key with a
+    # region that it is made of.
+    key = np.arange(len(cell_begin) - 1)
+    key_cell = cells[cell_begin[:-1]]
+    sets: list[IntArray] = []
+    for d, dimension in enumerate(holders.dimensions):
+        part = wanting.cell_part[key_cell[key], d]
+        begin, of_part = _find_sets_of_parts(dimension)
+        count = begin[part + 1] - begin[part]
+        row = np.repeat(np.arange(len(key)), count)
+        chosen = of_part[np.repeat(begin[part], count) + ragged_arange(count)]
+        key = key[row]
+        sets = [*(column[row] for column in sets), chosen]
+    carried = wanting.cell_contribution[key_cell[key]]
+    described = np.column_stack((carried, *sets))
+    rows, first, region = np.unique(described, axis=0, return_index=True, return_inverse=True)
+    # The cells of a region are those of all its keys.
+    count = np.diff(cell_begin)[key]
+    of_cell = np.repeat(region.reshape(-1), count)
+    cell = cells[np.repeat(cell_begin[key], count) + ragged_arange(count)]
+    order = np.lexsort((cell, of_cell))
+    tables = tuple(
+        _build_table_of_sets(dimension, size)
+        for dimension, size in zip(holders.dimensions, wanting.shape, strict=True)
+    )
+    return Regions(
+        _give_slots(wanting, tables, rows[:, 1:], key_cell[key[first]]),
+        combines,
+        np.searchsorted(of_cell[order], np.arange(len(rows) + 1)),
+        cell[order],
+        holders.dimensions,
+        False,
+    )
+
+
+def _find_sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray]:
+    """The sets that contain part `p`, as `of_part[begin[p]:begin[p + 1]]`."""
+    of_set = np.repeat(np.arange(dimension.sets), np.diff(dimension.set_begin))
+    order = np.argsort(dimension.set_part, kind="stable")
+    begin = np.searchsorted(dimension.set_part[order], np.arange(dimension.parts + 1))
+    return begin, of_set[order]
+
+
+def _build_table_of_sets(dimension: DimensionHolders, length: int) -> RunTable:
+    """A run table whose parts are the sets of a dimension."""
+    size = dimension.stop - dimension.start
+    # Backwards, so that no two stretches are joined: what follows one another in the tensor may
+    # lie apart in a part that has both.
+    order = np.lexsort((-dimension.start, dimension.holder_set))
+    part = dimension.holder_set[order]
+    before = np.cumsum(size[order]) - size[order]
+    local = before - before[np.searchsorted(part, part)]
+    return RunTable.from_columns(
+        length, max(dimension.sets, 1), part, dimension.start[order], size[order], local
+    )
+
+
+def _check_complete(target: Layout, regions: Regions) -> None:
+    found = np.zeros(target.cells, dtype=np.int64)
+    elements = np.repeat(regions.layout.cell_elements, np.diff(regions.begin))
+    np.add.at(found, regions.cell, elements)
+    short = np.flatnonzero(found != target.cell_elements)
+    if len(short):
+        raise PlanError(
+            f"cell {short[0]} of the target has {target.cell_elements[short[0]]} elements, but "
+            f"only {found[short[0]]} different ones; a part may have each index once"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBoxes:
+    """The boxes of all groups, those of group `i` are `begin[i]:begin[i + 1]`, in row-major order.
+
+    `start` and `shape` have shape `(boxes, dims)`; `piece` is the piece of each dimension's
+    overlap that a box comes from. `before` counts the elements of all boxes before each one,
+    those of other groups included.
+    """
+
+    begin: IntArray
+    start: IntArray
+    shape: IntArray
+    piece: IntArray
+    before: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class ElementGroups:
+    """The groups of a plan, as columns of shape `(groups,)`.
+
+    `order` is the place of a group's contribution among those that are combined. Group `i` is held
+    by the source cells `holder[holder_begin[i]:holder_begin[i + 1]]`, one a slot, and wanted by
+    the target cells `wanting[wanting_begin[i]:wanting_begin[i + 1]]`, both in order of slots.
+    `is_alone` says that nothing else is combined with it.
+    """
+
+    source: Layout
+    target: Layout
+    regions: Regions
+    overlaps: tuple[Overlap, ...]
+    order: IntArray
+    pair: tuple[IntArray, ...]
+    elements: IntArray
+    is_alone: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    holder_begin: IntArray
+    holder: IntArray
+    wanting_begin: IntArray
+    wanting: IntArray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def boxes(self) -> GroupBoxes:
+        """Every group written out as boxes."""
+        # The product of the pieces of each dimension: rows are repeated once for each piece.
+        group = np.arange(len(self))
+        pieces: list[IntArray] = []
+        for d, overlap in enumerate(self.overlaps):
+            pair = self.pair[d][group]
+            low = overlap.piece_begin[pair]
+            count = overlap.piece_begin[pair + 1] - low
+            row = np.repeat(np.arange(len(group)), count)
+            group = group[row]
+            pieces = [column[row] for column in pieces]
+            pieces.append(np.repeat(low, count) + ragged_arange(count))
+        size = (len(group), len(self.overlaps))
+        start, shape, piece = (np.empty(size, dtype=np.int64) for _ in range(3))
+        for d, (overlap, column) in enumerate(zip(self.overlaps, pieces, strict=True)):
+            start[:, d], shape[:, d] = overlap.start[column], overlap.length[column]
+            piece[:, d] = column
+        elements = shape.prod(axis=1)
+        begin = np.searchsorted(group, np.arange(len(self) + 1))
+        return GroupBoxes(begin, start, shape, piece, np.cumsum(elements) - elements)
+
+    def source_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
+        """Where boxes begin in the local arrays of source cells: shape `(boxes, dims)`."""
+        local = np.empty_like(start)
+        for d, overlap in enumerate(self.overlaps):
+            stretch = overlap.stretch[piece[:, d]]
+            first = overlap.holders.local_start(stretch, self.source.cell_part[cell, d])
+            local[:, d] = first + start[:, d] - overlap.holders.start[stretch]
+        return local
+
+    def target_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
+        """Where boxes begin in the local arrays of target cells: shape `(boxes, dims)`."""
+        local = np.empty_like(start)
+        for d, overlap in enumerate(self.overlaps):
+            if self.regions.is_plain:
+                first = overlap.target_local[piece[:, d]]
+                local[:, d] = first + start[:, d] - overlap.start[piece[:, d]]
+                continue
+            wanted = self.regions.wanted[d]
+            stretch = np.searchsorted(wanted.start, start[:, d], side="right") - 1
+            first = wanted.local_start(stretch, self.target.cell_part[cell, d])
+            local[:, d] = first + start[:, d] - wanted.start[stretch]
+        return local
+
+
+@lru_cache(maxsize=128)
+def find_element_groups(plan: LayoutChange) -> ElementGroups:
+    """The groups of a plan.
+
+    Raises:
+        PlanError: an element that no source slot holds, or a part that has an index twice.
+    """
+    regions = find_regions(plan.target, plan.combines)
+    finder = RouteFinder.between(plan.source, regions.layout, regions.combines)
+    try:
+        routes = finder.into(np.arange(regions.layout.cells))
+    except PlanError:
+        # The same is missing in the target, whose slots are ranks that an error can name.
+        for slot in plan.target.holders:
+            plan.routes_into(slot)
+        raise
+    holder_begin, holder = _find_holder_cells(plan.source, plan.holders, finder.overlaps, routes)
+    counts = np.array([len(sources) for sources in regions.combines], dtype=np.int64)
+    wanted = np.diff(regions.begin)[routes.target_cell]
+    first = regions.begin[routes.target_cell]
+    return ElementGroups(
+        plan.source,
+        plan.target,
+        regions,
+        finder.overlaps,
+        routes.order,
+        routes.pair,
+        routes.elements,
+        counts[regions.layout.cell_contribution[routes.target_cell]] == 1,
+        holder_begin,
+        holder,
+        np.concatenate(([0], np.cumsum(wanted))),
+        regions.cell[np.repeat(first, wanted) + ragged_arange(wanted)],
+    )
+
+
+def _find_holder_cells(
+    source: Layout, holders: Holders, overlaps: tuple[Overlap, ...], routes: Routes
+) -> tuple[IntArray, IntArray]:
+    """For each route all cells that hold its elements, one for each slot."""
+    route = np.arange(len(routes.source_cell))
+    if holders.is_exclusive:
+        # An element has one key, so the chosen cell's key has all that hold it.
+        key_of_cell = np.empty(source.cells, dtype=np.int64)
+        counts = np.diff(holders.cell_begin)
+        key_of_cell[holders.cells] = np.repeat(np.arange(len(counts)), counts)
+        key = key_of_cell[routes.source_cell]
+    else:
+        parts: list[IntArray] = []
+        for overlap, pair in zip(overlaps, routes.pair, strict=True):
+            begin, chosen = overlap.holders.set_begin, overlap.pair_set[pair[route]]
+            count = begin[chosen + 1] - begin[chosen]
+            row = np.repeat(np.arange(len(route)), count)
+            member = np.repeat(begin[chosen], count) + ragged_arange(count)
+            route = route[row]
+            parts = [*(column[row] for column in parts), overlap.holders.set_part[member]]
+        key = holders.key_of(source.cell_contribution[routes.source_cell[route]], parts)
+        route, key = route[key >= 0], key[key >= 0]
+    first = holders.cell_begin[key]
+    count = holders.cell_begin[key + 1] - first
+    route = np.repeat(route, count)
+    cell = holders.cells[np.repeat(first, count) + ragged_arange(count)]
+    slots = source.slots
+    # A slot may hold a group in several cells; the first of them stands for it.
+    _, one_a_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)
+    route, cell = route[one_a_slot], cell[one_a_slot]
+    return np.searchsorted(route, np.arange(len(routes.source_cell) + 1)), cell

@@ -1,0 +1,782 @@
+"""Senders of a job: all moved bytes in one order, divided among the ranks that hold them.
+
+All bytes that move are put in one sequence, the byte line, in an order that every rank knows, and
+the line is divided among the senders. A rank then finds the sender of a byte from its position
+alone, without a list of what other ranks do::
+
+    class     |  held by ranks 0 and 1              |  held by 2 and 3
+    receiver  |    4     |    5     |    6    |  7  |    4     |    5 ...
+    tensor    | a | b |c | a | b |c | a |b |c | a..
+    sender    |---------- 0 -------------|---- 1 ---|----- 2 -------...
+
+1. Tensors of one change of layouts and one dtype are a *tensor group*. Its needs are found once.
+2. Ranks that belong to the same holder sets and need the same target keys are a *rank group*.
+3. A *row* is a need of a tensor group and of a rank group. If the rank group holds the elements,
+   they stay. Otherwise they are a demand on the *class* of their holders.
+4. The order of the line: class, rank group, receiver, tensor group, tensor, need, box, element.
+   The bytes of one class that a receiver lacks are adjacent, so a sender serves few receivers,
+   and all senders are busy whichever tensors are moved first. Every position is a sum of
+   products, so no list grows with the number of ranks times that of tensors.
+5. Shares are balanced over the classes once for the whole job (`shares`). On the line they are
+   in the order of class, rank group and rank.
+
+Which rows of a job one rank sends, and to whom: the policy of senders.
+
+1. *Balanced* senders: those rows that lie on the rank's ranges of the byte line, which are divided
+   so that the most loaded rank sends as little as possible (`sender_assignment`).
+2. *Stable* senders: the holders of a need take turns (`replicas.replica_turns`). Further ranks
+   behind the others change nothing of that, and what other tensors need does not either.
+3. Any other policy is a row of `POLICIES`: a function that names one holder for each row and
+   receiver, the same on all ranks.
+
+Parts of a box that several ranks send.
+
+A box is cut by ranges of its elements in row-major order. A cut at the end of a row of the first
+dimension leaves one box on each side, one at any element up to `2 * dims - 1`::
+
+    +-----------+          +-----------+
+    |  sender 0 |          |  sender 0 |
+    |-----------|          |    +------|
+    |  sender 1 |          |----+   1  |
+    +-----------+          +-----------+
+
+So cuts are moved to the end of a box or of a row where that is near enough.
+
+The transfers of a job: the boxes that move, and their senders, for one rank or all ranks.
+
+1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for one
+   rank, the rows of its own rank group, and those that it sends.
+2. Expand each row to boxes: the product of the pieces of its pairs.
+3. Find the sender of each box by its position on the byte line. A box that contains a cut is sent
+   in parts: the cut is moved to the nearest end of the box, or of one of its rows, if that is
+   near enough (`SenderAssignment.rounding_bytes`), and to the nearest element if not::
+
+       boxes    |    a    |    b    |    c    |        cut 1: to the end of a
+       cuts     ---------1-------2-----------          cut 2: through b, between two rows
+
+4. The sender's own cell is looked up last, so that boxes do not depend on the sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.dtypes import DType
+from reshard.geometry.holders import find_in, replica_turns
+from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.routes import Needs
+from reshard.geometry.transfers import Transfers
+from reshard.layout import flat_range_boxes
+from reshard.plans.load_balancing import RankGroups, group_ranks, group_shares, member_shares
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
+
+# What rounding cuts to whole boxes and rows may add to the largest load.
+_ROUNDING = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorGroup:
+    """The tensors of one change of layouts and one dtype; `items` are their numbers in the job."""
+
+    change: LayoutChange
+    dtype: DType
+    items: IntArray
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DemandRows:
+    """Needs with the rank groups that want them, as columns of shape `(rows,)`.
+
+    They are sorted by tensor group.
+
+    Receiver `i` of the rank group begins to need it, of tensor `j` of the tensor group, at position
+    `begin + i * receiver_step + j * item_step` of the line; meaningless where it `stays`.
+    """
+
+    tensor_group: IntArray
+    need: IntArray
+    rank_group: IntArray
+    size_bytes: IntArray
+    holder_set: IntArray
+    stays: NDArray[np.bool_]
+    begin: IntArray
+    receiver_step: IntArray
+    item_step: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DemandRanges:
+    """Classes with the rank groups that lack them: shape `(ranges,)`, in the order of the line.
+
+    The rows of range `p` are `row[row_begin[p]:row_begin[p + 1]]`. Each of its receivers takes
+    `receiver_bytes`; the first begins at `begin`, the last ends at `stop`.
+    """
+
+    rank_group: IntArray
+    row_begin: IntArray
+    row: IntArray
+    receiver_bytes: IntArray
+    begin: IntArray
+    stop: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SenderAssignment:
+    """The byte line of a job and its senders: number `i` is rank `sender[i]`, up to `cut[i]`.
+
+    Cuts are moved by up to `rounding_bytes` to where a box or a row of one ends.
+    """
+
+    tensor_groups: tuple[TensorGroup, ...]
+    rank_groups: RankGroups
+    set_begin: IntArray
+    set_slot: IntArray
+    rows: DemandRows
+    ranges: DemandRanges
+    sender: IntArray
+    cut: IntArray
+    rounding_bytes: int
+
+
+def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAssignment:
+    """The senders of what some tensor groups move between `slots` ranks."""
+    # Steps 1 and 2: the sets of slots that hold or want something, and the groups of ranks that
+    # belong to the same of them.
+    sets = _HolderSets()
+    holder_set = [
+        sets.add(b.needs.set_begin, b.needs.set_slot) + b.needs.holder_set for b in tensor_groups
+    ]
+    target_set = [
+        sets.add(b.needs.target_copies.begin, b.needs.target_copies.slot)
+        + b.needs.of_keys.target_key
+        for b in tensor_groups
+    ]
+    rank_groups = group_ranks(sets.begin, sets.slot, slots)
+    counts = np.array([len(b.needs) for b in tensor_groups], dtype=np.int64)
+    columns = _NeedColumns(
+        np.repeat(np.arange(len(tensor_groups)), counts),
+        ragged_arange(counts),
+        _concatenate([b.needs.of_keys.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
+        _concatenate(holder_set),
+    )
+    # Step 3: every need with every rank group of its target key's slots.
+    wanted = _concatenate(target_set)
+    low = rank_groups.set_begin[wanted]
+    count = rank_groups.set_begin[wanted + 1] - low
+    columns = columns.take(np.repeat(np.arange(len(wanted)), count))
+    rank_group = rank_groups.set_group[np.repeat(low, count) + ragged_arange(count)]
+    # A row stays where its rank group is in the set of its holders: pairs of a set and a rank
+    # group are looked up as single numbers.
+    known = np.repeat(np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin))
+    number = len(rank_groups.size)
+    held = known * number + rank_groups.set_group
+    _, stays = find_in(held, columns.holder_set * number + rank_group)
+    classes = _HolderClasses(rank_groups, columns.holder_set[~stays])
+    items = np.array([len(b.items) for b in tensor_groups], dtype=np.int64)
+    rows, ranges, range_class = _order_demand(
+        columns, rank_group, stays, classes, items, rank_groups
+    )
+    # Step 5: the bytes of each class, to be divided in units of whole elements. A class of several
+    # dtypes has the greatest unit that divides all of them.
+    demand = np.zeros(len(classes.begin) - 1, dtype=np.int64)
+    np.add.at(demand, range_class, ranges.stop - ranges.begin)
+    unit = np.zeros(len(demand), dtype=np.int64)
+    itemsize = np.array([b.dtype.itemsize_bytes for b in tensor_groups], dtype=np.int64)
+    np.gcd.at(unit, classes.of_row, itemsize[rows.tensor_group[~stays]])
+    sender, cut, rounding = _divide(demand, classes, rank_groups, unit)
+    return SenderAssignment(
+        tuple(tensor_groups),
+        rank_groups,
+        sets.begin,
+        sets.slot,
+        rows,
+        ranges,
+        sender,
+        cut,
+        rounding,
+    )
+
+
+class _HolderSets:
+    """Sets of slots of all tensor groups. Most tensor groups have the sets of another."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._known: list[tuple[IntArray, IntArray]] = []
+        self._alike: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
+
+    def add(self, begin: IntArray, slot: IntArray) -> int:
+        """The number that the first of these sets has among all."""
+        # Only sets of the same lengths and ends are compared in full.
+        ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
+        alike = self._alike.setdefault((len(begin), len(slot), *ends), [])
+        for number, *known in alike:
+            if np.array_equal(known[1], slot) and np.array_equal(known[0], begin):
+                return number
+        number = self._count
+        alike.append((number, begin, slot))
+        self._known.append((begin, slot))
+        self._count += len(begin) - 1
+        return number
+
+    @property
+    def slot(self) -> IntArray:
+        """The slots of all sets, end to end."""
+        return _concatenate([slot for _, slot in self._known])
+
+    @property
+    def begin(self) -> IntArray:
+        """Where each set begins in `slot`: shape `(sets + 1,)`."""
+        counts = _concatenate([np.diff(begin) for begin, _ in self._known])
+        return np.append(0, np.cumsum(counts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NeedColumns:
+    tensor_group: IntArray
+    need: IntArray
+    size_bytes: IntArray
+    holder_set: IntArray
+
+    def take(self, index: IntArray) -> _NeedColumns:
+        return _NeedColumns(
+            self.tensor_group[index],
+            self.need[index],
+            self.size_bytes[index],
+            self.holder_set[index],
+        )
+
+
+class _HolderClasses:
+    """Holder sets of the same slots are one class; class `c` has the rank groups
+    `rank_group[begin[c]:begin[c + 1]]`. `of_row` has the class of each given set.
+    """
+
+    def __init__(self, rank_groups: RankGroups, holder_set: IntArray) -> None:
+        used = distinct(holder_set)
+        numbers: dict[bytes, int] = {}
+        of_used = np.zeros(len(used), dtype=np.int64)
+        for i, number in enumerate(used.tolist()):
+            held = rank_groups.set_group[
+                rank_groups.set_begin[number] : rank_groups.set_begin[number + 1]
+            ]
+            of_used[i] = numbers.setdefault(held.tobytes(), len(numbers))
+        members = [np.frombuffer(held, dtype=np.int64) for held in numbers]
+        self.of_row: IntArray = of_used[np.searchsorted(used, holder_set)]
+        self.rank_group = _concatenate(members)
+        self.begin = np.cumsum([0, *(len(held) for held in members)])
+
+
+def _order_demand(
+    columns: _NeedColumns,
+    rank_group: IntArray,
+    stays: NDArray[np.bool_],
+    classes: _HolderClasses,
+    items: IntArray,
+    rank_groups: RankGroups,
+) -> tuple[DemandRows, DemandRanges, IntArray]:
+    """The place of every row on the line, the ranges, and the class of each range."""
+    moving = np.flatnonzero(~stays)
+    code = classes.of_row * len(rank_groups.size) + rank_group[moving]
+    # Rows are sorted by tensor group and need already, and the sort is stable.
+    order = np.argsort(code, kind="stable")
+    code, row = code[order], moving[order]
+    tensor_group, size = columns.tensor_group[row], columns.size_bytes[row]
+    new_range = np.diff(code, prepend=-1) != 0
+    # A block is what one receiver of a range lacks of one tensor of a tensor group.
+    new_block = new_range | (np.diff(tensor_group, prepend=-1) != 0)
+    block = np.cumsum(new_block) - 1
+    block_first, range_first = np.flatnonzero(new_block), np.flatnonzero(new_range)
+    # Prefix sums over the sorted rows: bytes of a block (`step`), where a row begins in its block,
+    # and where a block begins among all, repeated for each tensor of its group.
+    total = np.append(0, np.cumsum(size))
+    step = np.diff(total[np.append(block_first, len(row))])
+    in_block = total[:-1] - total[block_first][block]
+    block_total = np.append(0, np.cumsum(step * items[tensor_group[block_first]]))
+    block_of_range = block[range_first]
+    receiver_bytes = np.diff(block_total[np.append(block_of_range, len(step))])
+    number = np.cumsum(new_range) - 1
+    range_class, range_rank_group = np.divmod(code[range_first], max(len(rank_groups.size), 1))
+    stop = np.cumsum(receiver_bytes * rank_groups.size[range_rank_group])
+    begin = stop - receiver_bytes * rank_groups.size[range_rank_group]
+    # The columns `begin`, `receiver_step` and `item_step` of `DemandRows`.
+    places = np.zeros((3, len(rank_group)), dtype=np.int64)
+    places[0, row] = (begin - block_total[block_of_range])[number] + block_total[block] + in_block
+    places[1, row] = receiver_bytes[number]
+    places[2, row] = step[block]
+    rows = DemandRows(
+        columns.tensor_group,
+        columns.need,
+        rank_group,
+        columns.size_bytes,
+        columns.holder_set,
+        stays,
+        *places,
+    )
+    row_begin = np.append(range_first, len(row))
+    return (
+        rows,
+        DemandRanges(range_rank_group, row_begin, row, receiver_bytes, begin, stop),
+        range_class,
+    )
+
+
+def _divide(
+    demand: IntArray, classes: _HolderClasses, rank_groups: RankGroups, unit: IntArray
+) -> tuple[IntArray, IntArray, int]:
+    """The senders in the order of the line, where the stretch of each ends, and the rounding."""
+    shares = group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
+    of_class = np.repeat(np.arange(len(demand)), np.diff(classes.begin))
+    parts = member_shares(shares, classes.rank_group, rank_groups.size, unit[of_class])
+    count = rank_groups.size[classes.rank_group]
+    member = np.repeat(rank_groups.member_begin[classes.rank_group], count) + ragged_arange(count)
+    sender = rank_groups.member[member]
+    sends = parts > 0
+    sender, parts = sender[sends], parts[sends]
+    if not len(sender):
+        return sender, parts, 0
+    load = np.zeros(int(sender.max()) + 1, dtype=np.int64)
+    np.add.at(load, sender, parts)
+    # A sender's stretches are each rounded at both ends, by half of this.
+    rounding = int(load.max()) // (_ROUNDING * int(np.bincount(sender).max()))
+    return sender, np.cumsum(parts), rounding
+
+
+def _concatenate(columns: list[IntArray]) -> IntArray:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
+
+
+FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
+"""The rank that sends each row to each receiver, of those that hold it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Rows with a receiver each, and which items of the tensor group: `first:stop`."""
+
+    row: IntArray
+    receiver: IntArray
+    first: IntArray
+    stop: IntArray
+
+    def take(self, index: IntArray) -> Selection:
+        """The chosen of the chosen, in the order asked for."""
+        return Selection(self.row[index], self.receiver[index], self.first[index], self.stop[index])
+
+
+def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> Selection:
+    """Rows and receivers with all items of their tensor groups."""
+    items = np.array(
+        [len(tensor_group.items) for tensor_group in assignment.tensor_groups], dtype=np.int64
+    )
+    return Selection(
+        row, receiver, np.zeros(len(row), dtype=np.int64), items[assignment.rows.tensor_group[row]]
+    )
+
+
+def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
+    """The rows and receivers that a sender's stretches touch."""
+    ranges, rows = assignment.ranges, assignment.rows
+    mine = np.flatnonzero(assignment.sender == rank)
+    stop = assignment.cut[mine]
+    begin = np.where(mine > 0, assignment.cut[mine - 1], 0)
+    # Every stretch with every range it reaches, then with every receiver of that.
+    low = np.searchsorted(ranges.stop, begin, side="right")
+    count = np.searchsorted(ranges.begin, stop, side="left") - low
+    number = np.repeat(low, count) + ragged_arange(count)
+    begin, stop = np.repeat(begin, count), np.repeat(stop, count)
+    each = ranges.receiver_bytes[number]
+    low = np.maximum(begin - ranges.begin[number], 0) // each
+    # Rounded up: the last receiver that the stretch reaches.
+    count = np.minimum(
+        -((ranges.begin[number] - stop) // each),
+        assignment.rank_groups.size[ranges.rank_group[number]],
+    )
+    count -= low
+    receiver = np.repeat(low, count) + ragged_arange(count)
+    number, begin, stop = (np.repeat(column, count) for column in (number, begin, stop))
+    # And with every row, of as many tensors as lie in the stretch.
+    count = ranges.row_begin[number + 1] - ranges.row_begin[number]
+    row = ranges.row[np.repeat(ranges.row_begin[number], count) + ragged_arange(count)]
+    receiver, begin, stop = (np.repeat(column, count) for column in (receiver, begin, stop))
+    chosen = select_all_items(assignment, row, receiver)
+    place = rows.begin[row] + receiver * rows.receiver_step[row]
+    step = rows.item_step[row]
+    # Tensor `j` lies at `place + j * step`: those whose bytes meet the stretch.
+    first = np.maximum((begin - place - rows.size_bytes[row]) // step + 1, 0)
+    last = np.minimum(-((place - stop) // step), chosen.stop)
+    some = np.flatnonzero(first < last)
+    return Selection(row, receiver, first, last).take(some)
+
+
+def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSenders) -> Selection:
+    """The rows and receivers that `rank` sends as a policy finds it."""
+    rows = assignment.rows
+    # Only rows that the rank holds can be its own; whose they are is asked of the policy.
+    holds = np.zeros(len(assignment.set_begin) - 1, dtype=bool)
+    of_set = np.repeat(np.arange(len(holds)), np.diff(assignment.set_begin))
+    holds[of_set[assignment.set_slot == rank]] = True
+    row = np.flatnonzero(holds[rows.holder_set] & ~rows.stays)
+    count = assignment.rank_groups.size[rows.rank_group[row]]
+    row, receiver = np.repeat(row, count), ragged_arange(count)
+    mine = np.flatnonzero(find_senders(assignment, row, receiver) == rank)
+    return select_all_items(assignment, row[mine], receiver[mine])
+
+
+def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> IntArray:
+    """The holder whose turn it is, for each row and receiver."""
+    rows = assignment.rows
+    slot = assignment.rank_groups.member[
+        assignment.rank_groups.member_begin[rows.rank_group[row]] + receiver
+    ]
+    turn = np.zeros(len(row), dtype=np.int64)
+    for number in distinct(rows.tensor_group[row]).tolist():
+        of_group = np.flatnonzero(rows.tensor_group[row] == number)
+        needs = assignment.tensor_groups[number].needs
+        key = needs.of_keys.target_key[rows.need[row[of_group]]]
+        cell = needs.target_copies.cell_on_slot(key, slot[of_group])
+        turn[of_group] = replica_turns(needs.target.placement)[cell]
+    holders = rows.holder_set[row]
+    begin = assignment.set_begin[holders]
+    return assignment.set_slot[begin + turn % (assignment.set_begin[holders + 1] - begin)]
+
+
+# By the name that is a job's `sources`. Balanced senders are found on the byte line, not by rows.
+POLICIES: dict[str, FindSenders | None] = {"balanced": None, "stable": find_turns}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxParts:
+    """Boxes inside of boxes, each sent by one: part `p` is of box `of[p]`, from its index
+    `start[p]` and element `first_element[p]` on.
+    """
+
+    of: IntArray
+    sender: IntArray
+    start: IntArray
+    shape: IntArray
+    first_element: IntArray
+
+    @classmethod
+    def none(cls, ndim: int) -> BoxParts:
+        """No parts, of boxes of `ndim` dimensions."""
+        nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
+        return cls(nothing, nothing, boxes, boxes, nothing)
+
+    @classmethod
+    def of_ranges(
+        cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
+    ) -> BoxParts:
+        """Ranges of elements of boxes of `shape`, each range as the fewest boxes."""
+        # Tensors of a group are alike, so the same box is cut at the same elements again and again.
+        known: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        row: list[int] = []
+        starts: list[tuple[int, ...]] = []
+        shapes: list[tuple[int, ...]] = []
+        columns = zip(map(tuple, shape.tolist()), begin.tolist(), stop.tolist(), strict=True)
+        for number, (size, low, high) in enumerate(columns):
+            if (size, low, high) not in known:
+                boxes = flat_range_boxes(size, low, high)
+                known[size, low, high] = [(box.start, box.shape) for box in boxes]
+            for start, inside in known[size, low, high]:
+                row.append(number)
+                starts.append(start)
+                shapes.append(inside)
+        at = np.array(row, dtype=np.int64)
+        ndim = shape.shape[1]
+        corner = np.array(starts, dtype=np.int64).reshape(len(row), ndim)
+        extent = np.array(shapes, dtype=np.int64).reshape(len(row), ndim)
+        # Row-major strides of each cut box: the corner's place in it is its first element.
+        steps = np.ones((len(row), ndim), dtype=np.int64)
+        for d in range(ndim - 2, -1, -1):
+            steps[:, d] = steps[:, d + 1] * shape[at, d + 1]
+        return cls(of[at], sender[at], corner, extent, (corner * steps).sum(axis=1))
+
+
+def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
+    """The elements that cuts of boxes are multiples of: of the whole box, of a row of its first
+    dimension, of its second ..., whatever first is not more than `rounding`; one if nothing is.
+    """
+    # From a row of the last dimension to the whole box: the largest that is small enough.
+    unit = np.ones(len(shape), dtype=np.int64)
+    size = np.ones(len(shape), dtype=np.int64)
+    for d in range(shape.shape[1] - 1, -1, -1):
+        size *= shape[:, d]
+        unit = np.where(size <= rounding, size, unit)
+    return unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTransfers:
+    """The transfers of all tensors of a tensor group: those of item `i` of it are
+    `begin[i]:begin[i + 1]`.
+
+    Row `r` is of the unsplit box `whole_start[box[r]]`, of shape `whole_shape[box[r]]`; it has
+    the elements from `first_element[r]` on of its row-major order.
+    """
+
+    tensors: TensorGroup
+    begin: IntArray
+    transfers: Transfers
+    box: IntArray
+    whole_start: IntArray
+    whole_shape: IntArray
+    first_element: IntArray
+
+
+def transfers_of_all(
+    assignment: SenderAssignment, find_senders: FindSenders | None
+) -> Iterator[GroupTransfers]:
+    """The transfers of all ranks, tensor group by tensor group."""
+    for writer in _make_writers(assignment, _select_everything(assignment)):
+        yield writer.write(None, find_senders)
+
+
+def sent_bytes(assignment: SenderAssignment, find_senders: FindSenders | None) -> IntArray:
+    """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
+    total = np.zeros(len(assignment.rank_groups.group), dtype=np.int64)
+    for writer in _make_writers(assignment, _select_everything(assignment)):
+        writer.add_sent(total, find_senders)
+    return total
+
+
+def _select_everything(assignment: SenderAssignment) -> Selection:
+    count = assignment.rank_groups.size[assignment.rows.rank_group]
+    return select_all_items(
+        assignment, np.repeat(np.arange(len(count)), count), ragged_arange(count)
+    )
+
+
+def transfers_of_rank(
+    assignment: SenderAssignment, rank: int, find_senders: FindSenders | None
+) -> list[GroupTransfers]:
+    """The transfers of one rank: to it, within it and from it."""
+    if rank >= len(assignment.rank_groups.group):
+        return []
+    wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
+    number = np.full(len(wanted), assignment.rank_groups.number[rank])
+    received = select_all_items(assignment, wanted, number)
+    if find_senders is None:
+        sent = select_sent(assignment, rank)
+    else:
+        sent = select_found(assignment, rank, find_senders)
+    chosen = Selection(
+        *(
+            np.concatenate((getattr(received, name), getattr(sent, name)))
+            for name in Selection.__dataclass_fields__
+        )
+    )
+    return [writer.write(rank, find_senders) for writer in _make_writers(assignment, chosen)]
+
+
+def _make_writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
+    # Rows are sorted by tensor group; those received and those sent are put together.
+    tensor_group = assignment.rows.tensor_group[chosen.row]
+    order = np.argsort(tensor_group, kind="stable")
+    begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
+    for number, (low, high) in enumerate(pairwise(begin.tolist())):
+        if low < high:
+            yield _BoxWriter(
+                assignment, assignment.tensor_groups[number], chosen.take(order[low:high])
+            )
+
+
+class _BoxWriter:
+    """The boxes of chosen rows of one tensor group, as columns of shape `(boxes,)`."""
+
+    def __init__(
+        self, assignment: SenderAssignment, tensor_group: TensorGroup, chosen: Selection
+    ) -> None:
+        needs, rows = tensor_group.needs, assignment.rows
+        self.assignment, self.tensors, self.chosen = assignment, tensor_group, chosen
+        # Which of the chosen each box is of; all of them, where each is one box.
+        of_box: IntArray | slice = slice(None)
+        entries: list[IntArray] = []
+        need = rows.need[chosen.row]
+        for d, overlap in enumerate(needs.of_keys.overlaps):
+            pieces = overlap.shared_pieces
+            pair = needs.of_keys.pair[d][need[of_box]]
+            low = pieces.begin[pair]
+            row, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
+            if not isinstance(row, slice):
+                entries = [earlier[row] for earlier in entries]
+                of_box = row if isinstance(of_box, slice) else of_box[row]
+            entries.append(piece)
+        self.of_box = np.arange(len(need))[of_box]
+        self.pieces = entries
+        count, ndim = len(self.of_box), len(entries)
+        boxes = np.empty((3, ndim, count), dtype=np.int64)
+        for d, (overlap, piece) in enumerate(zip(needs.of_keys.overlaps, entries, strict=True)):
+            pieces = overlap.shared_pieces
+            boxes[0, d], boxes[1, d] = pieces.start[piece], pieces.length[piece]
+            boxes[2, d] = pieces.target_local[piece]
+        self.start, self.shape, self.target_start = (box.T for box in boxes)
+        self.row = chosen.row[self.of_box]
+        self.need = need[self.of_box]
+        self.elements: IntArray = self.shape.prod(axis=1)
+        receiver = chosen.receiver[self.of_box]
+        rank_group = rows.rank_group[self.row]
+        self.target_slot = assignment.rank_groups.member[
+            assignment.rank_groups.member_begin[rank_group] + receiver
+        ]
+        # Elements of the same row and receiver in the boxes before: the place within its need.
+        before = np.cumsum(self.elements) - self.elements
+        first = np.searchsorted(self.of_box, np.arange(len(need)))
+        before -= before[first][self.of_box]
+        self.place = (
+            rows.begin[self.row]
+            + receiver * rows.receiver_step[self.row]
+            + before * tensor_group.dtype.itemsize_bytes
+        )
+        self.stays = rows.stays[self.row]
+        self.receiver = receiver
+
+    def write(self, rank: int | None, find_senders: FindSenders | None) -> GroupTransfers:
+        """The transfers of every item, or those of them that begin or end on `rank`."""
+        items = len(self.tensors.items)
+        box, item, sender, parts = self._find_senders(find_senders)
+        if len(parts.of):
+            whole = np.ones(len(box), dtype=bool)
+            whole[parts.of] = False
+            # Whole boxes and then parts, put in the order of boxes: a part stands where its box
+            # stood. `split` is the number of the part, negative for whole boxes.
+            of = np.concatenate((np.flatnonzero(whole), parts.of))
+            sender = np.concatenate((sender[whole], parts.sender))
+            order = np.argsort(of, kind="stable")
+            if rank is not None:
+                mine = (sender[order] == rank) | (self.target_slot[box[of[order]]] == rank)
+                order = order[mine]
+            split = order - (len(of) - len(parts.of))
+            box, item, sender = box[of[order]], item[of[order]], sender[order]
+        else:
+            split = None
+            if rank is not None:
+                mine = np.flatnonzero((sender == rank) | (self.target_slot[box] == rank))
+                box, item, sender = box[mine], item[mine], sender[mine]
+        return GroupTransfers(
+            self.tensors,
+            np.searchsorted(item, np.arange(items + 1)),
+            *self._list_transfers(box, sender, parts, split),
+        )
+
+    def add_sent(self, total: IntArray, find_senders: FindSenders | None) -> None:
+        """Add to `total` the bytes that each slot sends of every item."""
+        box, _, sender, parts = self._find_senders(find_senders)
+        elements = np.where(self.stays, 0, self.elements)[box]
+        elements[parts.of] = 0
+        itemsize = self.tensors.dtype.itemsize_bytes
+        np.add.at(total, sender, elements * itemsize)
+        np.add.at(total, parts.sender, parts.shape.prod(axis=1) * itemsize)
+
+    def _find_senders(
+        self, find_senders: FindSenders | None
+    ) -> tuple[IntArray, IntArray, IntArray, BoxParts]:
+        """Every box of every item, its item and sender, and the parts of those with several."""
+        box, item = self._repeat_by_item(len(self.tensors.items))
+        if find_senders is None:
+            return box, item, *self._cut_boxes(box, item)
+        found = find_senders(self.assignment, self.row, self.receiver)
+        sender = np.where(self.stays, self.target_slot, found)[box]
+        return box, item, sender, BoxParts.none(self.start.shape[1])
+
+    def _repeat_by_item(self, items: int) -> tuple[IntArray, IntArray]:
+        """Every box of every chosen item, item by item."""
+        first, stop = self.chosen.first[self.of_box], self.chosen.stop[self.of_box]
+        boxes = np.arange(len(first))
+        if (stop - first == items).all():
+            return np.tile(boxes, items), np.repeat(np.arange(items), len(boxes))
+        count = stop - first
+        box, item = np.repeat(boxes, count), np.repeat(first, count) + ragged_arange(count)
+        order = np.argsort(item, kind="stable")
+        return box[order], item[order]
+
+    def _cut_boxes(self, box: IntArray, item: IntArray) -> tuple[IntArray, BoxParts]:
+        """The sender of every box, and the parts of those that several send."""
+        assignment, itemsize = self.assignment, self.tensors.dtype.itemsize_bytes
+        ndim = self.start.shape[1]
+        if not len(assignment.cut):
+            return self.target_slot[box], BoxParts.none(ndim)
+        place = self.place[box] + item * assignment.rows.item_step[self.row][box]
+        first = np.searchsorted(assignment.cut, place, side="right")
+        # The senders of a box's first and last byte: with one for both, nothing is cut.
+        last = np.searchsorted(
+            assignment.cut, place + (self.elements * itemsize - 1)[box], side="right"
+        )
+        stays = self.stays[box]
+        sender = np.where(stays, self.target_slot[box], assignment.sender.take(first, mode="clip"))
+        of = np.flatnonzero((last > first) & ~stays)
+        if not len(of):
+            return sender, BoxParts.none(ndim)
+        # Of each split box the cuts inside of it, in elements from its begin.
+        cuts = (last - first)[of]
+        which = np.repeat(np.arange(len(of)), cuts)
+        number = first[of][which] + ragged_arange(cuts)
+        shape = self.shape[box[of]]
+        unit = rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
+        unit_bytes = unit * itemsize
+        cut = (assignment.cut[number] - place[of][which] + unit_bytes // 2) // unit_bytes * unit
+        elements = self.elements[box[of]]
+        cut = np.minimum(cut, elements[which])
+        # One part more than cuts: it begins where the one before it ends.
+        parts = np.repeat(np.arange(len(of)), cuts + 1)
+        begin, stop = np.zeros(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
+        inner = ragged_arange(cuts + 1)
+        begin[inner > 0] = cut
+        stop[inner < cuts[parts]] = cut
+        stop[inner == cuts[parts]] = elements
+        some = np.flatnonzero(begin < stop)
+        parts, begin, stop, inner = parts[some], begin[some], stop[some], inner[some]
+        return sender, BoxParts.of_ranges(
+            of[parts], assignment.sender[first[of][parts] + inner], shape[parts], begin, stop
+        )
+
+    def _list_transfers(
+        self, box: IntArray, sender: IntArray, parts: BoxParts, split: IntArray | None
+    ) -> tuple[Transfers, IntArray, IntArray, IntArray, IntArray]:
+        """The transfers, and of what boxes they are; `split[r]` is the part that row `r` is."""
+        needs = self.tensors.needs
+        cell = needs.source_cell(self.need[box], sender)
+        key = needs.of_keys.target_key[self.need]
+        target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)
+        # Four blocks by dimension: start, shape, and where the box begins at either end.
+        boxes = np.empty((4, self.start.shape[1], len(box)), dtype=np.int64)
+        for d, overlap in enumerate(needs.of_keys.overlaps):
+            entry = overlap.shared_pieces.entry[self.pieces[d]]
+            boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
+            boxes[3, d] = self.target_start[box, d]
+            # If a set is one part, the local position does not depend on the sender.
+            if overlap.holders.is_single:
+                part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
+                boxes[2, d] = overlap.source_local(entry, part)[box]
+            else:
+                part = needs.source.cell_part[cell, d]
+                boxes[2, d] = overlap.source_local(entry[box], part)
+        first = np.zeros(len(box), dtype=np.int64)
+        if split is not None:
+            # Parts have a shape of their own, and begin inside their box at both ends alike.
+            row = np.flatnonzero(split >= 0)
+            part = split[row]
+            first[row] = parts.first_element[part]
+            boxes[1][:, row] = parts.shape[part].T
+            for side in (0, 2, 3):
+                boxes[side][:, row] += parts.start[part].T
+        start, shape, source_start, target_start = (column.T for column in boxes)
+        transfers = Transfers(
+            sender,
+            self.target_slot[box],
+            cell,
+            target_cell[box],
+            needs.of_keys.order[self.need][box],
+            self.stays[box],
+            start,
+            shape,
+            source_start,
+            target_start,
+        )
+        return transfers, box, self.start, self.shape, first

@@ -1,0 +1,406 @@
+"""Layouts as a table: which ranks, in how many parts each dimension is cut, how many copies.
+
+The busiest ranks, and how uneven the loads are, in one line.
+
+Tables of what moves between ranks, short however many ranks there are.
+
+1. A few transfers are listed box by box.
+2. More of them are added up by sender and receiver.
+3. Where there are too many pairs too, ranks that do the same are one row.
+
+The text of `print(plan)`: both layouts, what moves, and what each rank sends and receives.
+
+The text of `print(job)`: what moves, the least that could, the busiest ranks, the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.geometry.holders import Replicas, find_replicas
+from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.transfers import Transfers
+from reshard.geometry.volumes import gather_elements
+from reshard.layout import Layout
+from reshard.plans.traffic import Traffic
+from reshard.runs import PAD, IntArray, RunTable, distinct
+from reshard.text import bytes_text, count_text, ranks_text, short_rank_text, shortened, table
+
+# The most sizes of parts that are listed, and the letters that ranks are cut to.
+_MOST_SIZES = 4
+_MOST_LETTERS = 28
+
+
+def layout_table(layouts: Mapping[str, Layout]) -> str:
+    """Layouts of one tensor, a row each.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
+    >>> print(layout_table({"source": reshard.spec(mesh, "x, -").layout((6, 8))}))
+            ranks  dim 0: 6  dim 1: 8  copies
+    ------  -----  --------  --------  ------
+    source  0-5    2 x 3     whole          3
+    """
+    shape = next(iter(layouts.values())).shape
+    rows = [(name, *_describe(layout)) for name, layout in layouts.items()]
+    headers = ("", "ranks", *(f"dim {d}: {size:,}" for d, size in enumerate(shape)), "copies", "")
+    return table(rows, headers, "ll" + "l" * len(shape) + "rl")
+
+
+def _describe(layout: Layout) -> list[str]:
+    """The ranks, the cut of each dimension, the copies and the reduction of a layout."""
+    copies = find_replicas(layout.placement)
+    # Cells form a grid where every product of the parts in use is a key. Python's whole numbers,
+    # for the product may outgrow 64 bits.
+    parts = [distinct(layout.cell_part[:, d]) for d in range(layout.ndim)]
+    keys = int(np.prod([len(used) for used in parts], dtype=object)) * layout.contributions
+    if copies.keys == keys:
+        cuts = [
+            _describe_cut(table, used) for table, used in zip(layout.tables, parts, strict=True)
+        ]
+    else:
+        # Boxes that are no product of the dimensions' parts.
+        cuts = [count_text(copies.keys, "box", "boxes"), *[""] * (layout.ndim - 1)]
+    ranks = short_rank_text(layout.holders, _MOST_LETTERS)
+    reduction = (
+        f"{layout.contributions:,} contributions, {layout.reduction}" if layout.reduction else ""
+    )
+    return [ranks, *cuts[: layout.ndim], _count_copies(copies), reduction]
+
+
+def _describe_cut(table: RunTable, parts: IntArray) -> str:
+    """The parts of one dimension: how many, how long, and whether they lie apart or overlap."""
+    if not len(parts):
+        return "nothing"
+    sizes = table.element_lengths[parts]
+    if len(parts) == 1 and sizes[0] == table.dimension_length:
+        return "whole"
+    if (sizes == sizes[0]).all():
+        text = f"{len(parts)} x {sizes[0]:,}"
+    elif len(parts) <= _MOST_SIZES:
+        text = "+".join(f"{size:,}" for size in sizes.tolist())
+    else:
+        text = f"{len(parts)} x {sizes.min():,}..{sizes.max():,}"
+    runs = table.single_runs()
+    count = np.bincount(runs.part[runs.role != PAD], minlength=table.parts)[parts]
+    if count.max() > 1:
+        text += f" in {count.max():,} pieces"
+    if sizes.sum() > table.dimension_length:
+        text += ", overlapping"
+    return text
+
+
+def _count_copies(copies: Replicas) -> str:
+    count = distinct(np.diff(copies.begin)).tolist()
+    if len(count) <= 1:
+        return f"{count[0]:,}" if count else "none"
+    return f"{count[0]:,}..{count[-1]:,}"
+
+
+_BUSIEST_LETTERS = 32
+
+
+def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
+    """The ranks of the largest load, and how many times the mean of `ranks` that is.
+
+    Args:
+        loads: of each rank, shape `(ranks,)`.
+        ranks: those that could have one.
+
+    >>> busiest_text(np.array([4, 6, 6, 0, 0]), range(4))
+    'ranks 1,2: 1.50 times the mean'
+    """
+    able = [rank for rank in ranks if rank < len(loads)]
+    total = int(loads[able].sum()) if able else 0
+    if not total:
+        return ""
+    most = int(loads.max())
+    who = np.flatnonzero(loads == most).tolist()
+    return f"{ranks_text(who, _BUSIEST_LETTERS)}: {most * len(able) / total:.2f} times the mean"
+
+
+MOST_ROWS = 24
+
+
+def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
+    """A table of what moves between ranks, in at most `most_rows` rows and a line on the rest.
+
+    Args:
+        moving: the boxes, without those that stay.
+        traffic: what they add up to, see `Traffic.of_transfers`.
+        most_rows: rows below the headers.
+
+    >>> from reshard.layout import Layout
+    >>> from reshard.geometry.layout_change import LayoutChange
+    >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
+    >>> moving = LayoutChange(half, Layout.replicated((6,), 2)).transfers.moving
+    >>> print(movement_table(moving, Traffic.of_transfers(moving, 2)))
+    from  to  elements  box
+    ----  --  --------  -----
+       1   0         2  [4:6]
+       0   1         4  [0:4]
+    """
+    # The most exact table that has no more rows than allowed: boxes, pairs of ranks, or kinds.
+    pairs = len(traffic.amount)
+    if pairs <= most_rows:
+        if len(moving) <= most_rows:
+            rows = [
+                (moving.source_slot[row], moving.target_slot[row], elements, moving.box(row))
+                for row, elements in enumerate(moving.elements.tolist())
+            ]
+            return _format_numbers(rows, ("from", "to", "elements", "box"), "rrrl")
+        boxes = Traffic.gathered(
+            traffic.ranks, moving.source_slot, moving.target_slot, np.ones_like(moving.source_slot)
+        )
+        columns = (traffic.sender, traffic.receiver, traffic.amount, boxes.amount)
+        return _format_numbers(
+            list(zip(*(column.tolist() for column in columns), strict=True)),
+            ("from", "to", "elements", "boxes"),
+            "rrrr",
+        )
+    return rank_table(traffic, most_rows)
+
+
+def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
+    """A table whose numbers have separated thousands."""
+    texts = [[count_text(e) if isinstance(e, int) else e for e in row] for row in rows]
+    return table(texts, headers, align)
+
+
+def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None = None) -> str:
+    """A table of what each rank sends and receives, ranks that do the same in one row.
+
+    Where there are more than `most_rows` kinds of ranks, those that move most are listed. With a
+    dtype, amounts are in bytes.
+
+    >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
+    >>> print(rank_table(ring))
+    each of ranks  sends  to ranks  receives  from ranks
+    -------------  -----  --------  --------  ----------
+    0-2                7         1         7           1
+    """
+    kinds = traffic.kinds()
+    if len(kinds) > most_rows:
+        kinds.sort(key=lambda kind: (-kind.load, kind.ranks))
+
+    def amount(elements: int) -> str:
+        if dtype is None:
+            return count_text(elements)
+        return bytes_text(elements * dtype.itemsize_bytes)
+
+    rows = [
+        (
+            short_rank_text(kind.ranks, 28),
+            amount(kind.sends),
+            count_text(kind.receivers),
+            amount(kind.receives),
+            count_text(kind.senders),
+        )
+        for kind in kinds[:most_rows]
+    ]
+    headers = ("each of ranks", "sends", "to ranks", "receives", "from ranks")
+    text = table(rows, headers, "lrrrr")
+    left_out = sum(len(kind.ranks) for kind in kinds[most_rows:])
+    if left_out:
+        text += f"\n... and {count_text(left_out, 'rank')} that move less"
+    return text
+
+
+# Rows of ranks that do alike; with the rest the table fits on a screen.
+_MOST_ROWS = 12
+
+
+def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None = None) -> str:
+    """The text that `print(plan)` shows: bytes where there is a dtype, else elements.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
+    >>> source, target = (reshard.spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
+    >>> change = LayoutChange(source, target)
+    >>> print(plan_table(change, change.transfers).split("\\n\\n")[1])
+            ranks  dim 0: 6  dim 1: 6  copies
+    ------  -----  --------  --------  ------
+    source  0-5    2 x 3     3 x 2          1
+    target  0-5    3 x 2     2 x 3          1
+    """
+    source, target = change.source, change.target
+    moving = transfers.moving
+    traffic = Traffic.of_transfers(transfers, max(source.slots, target.slots, 1))
+    moved = traffic.total
+    lines = [
+        ("moved", moved, ""),
+        ("least possible", change.lower_bound_elements, ""),
+        _gather_row(gather_elements(source, target), moved),
+        ("stays in place", change.staying_elements, ""),
+        _busiest_row("sender", traffic.sent, source.holders),
+        _busiest_row("receiver", traffic.received, target.holders),
+    ]
+    if dtype is None:
+        rows = [(name, f"{elements:,}", remark) for name, elements, remark in lines]
+        body = table(rows, ("", "elements", ""), "lrl")
+    else:
+        width = dtype.itemsize_bytes
+        rows_with_bytes = [
+            (name, bytes_text(elements * width), f"{elements:,}", remark)
+            for name, elements, remark in lines
+        ]
+        body = table(rows_with_bytes, ("", "bytes", "elements", ""), "lrrl")
+    of = "" if dtype is None else f"{dtype.name} "
+    parts = [
+        f"Plan of {of}{list(source.shape)} from {len(source.holders):,} to "
+        f"{count_text(len(target.holders), 'rank')}",
+        layout_table({"source": source, "target": target}),
+        body,
+    ]
+    if moved:
+        parts.append(rank_table(traffic, _MOST_ROWS, dtype))
+    parts.append(messages_text(len(moving), moving.source_slot, moving.target_slot))
+    return "\n\n".join(parts)
+
+
+def _gather_row(gathered: int, moved: int) -> tuple[str, int, str]:
+    """The row of an all-gather and a slice, the usual baseline."""
+    remark = ""
+    if moved and gathered != moved:
+        times = gathered / moved
+        remark = f"{times:.3g} times as much" if times < 100 else f"{times:,.0f} times as much"
+    return ("all-gather and slice", gathered, remark)
+
+
+def _busiest_row(role: str, loads: IntArray, ranks: tuple[int, ...]) -> tuple[str, int, str]:
+    """The row of the largest load of those who send, or who receive."""
+    return (f"busiest {role}", int(loads.max(initial=0)), busiest_text(loads, ranks))
+
+
+def messages_text(transfers: int, sender: IntArray, receiver: IntArray) -> str:
+    """How many transfers there are, and in how many messages.
+
+    What one rank sends to another is one message.
+
+    >>> messages_text(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
+    '5 transfers in 2 messages, at most 1 from a rank and 1 to a rank'
+    """
+    if not len(sender):
+        return "no transfers"
+    # A message for each pair of ranks, a pair as one number.
+    span = int(receiver.max()) + 1
+    pairs = np.unique(sender * span + receiver)
+    most_from, most_to = (int(np.bincount(ranks).max()) for ranks in (pairs // span, pairs % span))
+    return (
+        f"{count_text(transfers, 'transfer')} in {count_text(len(pairs), 'message')}, at most "
+        f"{most_from:,} from a rank and {most_to:,} to a rank"
+    )
+
+
+# The most kinds of tensors that are listed, and the columns that names are cut to.
+_MOST_KINDS = 8
+_NAME_WIDTH = 40
+
+
+class TensorKind(NamedTuple):
+    """The tensors of a job with equal change and dtype, and their transfers."""
+
+    names: Sequence[str]
+    change: LayoutChange
+    dtype: DType
+    transfers: Transfers
+
+    @property
+    def label(self) -> str:
+        """The first name, shortened, and the number of further tensors."""
+        first = shortened(self.names[0], _NAME_WIDTH)
+        return first if len(self.names) == 1 else f"{first} and {len(self.names) - 1:,} more"
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that move between ranks."""
+        return int(self.transfers.moving.elements.sum()) * self.dtype.itemsize_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay on their ranks."""
+        kept = self.transfers.take(self.transfers.stays)
+        return int(kept.elements.sum()) * self.dtype.itemsize_bytes
+
+
+def job_table(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes: IntArray) -> str:
+    """Return the text that `print(job)` shows, with a row for each kind of tensors.
+
+    Args:
+        kinds: the tensors of the job, grouped by change and dtype.
+        sent_bytes, received_bytes: of each rank, shape `(ranks,)`.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(tp=2)
+    >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("tp, -", "-, tp"))
+    >>> items = [reshard.JobItem.between_ranks(name, "int8", rows, columns) for name in "ab"]
+    >>> print(str(reshard.Job(items)).splitlines()[-1])
+    a and 1 more  int8   8x8     64 B          4
+    """
+    senders = {slot for kind in kinds for slot in kind.change.source.holders}
+    receivers = {slot for kind in kinds for slot in kind.change.target.holders}
+    moved = int(received_bytes.sum())
+    least, gathered = (
+        sum(len(kind.names) * kind.dtype.itemsize_bytes * elements(kind.change) for kind in kinds)
+        for elements in (
+            lambda change: change.lower_bound_elements,
+            lambda change: gather_elements(change.source, change.target),
+        )
+    )
+    rows = [
+        ("moved", moved, ""),
+        ("least possible", least, ""),
+        _gather_row(gathered, moved),
+        ("stays in place", sum(kind.kept_bytes for kind in kinds), ""),
+        _busiest_row("sender", sent_bytes, tuple(sorted(senders))),
+        _busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
+    ]
+    sizes = [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows]
+    # `nothing` comes first because a job without tensors has no columns to concatenate.
+    moving = [kind.transfers.moving for kind in kinds]
+    nothing = np.zeros(0, dtype=np.int64)
+    tensors = sum(len(kind.names) for kind in kinds)
+    lines = [
+        f"Job of {count_text(tensors, 'tensor')} in {count_text(len(kinds), 'plan')} from "
+        f"{len(senders):,} to {count_text(len(receivers), 'rank')}",
+        "",
+        table(sizes, ("", "bytes", ""), "lrl"),
+        "",
+        messages_text(
+            sum(map(len, moving)),
+            np.concatenate([nothing, *(transfers.source_slot for transfers in moving)]),
+            np.concatenate([nothing, *(transfers.target_slot for transfers in moving)]),
+        ),
+    ]
+    if kinds:
+        lines += ["", _table_of_largest(kinds)]
+    return "\n".join(lines)
+
+
+def _table_of_largest(kinds: Sequence[TensorKind]) -> str:
+    order = sorted(kinds, key=lambda kind: -kind.moved_bytes)
+    rows = [
+        (
+            kind.label,
+            kind.dtype.name,
+            "x".join(map(str, kind.change.source.shape)) or "scalar",
+            bytes_text(kind.moved_bytes),
+            f"{len(kind.transfers.moving):,}",
+        )
+        for kind in order[:_MOST_KINDS]
+    ]
+    if rest := order[_MOST_KINDS:]:
+        rows.append(
+            (
+                count_text(sum(len(kind.names) for kind in rest), "other tensor"),
+                "",
+                "",
+                bytes_text(sum(kind.moved_bytes for kind in rest)),
+                f"{sum(len(kind.transfers.moving) for kind in rest):,}",
+            )
+        )
+    return table(rows, ("tensors", "dtype", "shape", "moved", "transfers"), "lllrr")
