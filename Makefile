@@ -102,7 +102,7 @@ QUICK := \
 	tests/cost tests/execution tests/plans/test_documents.py tests/plans/test_serialization.py tests/plans/test_load_balancing.py \
 	tests/plans/test_adding_a_policy.py \
 	tests/notation tests/recipes/test_recipe.py tests/recipes/test_shipped_recipes.py \
-	tests/checkpoint/blocks tests/checkpoint/files tests/checkpoint/conversion/test_staging.py \
+	tests/checkpoint/blocks tests/checkpoint/storage tests/checkpoint/conversion/test_staging.py \
 	tests/checkpoint/formats/safetensors tests/checkpoint/formats/test_adding_a_format.py \
 	tests/checkpoint/conversion/test_journal.py \
 	tests/collectives/test_steps.py tests/spmd/rules tests/spmd/propagation/test_propagation.py \

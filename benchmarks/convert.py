@@ -149,10 +149,8 @@ def naively(source: Path, target: Path, case: Case) -> Turn:
 
 def by_direct_copy(source: Path, target: Path, case: Case) -> Turn:
     """Every byte read and written once, with several regions in flight."""
-    from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-    from reshard.checkpoint.files.folders import sync_folder
-    from reshard.checkpoint.files.source_file import SourceFile
-    from reshard.checkpoint.files.target_file import TargetFile
+    from reshard.checkpoint.storage.filesystem import sync_folder
+    from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile, TargetFile
 
     region_bytes, threads = 4 * MIB, 4
 

@@ -23,10 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.folders import sync_folder
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.storage.filesystem import sync_folder
+from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile, TargetFile
 
 MIB = 1024 * 1024
 

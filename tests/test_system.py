@@ -25,9 +25,8 @@ from checkpoint.killed_conversion import can_exchange_names
 from mac_system import BLOCK_BYTES, MacSystem
 from reshard import system
 from reshard.checkpoint import compare, convert
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.processes import ProcessMark
+from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
 
 SOURCE = Path(reshard.__file__).parent
 STAND_IN = pytest.mark.linux_only(reason="the stand-in for macOS is made of Linux's calls")

@@ -42,7 +42,7 @@ ALL = [
     *(GOLDEN, "cli/test_failures.py", "cli/commands", CONVERSIONS, KILLS),
     *("checkpoint/campaigns/test_kills.py", "checkpoint/test_staging_kills.py"),
     *("checkpoint/conversion/test_staging.py", "checkpoint/conversion/test_journal.py"),
-    *("checkpoint/loading", "checkpoint/deltas", "checkpoint/files", "checkpoint/blocks"),
+    *("checkpoint/loading", "checkpoint/deltas", "checkpoint/storage", "checkpoint/blocks"),
     *("execution", "spmd/arrays"),
 ]
 

@@ -13,8 +13,8 @@ import sys
 from reshard.checkpoint import plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion import run as conversion_run
-from reshard.checkpoint.files.places import part_grid
 from reshard.checkpoint.processes import running_processes
+from reshard.checkpoint.storage import uploads
 from reshard.errors import ReshardError
 
 RULES = ["s=...", "*=tp, ..."]
@@ -22,7 +22,7 @@ RULES = ["s=...", "*=tp, ..."]
 
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
     blocks.BLOCK_BYTES = 4096
-    part_grid.LEAST_PART_BYTES = 4 * 4096
+    uploads.MIN_PART_BYTES = 4 * 4096
     hosts = int(os.environ.get("HOSTS", "1"))
     if hosts > 1:
         host = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])

@@ -127,8 +127,8 @@ class _Countdown:
 
     def __init__(self, kill_at: int | None, synced: Path | None, folder: Path) -> None:
         from reshard.checkpoint.conversion import staging
-        from reshard.checkpoint.files.places.stores.azure_target import AzureTarget
-        from reshard.checkpoint.files.places.stores.s3_target import S3Target
+        from reshard.checkpoint.storage.azure import AzureTarget
+        from reshard.checkpoint.storage.s3 import S3Target
 
         self.kill_at = kill_at
         self.synced = synced
@@ -219,7 +219,7 @@ class _Countdown:
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     import reshard.checkpoint.blocks.grid as blocks
-    import reshard.checkpoint.files.places.part_grid as parts
+    import reshard.checkpoint.storage.uploads as parts
     from reshard.checkpoint import run_conversion
     from reshard.errors import ReshardError
 
@@ -234,7 +234,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"was_killed": False, "calls": countdown.calls}
     try:
         blocks.BLOCK_BYTES = options.pop("block_bytes", blocks.BLOCK_BYTES)
-        parts.LEAST_PART_BYTES = options.pop("part_bytes", parts.LEAST_PART_BYTES)
+        parts.MIN_PART_BYTES = options.pop("part_bytes", parts.MIN_PART_BYTES)
         conversion = plan_any(order["source"], order["target"], **options)
         report = run_conversion(conversion, **running)
     except ReshardError as error:

@@ -25,7 +25,7 @@ from checkpoint.checkpoint_files import (
 )
 from reshard import checkpoint, system
 from reshard.checkpoint.comparison import DamagedBlock
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, FormatError, SourceChangedError
 

@@ -26,8 +26,8 @@ from reshard.checkpoint import (
 )
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion.staging import staging_folder
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.checkpoint.storage.local_files import TargetFile
 from reshard.errors import InterruptedRunError, RunError, SourceChangedError, UsageError
 from selection import keep_covering
 

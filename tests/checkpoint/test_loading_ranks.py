@@ -21,8 +21,8 @@ from checkpoint.checkpoint_files import (
 )
 from reshard import checkpoint
 from reshard.checkpoint.blocks import shard_reads
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.loading import arrays as loading
+from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh

@@ -18,7 +18,7 @@ from cli.command_runs import Run, clean_environment, entries, run_here, write_mo
 SLOWED = """
 import signal, sys, time
 from pathlib import Path
-from reshard.checkpoint.blocks import batches, block_io
+from reshard.checkpoint.blocks import block_io
 # A shell may have started the tests with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 blocks = 0
@@ -31,7 +31,7 @@ def slowed(read):
         time.sleep(0.1)
         return read(*arguments)
     return read_slowly
-for reader in (batches.BatchReader, block_io.BlockReader):
+for reader in (block_io.BatchReader, block_io.BlockReader):
     reader.read = slowed(reader.read)
 from reshard.cli import main
 sys.exit(main())

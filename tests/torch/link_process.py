@@ -35,7 +35,7 @@ from link_ends import (
     set_values,
 )
 from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
-from reshard.checkpoint.files.progress import Progress
+from reshard.checkpoint.storage.threads import Progress
 from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError, UsageError
 from reshard.layout import Box, Layout
 from reshard.torch import BlockQuantized

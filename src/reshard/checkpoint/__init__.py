@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint.conversion.planning import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
     from reshard.checkpoint.conversion.source_selection import open_selected, select
-    from reshard.checkpoint.deltas.application import apply, plan_application
+    from reshard.checkpoint.deltas.apply import apply, plan_application
+    from reshard.checkpoint.deltas.create import DeltaReport, diff
     from reshard.checkpoint.deltas.delta_file import Delta, read_delta
-    from reshard.checkpoint.deltas.making import DeltaReport, diff
     from reshard.checkpoint.engines.loading import load_parameters
-    from reshard.checkpoint.files.progress import Progress, ProgressFunction
     from reshard.checkpoint.formats.format import Capability, CheckpointFormat
     from reshard.checkpoint.formats.registry import register_format
     from reshard.checkpoint.formats.write_plan import (
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.pretrained.comparison import compare_pretrained
     from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
     from reshard.checkpoint.processes import OneProcess, running_processes
+    from reshard.checkpoint.storage.threads import Progress, ProgressFunction
     from reshard.checkpoint.training.state import TrainingState, find_training_state
     from reshard.layout import Layout
 
@@ -110,7 +110,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "apply": "reshard.checkpoint.deltas.application",
+        "apply": "reshard.checkpoint.deltas.apply",
         "BackgroundWork": "reshard.checkpoint.loading.background",
         "Capability": "reshard.checkpoint.formats.format",
         "check_digests": "reshard.checkpoint.comparison",
@@ -124,9 +124,9 @@ __getattr__, __dir__ = attach(
         "ConversionRequest": "reshard.checkpoint.options",
         "ConvertArguments": "reshard.checkpoint.keywords",
         "Delta": "reshard.checkpoint.deltas.delta_file",
-        "DeltaReport": "reshard.checkpoint.deltas.making",
+        "DeltaReport": "reshard.checkpoint.deltas.create",
         "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
-        "diff": "reshard.checkpoint.deltas.making",
+        "diff": "reshard.checkpoint.deltas.create",
         "Difference": "reshard.checkpoint.comparison",
         "DigestReport": "reshard.checkpoint.comparison",
         "find_training_state": "reshard.checkpoint.training.state",
@@ -137,12 +137,12 @@ __getattr__, __dir__ = attach(
         "OneProcess": "reshard.checkpoint.processes",
         "open": "reshard.checkpoint.conversion.source_selection:open_selected",
         "open_checkpoint": "reshard.checkpoint.formats.opening",
-        "plan_application": "reshard.checkpoint.deltas.application",
+        "plan_application": "reshard.checkpoint.deltas.apply",
         "plan_conversion": "reshard.checkpoint.conversion.planning",
         "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
         "PlannedTensor": "reshard.checkpoint.formats.write_plan",
-        "Progress": "reshard.checkpoint.files.progress",
-        "ProgressFunction": "reshard.checkpoint.files.progress",
+        "Progress": "reshard.checkpoint.storage.threads",
+        "ProgressFunction": "reshard.checkpoint.storage.threads",
         "read_delta": "reshard.checkpoint.deltas.delta_file",
         "read_tensor": "reshard.checkpoint.loading.arrays",
         "register_format": "reshard.checkpoint.formats.registry",

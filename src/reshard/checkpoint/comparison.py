@@ -27,18 +27,19 @@ from functools import cache, lru_cache
 import numpy as np
 
 from reshard.binding import FileRange
-from reshard.checkpoint.blocks.batches import BatchReader, BlockMemory, Section
 from reshard.checkpoint.blocks.block_io import (
+    BatchReader,
+    BlockMemory,
     BlockReader,
     OpenFiles,
+    Section,
     Workspace,
     open_sources,
 )
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_digest
-from reshard.checkpoint.blocks.joined_ranges import arrays_at, equal_steps
+from reshard.checkpoint.blocks.spans import target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
-from reshard.checkpoint.blocks.tiles import target_tiles
-from reshard.checkpoint.changes.computed import ComputedReader
+from reshard.checkpoint.changes.computed_tensors import ComputedReader
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
@@ -50,14 +51,14 @@ from reshard.checkpoint.conversion.file_checksums import (
 from reshard.checkpoint.conversion.moves import Batch, Moves
 from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.copy_checks import compare_copies
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_file import usual_threads
-from reshard.checkpoint.files.progress import Progress, ProgressFunction
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.storage.byte_ranges import split_equal_steps, strided_arrays
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
 from reshard.checkpoint.training.plain_differences import differing_values
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
 from reshard.errors import FormatError, UsageError
@@ -229,7 +230,7 @@ def compare(
         left = select_from(opened, TensorSelection(select=select))
     sides = (_Side(left), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
-    threads = usual_threads(threads, a.folder, b.folder)
+    threads = default_threads(threads, a.folder, b.folder)
     mine, others = sides[0].columns, sides[1].columns
     differences = _compare_descriptions(a, b, mine, others)
     unequal = {difference.name for difference in differences}
@@ -345,10 +346,10 @@ def _find_unlike(
 ) -> Iterator[tuple[int, int, int]]:
     """The blocks of a section that are unlike: which, how many elements, and the first of them."""
     size = left.size_bytes
-    for a, b in equal_steps(left.at, right.at):
+    for a, b in split_equal_steps(left.at, right.at):
         # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row is a block.
-        mine = arrays_at(left.memory, np.dtype(np.uint8), (size,), left.at[a:b])
-        others = arrays_at(right.memory, np.dtype(np.uint8), (size,), right.at[a:b])
+        mine = strided_arrays(left.memory, np.dtype(np.uint8), (size,), left.at[a:b])
+        others = strided_arrays(right.memory, np.dtype(np.uint8), (size,), right.at[a:b])
         for at in np.flatnonzero((mine != others).any(axis=1)).tolist():
             differ = (mine[at] != others[at]).reshape(-1, itemsize_bytes).any(axis=1)
             yield a + at, int(differ.sum()), int(np.argmax(differ))
@@ -405,7 +406,7 @@ def check_digests(
         RunError: a file that cannot be read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    threads = usual_threads(threads, checkpoint.folder)
+    threads = default_threads(threads, checkpoint.folder)
     columns = TensorColumns.of(checkpoint.tensors)
     recorded = columns.digests
     known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from reshard.binding import Binding, FileRange, FileRanges, View
-from reshard.checkpoint.files.places.place_path import join_path
-from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
+from reshard.checkpoint.storage.local_files import FileIdentity, SourceFile
+from reshard.checkpoint.storage.remote_paths import join_path
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError, UnreadableTensorError
 from reshard.geometry.layout_change import LayoutChange

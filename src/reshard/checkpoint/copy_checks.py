@@ -41,16 +41,14 @@ from numpy.typing import NDArray
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import Tile, Tiles, is_dense, source_tiles, target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
-from reshard.checkpoint.blocks.tiles import Tile, Tiles, source_tiles, target_tiles
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_file import usual_threads
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
+from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CoverageError, MissingExtraError, UsageError
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
@@ -671,7 +669,7 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
     plain = [
         group for group in groups if not any(file in checkpoint.derived for file, _ in group.places)
     ]
-    is_remote = isinstance(checkpoint.folder, PlacePath)
+    is_remote = isinstance(checkpoint.folder, RemotePath)
     max_copies = _MAX_REQUESTED_COPIES if is_remote else _MAX_SAMPLED_COPIES
     chosen: list[_Read] = []
     # The first window of as many as possible, then the others of the largest.
@@ -697,7 +695,7 @@ def _choose_recorded(checkpoint: Checkpoint, groups: list[_Group]) -> list[_Grou
 
     That takes a few percent of the time in which the files are read; a server would take longer.
     """
-    if isinstance(checkpoint.folder, PlacePath):
+    if isinstance(checkpoint.folder, RemotePath):
         return []
     stored_bytes = sum(file.size_bytes for file in checkpoint.files)
     max_copies = max(stored_bytes // _RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES)
@@ -773,7 +771,7 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         return number, member, _digest(reads[number], member, files, buffer)
 
     found: list[dict[int, bytes]] = [{} for _ in reads]
-    results = run_in_threads(tasks, work, _make_buffer, usual_threads(None, checkpoint.folder))
+    results = run_in_threads(tasks, work, _make_buffer, default_threads(None, checkpoint.folder))
     try:
         for number, member, digest in results:
             found[number][member] = digest

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.safetensors.huggingface import SINGLE_FILE
 from reshard.checkpoint.formats.safetensors.new_header import (
     number_kinds,
     place_header,
     place_rows,
 )
+from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.dtypes import dtype
 from reshard.errors import UsageError
 
@@ -64,7 +64,7 @@ def write_example_model(folder: str | Path) -> Path:
         RunError: the system refuses to write.
     """
     folder = Path(folder)
-    with refusals_explained("write the example model", folder):
+    with translate_os_errors("write the example model", folder):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; give a new or an empty folder for the example")
         if folder.is_dir() and (names := sorted(path.name for path in folder.iterdir())):

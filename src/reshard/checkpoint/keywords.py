@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.checkpoint.blocks.block_io import OpenFiles
-    from reshard.checkpoint.files.progress import ProgressFunction
-    from reshard.checkpoint.files.source_file import SourceFile
     from reshard.checkpoint.naming.renaming import Names
     from reshard.checkpoint.options import LayoutFile, RecipeName, Target
     from reshard.checkpoint.processes import Processes
+    from reshard.checkpoint.storage.local_files import SourceFile
+    from reshard.checkpoint.storage.threads import ProgressFunction
     from reshard.recipes.rules import Rule
 
 

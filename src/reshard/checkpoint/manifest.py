@@ -32,7 +32,7 @@ import numpy as np
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.checkpoint.files.json_text import first_repeated, parse_json
+from reshard.checkpoint.storage.json_text import first_duplicate, parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -416,7 +416,7 @@ def _parse_tensors(
             whole += _parse_digests(digests[0], 1, "", name)
         first.append(len(blocks) // DIGEST_BYTES)
     if len(set(names)) != len(names):
-        raise FormatError(f"the key {first_repeated(names)!r} appears twice")
+        raise FormatError(f"the key {first_duplicate(names)!r} appears twice")
     columns = DigestColumns(
         np.array(first, dtype=np.int64),
         bytes(blocks),

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
-from reshard.checkpoint.files.progress import expect_stop
-from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
+from reshard.checkpoint.storage.threads import check_stop_event
 from reshard.checkpoint.training.styles import STYLES, TrainingStyle, training_style
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.checkpoint.blocks.block_io import OpenFiles
-    from reshard.checkpoint.files.progress import ProgressFunction
-    from reshard.checkpoint.files.source_file import SourceFile
     from reshard.checkpoint.formats.format import CheckpointFormat
     from reshard.checkpoint.naming.renaming import Names
     from reshard.checkpoint.processes import Processes
+    from reshard.checkpoint.storage.local_files import SourceFile
+    from reshard.checkpoint.storage.threads import ProgressFunction
     from reshard.dtypes import DType
     from reshard.recipes.engine_layouts import EngineLayout
     from reshard.recipes.recipe import Recipe
@@ -162,7 +162,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_limits(self.extra_bytes, self.threads)
-        expect_stop(self.stop)
+        check_stop_event(self.stop)
         if self.discard_others and not self.overwrite:
             raise UsageError(
                 "discard_others without overwrite, which alone replaces a target; give both"
@@ -219,8 +219,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.out is not None:
             check_mapping("out", self.out)
-        expect_stop(self.stop)
-        from reshard.checkpoint.files.places.host_reads import check_readers
+        check_stop_event(self.stop)
+        from reshard.checkpoint.storage.shared_read_cache import check_readers
 
         if check_readers(self.readers_on_host) > 1 and self.files is not None:
             raise UsageError(

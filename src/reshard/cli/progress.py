@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from reshard.checkpoint.files.progress import Progress, ProgressFunction
+from reshard.checkpoint.storage.threads import Progress, ProgressFunction
 from reshard.cli.output import write_error
 from reshard.text import bytes_text, duration_text, rate_text
 

@@ -18,9 +18,9 @@ def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
         UsageError: a folder, a file that exists, or one whose folder does not.
         RunError: what the system refuses.
     """
-    from reshard.checkpoint.files.folders import refusals_explained
+    from reshard.checkpoint.storage.filesystem import translate_os_errors
 
-    with refusals_explained(f"look at the {what}", path):
+    with translate_os_errors(f"look at the {what}", path):
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give a file for the {what}: {path}/{example}")
         if not path.parent.is_dir():
@@ -36,14 +36,14 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
         UsageError: a file that was created meanwhile, without `overwrite`.
         RunError: what the system refuses.
     """
-    from reshard.checkpoint.files.folders import refusals_explained
-    from reshard.checkpoint.files.modes import common_bits, restrict_mode
+    from reshard.checkpoint.storage.filesystem import translate_os_errors
+    from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
 
     # In the same folder, since a rename works within one file system only.
     draft = path.with_name(f".reshard-{what}.{os.getpid()}")
-    with refusals_explained(f"write the {what}", path):
+    with translate_os_errors(f"write the {what}", path):
         try:
-            replaced = common_bits([path])
+            replaced = common_mode_bits([path])
             with open(draft, "x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()

@@ -114,8 +114,8 @@ def test_what_is_read_in_part_is_read_again(written: Path, monkeypatch: pytest.M
         digests = SourceDigests(files)
         digests.add(tensor, part, part_of(whole, part))
         assert not digests._complete
-        digests.check_rest(2)
-        digests.check_rest(1)
+        digests.verify_rest(2)
+        digests.verify_rest(1)
         files.close()
     damage(written, tensor.name, 4 * 419)
     opened = checkpoint.open(written)
@@ -125,9 +125,9 @@ def test_what_is_read_in_part_is_read_again(written: Path, monkeypatch: pytest.M
         digests.add(opened[tensor.name], part, part_of(whole, part))
         if is_read:
             with pytest.raises(DigestError, match="is not what was written"):
-                digests.check_rest(1)
+                digests.verify_rest(1)
         else:
-            digests.check_rest(1)
+            digests.verify_rest(1)
     files.close()
 
 

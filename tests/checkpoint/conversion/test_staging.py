@@ -24,7 +24,7 @@ from reshard import system
 from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.journal import Commit
 from reshard.checkpoint.conversion.staging import Staging, staging_folder
-from reshard.checkpoint.files import folders
+from reshard.checkpoint.storage import filesystem
 from reshard.errors import RunError, UsageError
 
 # No file has it: a number beside the folder's own may be that of a file in it.
@@ -250,7 +250,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
         os.fsync,
         os.fdatasync,
         staging.exchange_names,
-        folders.shutil.rmtree,
+        filesystem.shutil.rmtree,
     )
 
     def name_of(descriptor: int) -> str:
@@ -269,7 +269,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
     monkeypatch.setattr(os, "fdatasync", note(lambda fd: f"sync {name_of(fd)}", fdatasync))
     monkeypatch.setattr(os, "rename", note(lambda _, new: f"rename to {new.name}", os.rename))
     monkeypatch.setattr(staging, "exchange_names", note(lambda *_: "exchange", exchange))
-    monkeypatch.setattr(folders.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
+    monkeypatch.setattr(filesystem.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
     root = ".checkpoint.reshard-staging"
 
     with Staging.open(target, "new", {}, overwrite=True) as work:

@@ -27,7 +27,7 @@ from checkpoint.process_runs import run
 from checkpoint.thread_processes import ThreadProcess, in_processes
 from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, run_conversion
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.files.places import part_grid
+from reshard.checkpoint.storage import uploads
 from reshard.errors import CheckpointError, RunError, UsageError
 from selection import keep_covering, keep_where
 
@@ -56,7 +56,7 @@ def processes(running: BucketServer) -> Iterator[FaultyProcesses]:
 @pytest.fixture
 def server(running: BucketServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     """An empty bucket, and parts of 256 KiB."""
-    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", SMALL["part_bytes"])
+    monkeypatch.setattr(uploads, "MIN_PART_BYTES", SMALL["part_bytes"])
     running.empty()
     yield running
     running.empty()
@@ -457,7 +457,7 @@ def test_hosts_write_what_one_writes(
 ) -> None:
     """Files with checksums, items and padding; begun by another number of hosts."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", 1024)
+    monkeypatch.setattr(uploads, "MIN_PART_BYTES", 1024)
     (tmp_path / "made").mkdir()
     source, options = row.make(tmp_path / "made")
     run_conversion(plan_any(source, tmp_path / "here", **options))

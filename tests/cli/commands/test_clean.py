@@ -14,14 +14,14 @@ pytest.importorskip("moto")
 
 from bucket_server import BUCKET, BucketServer, bucket_server
 from cli.command_runs import run_here, write_model
-from reshard.checkpoint.files.places import part_grid
+from reshard.checkpoint.storage import uploads
 
 CONVERT = ("convert", "own", f"s3://{BUCKET}/models/a", "--to", "full", "--staging", "staging")
 
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", 1 << 16)
+    monkeypatch.setattr(uploads, "MIN_PART_BYTES", 1 << 16)
     write_model(folder / "own", w=np.arange(100_000, dtype=np.float32), b=np.ones(7, np.int16))
     with bucket_server(monkeypatch.setenv) as server:
         yield server

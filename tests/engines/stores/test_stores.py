@@ -23,10 +23,13 @@ import pytest
 
 import reshard
 from reshard import checkpoint
-from reshard.checkpoint.files.places import part_grid
-from reshard.checkpoint.files.places.abandoned import find_abandoned, remove_abandoned
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.stores.target_stores import open_store
+from reshard.checkpoint.storage import uploads
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.uploads import (
+    find_orphaned_uploads,
+    open_store,
+    remove_orphaned_uploads,
+)
 from reshard.errors import CheckpointError, RunError, UsageError
 
 # The account of Azurite, which its manual names.
@@ -112,7 +115,7 @@ def bucket(
         pytest.MonkeyPatch.context() as patch,
         start(tmp_path_factory.mktemp("server"), patch) as address,
     ):
-        patch.setattr(part_grid, "LEAST_PART_BYTES", PART_BYTES)
+        patch.setattr(uploads, "MIN_PART_BYTES", PART_BYTES)
         yield address
 
 
@@ -128,7 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def objects(address: str) -> dict[str, bytes | None]:
-    store = open_store(PlacePath(address))
+    store = open_store(RemotePath(address))
     try:
         return {key: store.get(key) for key in store.list_objects("")}
     finally:
@@ -158,12 +161,12 @@ def test_objects_are_the_files_of_a_folder(
 CONVERT = """
 import os, signal, sys
 from reshard import checkpoint
-from reshard.checkpoint.files.places import part_grid
-from reshard.checkpoint.files.places.stores import azure_target, gcs_target
+from reshard.checkpoint.storage import uploads
+from reshard.checkpoint.storage import azure, gcs
 
-part_grid.LEAST_PART_BYTES = int(sys.argv[4])
+uploads.MIN_PART_BYTES = int(sys.argv[4])
 put = 0
-for kind in (azure_target.AzureTarget, gcs_target.GcsTarget):
+for kind in (azure.AzureTarget, gcs.GcsTarget):
     for name in ("put_part", "complete"):
         def counted(self, *arguments, real=getattr(kind, name)):
             global put
@@ -205,17 +208,17 @@ def test_killed_and_run_again(bucket: str, model: Path, tmp_path: Path, is_elsew
         checkpoint.open(second)
     assert convert(model, second, tmp_path / ("d" if is_elsewhere else "c")) == "1"
     assert checkpoint.compare(second, model).is_same
-    assert find_abandoned(PlacePath(bucket)) == []
+    assert find_orphaned_uploads(RemotePath(bucket)) == []
 
 
 def test_what_was_abandoned_is_found_and_removed(bucket: str, model: Path, tmp_path: Path) -> None:
     address = f"{bucket}/left"
     before = objects(bucket)
     assert convert(model, address, tmp_path, kill_at=20) is None
-    (found,) = find_abandoned(PlacePath(bucket))
+    (found,) = find_orphaned_uploads(RemotePath(bucket))
     assert (str(found.target), found.size_bytes) == (address, 20 * PART_BYTES)
-    remove_abandoned([found])
-    assert find_abandoned(PlacePath(bucket)) == [] and objects(bucket) == before
+    remove_orphaned_uploads([found])
+    assert find_orphaned_uploads(RemotePath(bucket)) == [] and objects(bucket) == before
 
 
 def test_what_is_wrong_is_said(

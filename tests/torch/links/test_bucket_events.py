@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from reshard.checkpoint.files.progress import Progress, StoppedError
+from reshard.checkpoint.storage.threads import Progress, StoppedError
 from reshard.errors import LinkError, UsageError
 from reshard.torch.links.bucket_events import (
     BucketCounter,

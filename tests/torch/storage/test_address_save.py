@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 from bucket_server import BUCKET, BucketServer, Request, bucket_server  # noqa: E402
 from reshard import checkpoint  # noqa: E402
-from reshard.checkpoint.files.places import part_grid  # noqa: E402
-from reshard.checkpoint.files.places.place_path import PlacePath  # noqa: E402
-from reshard.checkpoint.files.places.spool import saving_folder, spool_target  # noqa: E402
-from reshard.checkpoint.files.places.stores import s3_target  # noqa: E402
+from reshard.checkpoint.storage import s3, uploads  # noqa: E402
+from reshard.checkpoint.storage.remote_paths import RemotePath  # noqa: E402
+from reshard.checkpoint.storage.uploads import local_target, rank_save_folder  # noqa: E402
 from reshard.errors import CheckpointError, UsageError  # noqa: E402
 from reshard.torch import StorageReader, StorageWriter  # noqa: E402
 
@@ -46,7 +45,7 @@ def server(
     running: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[BucketServer]:
     """An empty bucket, parts of 256 KiB, and a cache folder of the test's own."""
-    monkeypatch.setattr(part_grid, "LEAST_PART_BYTES", 1 << 18)
+    monkeypatch.setattr(uploads, "MIN_PART_BYTES", 1 << 18)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     running.empty()
     yield running
@@ -188,7 +187,7 @@ def test_clean_removes_what_a_save_left(server: BucketServer, tmp_path: Path) ->
     server.fault = lambda number, request: None
     assert server.pending
     # What a rank that is killed leaves.
-    left = saving_folder(spool_target(PlacePath(ADDRESS), None)) / "rank-3"
+    left = rank_save_folder(local_target(RemotePath(ADDRESS), None)) / "rank-3"
     left.mkdir(parents=True)
     (left / "__3_0.distcp").touch()
     told = run_here("clean", f"s3://{BUCKET}/run", "--yes")
@@ -200,14 +199,14 @@ def test_clean_removes_what_a_save_left(server: BucketServer, tmp_path: Path) ->
 
 
 def test_a_part_that_is_lost_is_noticed(server: BucketServer) -> None:
-    put_part = s3_target.S3Target.put_part
+    put_part = s3.S3Target.put_part
 
     def lose(self: Any, key: str, upload: str, part: int, body: Any) -> None:
         if part != 2:
             put_part(self, key, upload, part, body)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_target.S3Target, "put_part", lose)
+        patch.setattr(s3.S3Target, "put_part", lose)
         with pytest.raises(CheckpointException, match="the store does not have bytes"):
             save(make_state())
     assert not any("/.reshard/" not in key for key in server.objects)

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("torch")
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.files.places.part_grid import PartGrid
-from reshard.checkpoint.files.range_checksums import crc32, moved
 from reshard.checkpoint.formats.torch_dcp.writer import ArchiveFile
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
 from reshard.checkpoint.formats.write_plan import NewFile
+from reshard.checkpoint.storage.range_checksums import crc32, moved
+from reshard.checkpoint.storage.uploads import PartGrid
 from reshard.dtypes import dtype
 from reshard.errors import RunError
 from reshard.torch.storage.rank_upload import RankUpload

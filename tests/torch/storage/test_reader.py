@@ -168,7 +168,7 @@ def test_views_and_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
-    from reshard.checkpoint.files.source_file import SourceFile
+    from reshard.checkpoint.storage.local_files import SourceFile
 
     write_file(tmp_path / "model.safetensors", {"w": WHOLE["w"], "b": WHOLE["b"]})
     read: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reshard import checkpoint
-from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.storage.local_files import TargetFile
 from reshard.errors import RunError, UsageError
 
 torch = pytest.importorskip("torch")

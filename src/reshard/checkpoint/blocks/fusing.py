@@ -24,8 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
-from reshard.checkpoint.blocks.tiles import source_tiles
+from reshard.checkpoint.blocks.spans import is_dense, source_tiles
 from reshard.checkpoint.contents import StoredTensor
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
@@ -137,7 +136,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
     return bind_boxes(name, first, fusion.shape_with(whole), move_all())
 
 
-def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
+def slice_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     """The first `rows` of a tensor, bound to the same bytes.
 
     Raises:
@@ -152,7 +151,7 @@ def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     return bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
 
 
-def put_pairs_in_halves(tensor: StoredTensor, heads: int) -> StoredTensor:
+def deinterleave_rows(tensor: StoredTensor, heads: int) -> StoredTensor:
     """Return a tensor with the rows of each head in two halves instead of in pairs.
 
     Rotary embeddings turn pairs of a head's rows. Some programs store the rows of a pair next to

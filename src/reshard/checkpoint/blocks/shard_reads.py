@@ -10,7 +10,7 @@ of equally long ranges::
       . . # # # . . .
 
 1. A box larger than the buffer is halved along its first dimension that can be.
-2. Where reading from its first to its last element wastes little (`MOST_WASTE` of what is
+2. Where reading from its first to its last element wastes little (`MAX_WASTE` of what is
    needed), or the ranges are shorter than a sector of a disk, all of that is read at once.
 3. Otherwise it is read range by range, all of them announced first: the disk then works on
    many at once, where reading one after the other waits for each.
@@ -27,12 +27,11 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from reshard.binding import View
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
 from reshard.runs import IntArray
 
 # What may be read in vain, as a share of what is needed.
-MOST_WASTE = 0.05
+MAX_WASTE = 0.05
 SECTOR_BYTES = 512
 BUFFER_BYTES = 4 * 1024 * 1024
 
@@ -89,7 +88,7 @@ def read_box(
     target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
 
 
-def hull_of(
+def bounding_range(
     view: View, local: Sequence[int], shape: Sequence[int], itemsize_bytes: int, joined_bytes: int
 ) -> tuple[int, int, int]:
     """Where a box of a shard lies in a file: first byte, end, and how much is read between.
@@ -100,9 +99,9 @@ def hull_of(
         itemsize_bytes: of an element.
         joined_bytes: ranges no further apart are read with what lies between them.
 
-    >>> hull_of(View(0, (200, 1)), (0, 10), (3, 70), 8, 0)
+    >>> bounding_range(View(0, (200, 1)), (0, 10), (3, 70), 8, 0)
     (80, 3840, 1680)
-    >>> hull_of(View(0, (200, 1)), (0, 10), (3, 70), 8, 2000)
+    >>> bounding_range(View(0, (200, 1)), (0, 10), (3, 70), 8, 2000)
     (80, 3840, 3760)
     """
     first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
@@ -124,7 +123,7 @@ def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: 
     (300, None)
     """
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if reach <= math.prod(shape) * (1 + MOST_WASTE):
+    if reach <= math.prod(shape) * (1 + MAX_WASTE):
         return reach
     # A disk reads whole sectors: shorter ranges cost as much as all that is between them.
     _, length = _ranges(strides, shape)

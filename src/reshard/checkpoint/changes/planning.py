@@ -5,6 +5,11 @@
 3. `dtype`: all other floating-point tensors are cast. What belongs to a quantised weight is not;
    nor are float32 tensors where config.json says that the model is of 16 bits: such a model keeps
    in float32 what needs it, as DeepSeek-V3 does the biases of its routers.
+
+Copies of tensors that a format has beside those of a source, such as 16-bit weights.
+
+A copy is another tensor of the target: in another element type it is computed, in the same one it
+is read again.
 """
 
 from __future__ import annotations
@@ -21,10 +26,13 @@ from typing import Any
 from reshard._validation import check_used
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
-from reshard.checkpoint.changes.casts import CastColumns, CastComputed, CastTensor
-from reshard.checkpoint.changes.computed import ComputedTensor
-from reshard.checkpoint.changes.dequantized import DequantizedWeight
-from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
+from reshard.checkpoint.changes.computed_tensors import (
+    CastColumns,
+    CastComputed,
+    CastTensor,
+    ComputedTensor,
+)
+from reshard.checkpoint.changes.quantization import BLOCK, DequantizedWeight, Float8Weight
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
@@ -436,3 +444,36 @@ def _find_bits(weight: QuantizedWeight) -> int:
         if one.elements > 1 and name.endswith(("_packed", ".qweight"))
     ]
     return packs[0] if packs and packs[0] else 4
+
+
+def add_copies(
+    changed: ChangedElements, copies: Mapping[str, tuple[str, DType]]
+) -> ChangedElements:
+    """A checkpoint with copies of its tensors: by the name of each, that of its source and a type.
+
+    Raises:
+        UsageError: a copy of what is computed itself.
+    """
+    if not copies:
+        return changed
+    old = changed.checkpoint
+    tensors, computed = dict(old.tensors), dict(changed.computed)
+    copied = set()
+    for name, (source, element) in copies.items():
+        if source in changed.computed:
+            raise UsageError(
+                f"{name!r} would be made of {source!r}, which is computed itself; convert in two "
+                "steps, first without the new element type"
+            )
+        tensor = old.tensors[source]
+        copied.add(source)
+        tensors[name] = dataclasses.replace(tensor, name=name, dtype=element, digest=None)
+        if element is not tensor.dtype:
+            computed[name] = CastTensor(tensor, element)
+    # What is copied is read more than once.
+    checksums = tuple(
+        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in copied)
+        for one in old.checksums
+    )
+    checkpoint = dataclasses.replace(old, tensors=tensors, checksums=checksums)
+    return dataclasses.replace(changed, checkpoint=checkpoint, computed=computed)

@@ -10,7 +10,7 @@ and so is one that becomes a part of a fused tensor::
 2. Pieces in order are digested one after the other. A piece whose predecessor is still missing is
    kept, up to `MAX_KEPT_BYTES` for all of them.
 3. Blocks of which only a part was read, or pieces that are no range of the tensor, are read again
-   at the end (`check_rest`).
+   at the end (`verify_rest`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from reshard.checkpoint.blocks.block_io import (
     WorkspaceSize,
 )
 from reshard.checkpoint.blocks.grid import block_digest
+from reshard.checkpoint.blocks.spans import source_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
-from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.progress import check_stop
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.threads import check_stop, run_in_threads
 from reshard.layout import Box
 
 MAX_KEPT_BYTES = 8 * 1024 * 1024
@@ -207,7 +206,7 @@ class SourceDigests:
                 self._add_piece(found, block, low - begin, piece, end - begin)
 
     def _compare(self, found: _TensorBlocks, block: int, digest: bytes) -> None:
-        found.reader.expect_digest(block, digest)
+        found.reader.verify_digest(block, digest)
         with found.lock:
             found.compared[block] = True
             is_complete = bool(found.compared.all())
@@ -251,7 +250,7 @@ class SourceDigests:
             self._kept_bytes += size_bytes
             return True
 
-    def check_rest(self, threads: int, stop: threading.Event | None = None) -> None:
+    def verify_rest(self, threads: int, stop: threading.Event | None = None) -> None:
         """Read the blocks again that were read in part, or not in order.
 
         Raises:
@@ -288,7 +287,7 @@ def _flat_range(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def find_apart(
+def find_absorbed(
     before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]
 ) -> tuple[StoredTensor, ...]:
     """Return the tensors with digests that are no longer tensors of their own under other names."""

@@ -20,21 +20,25 @@ import numpy as np
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
-from reshard.checkpoint.changes.casts import split_casts
-from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
+from reshard.checkpoint.changes.computed_tensors import (
+    SCRATCH_BYTES,
+    ComputedReader,
+    ComputedTensor,
+    split_casts,
+)
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.moves import Moves
-from reshard.checkpoint.files.modes import OpenBits, find_open_bits
-from reshard.checkpoint.files.places.place_file import usual_threads
-from reshard.checkpoint.files.places.place_path import as_path
-from reshard.checkpoint.files.resident_memory import DEFAULT_EXTRA_BYTES
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.options import ConversionRequest, check_limits
+from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.permissions import ModeLimits, find_mode_limits
+from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -115,13 +119,13 @@ class Conversion:
         return frozenset((*files, *self.companions))
 
     @property
-    def open_bits(self) -> OpenBits:
+    def open_bits(self) -> ModeLimits:
         """The most bits that the modes of the target's files may have: those of the source's."""
         read = [self.source.path(file.name) for file in self.source.files]
         for adapter in map(as_path, self.request.adapters):
             read += [adapter] if adapter.is_file() else [*adapter.iterdir()]
         copied = {name: path for name, path in self.companions.items() if isinstance(path, Path)}
-        return find_open_bits(self.source.folder, read, copied)
+        return find_mode_limits(self.source.folder, read, copied)
 
     @property
     def recipe_name(self) -> str | None:
@@ -322,7 +326,7 @@ class Conversion:
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
                 "for one block of the largest tensor, give at least that"
             )
-        return min(fit, usual_threads(most, *self.folders))
+        return min(fit, default_threads(most, *self.folders))
 
     def expect_runnable(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None

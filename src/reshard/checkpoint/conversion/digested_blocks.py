@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from reshard.checkpoint.blocks.batches import BatchReader
-from reshard.checkpoint.blocks.block_io import WorkspaceSize
+from reshard.checkpoint.blocks.block_io import BatchReader, WorkspaceSize
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns
 from reshard.checkpoint.conversion.moves import Batch, Moves

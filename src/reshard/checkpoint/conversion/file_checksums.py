@@ -28,10 +28,9 @@ from reshard.checkpoint.blocks.block_io import OpenFiles, Watch
 from reshard.checkpoint.blocks.grid import block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
 from reshard.checkpoint.copy_checks import list_read_checksums
-from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
+from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
+from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32
 from reshard.errors import DigestError, RunError
 
 _PIECE_BYTES = 1024 * 1024

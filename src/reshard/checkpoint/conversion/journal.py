@@ -31,9 +31,15 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES
-from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.files.folders import refusals_explained, sync_folder, write_all
-from reshard.checkpoint.files.own_files import open_new, open_own, read_own
+from reshard.checkpoint.storage.filesystem import (
+    Closing,
+    open_new,
+    open_own,
+    read_own,
+    sync_folder,
+    translate_os_errors,
+    write_all,
+)
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
 from reshard.system import sync, sync_data
@@ -183,7 +189,7 @@ class Journal(Closing):
         Raises `RunError` for a journal of another conversion (saying what differs), for a
         damaged one, and for what the file system refuses.
         """
-        with refusals_explained("open the journal", path):
+        with translate_os_errors("open the journal", path):
             record = read_journal(path)
             resumed = record is not None
             if record is None:
@@ -235,7 +241,7 @@ class Journal(Closing):
                 self._descriptor = None
 
     def _append(self, kind: int, payload: bytes) -> None:
-        with self._lock, refusals_explained("write the journal", self.path):
+        with self._lock, translate_os_errors("write the journal", self.path):
             if self._descriptor is None:
                 raise RunError(
                     f"the journal {self.path} is closed\n"
@@ -265,7 +271,7 @@ def read_journal(path: Path) -> JournalRecord | None:
     Raises `RunError` where the head is damaged or was written by another version, and where
     the file cannot be read.
     """
-    with refusals_explained("read the journal", path):
+    with translate_os_errors("read the journal", path):
         try:
             data = read_own(path)
         except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 Blocks are numbered through all tensors of the target, in their order: tensor `row` has those from
 `first_block[row]` on. Blocks of small tensors that follow each other are one batch (see
-`reshard.checkpoint.blocks.batches`), as far as they become what they are in one way: moved as they
+`reshard.checkpoint.blocks.block_io`), as far as they become what they are in one way: moved as they
 are, cast, or computed. A block of a large tensor is a batch of one.
 """
 
@@ -17,8 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, Section, aligned_bytes
-from reshard.checkpoint.blocks.block_io import OpenFiles
+from reshard.checkpoint.blocks.block_io import (
+    BatchReader,
+    BatchWriter,
+    OpenFiles,
+    Section,
+    aligned_bytes,
+)
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.dtypes import DType

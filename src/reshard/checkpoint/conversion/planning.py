@@ -29,9 +29,13 @@ from reshard.checkpoint.architectures.checking import (
 )
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters
-from reshard.checkpoint.changes.copies import add_copies
-from reshard.checkpoint.changes.planning import ChangedElements, change_elements, note_unscaled
-from reshard.checkpoint.changes.source_digests import find_apart
+from reshard.checkpoint.changes.planning import (
+    ChangedElements,
+    add_copies,
+    change_elements,
+    note_unscaled,
+)
+from reshard.checkpoint.changes.source_digests import find_absorbed
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.defaults import (
@@ -43,10 +47,6 @@ from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.files.folders import refusals_explained, resolve_links
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path
-from reshard.checkpoint.files.places.stores.target_stores import expect_writable
-from reshard.checkpoint.files.resident_memory import give_back_memory
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
@@ -55,6 +55,10 @@ from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, 
 from reshard.checkpoint.naming.renaming import find_meaning
 from reshard.checkpoint.naming.selection import list_left_out
 from reshard.checkpoint.options import ConversionRequest
+from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
+from reshard.checkpoint.storage.host_memory import release_freed_memory
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+from reshard.checkpoint.storage.uploads import expect_writable
 from reshard.checkpoint.training.following import StateFollowers
 from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
 from reshard.checkpoint.training.plain_state import in_plain_values
@@ -110,7 +114,7 @@ def plan_conversion(
     request = choose_recipe_by_default(request, checkpoint)
     translated = _translate(request, checkpoint)
     named = name_source(request, translated.checkpoint)
-    apart = find_apart(translated.checkpoint.tensors, named.checkpoint.tensors)
+    apart = find_absorbed(translated.checkpoint.tensors, named.checkpoint.tensors)
     checked = _check_architecture(request, named, whole)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
@@ -122,7 +126,7 @@ def plan_conversion(
     changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
     named = dataclasses.replace(named, checkpoint=changed.checkpoint)
     placement = place_tensors(request, named)
-    give_back_memory(len(placement.tensors))
+    release_freed_memory(len(placement.tensors))
     checkpoint = named.checkpoint
     file_name = find_file_name(request, target, checkpoint)
     write_plan = request.target_format.plan_write(
@@ -262,9 +266,9 @@ def open_apart(
     if not isinstance(target, str | os.PathLike):
         raise UsageError(f"a target {target!r}; give a path")
     target = as_path(target)
-    if isinstance(target, PlacePath):
+    if isinstance(target, RemotePath):
         expect_writable(target)
-    with refusals_explained("look at the target", target):
+    with translate_os_errors("look at the target", target):
         _check_apart(
             checkpoint,
             target,
@@ -283,7 +287,7 @@ def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint)
     if not suffixes or not target.name.endswith(suffixes):
         return None
     problem = ""
-    if isinstance(target, PlacePath):
+    if isinstance(target, RemotePath):
         problem = "conversions write folders to addresses"
     elif target.resolve() in {source.path(file.name).resolve() for file in source.files}:
         problem = "it is a file of the source"
@@ -311,7 +315,7 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     PosixPath('/data/model.planned')
     """
     place = source if isinstance(source, Path) else as_path(source)
-    if isinstance(place, PlacePath):
+    if isinstance(place, RemotePath):
         place = Path.cwd() / place.name
     # A source that is a link to itself is reported when it is opened.
     place = Path(os.path.realpath(place))
@@ -360,7 +364,7 @@ def _is_among(path: Path, others: Iterable[Path]) -> bool:
     if path in others:
         return True
     # File systems that ignore case give a folder many names.
-    paths = [one for one in (path, *others) if not isinstance(one, PlacePath) and one.exists()]
+    paths = [one for one in (path, *others) if not isinstance(one, RemotePath) and one.exists()]
     return path in paths and any(path.samefile(other) for other in paths if other != path)
 
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from reshard.checkpoint.files.folders import is_attribute_file
-from reshard.checkpoint.files.foreign_links import describe_foreign_link, is_link
-from reshard.checkpoint.files.places.place_path import PlacePath, walk_folder
-from reshard.checkpoint.files.places.upload_marker import MARKER_FOLDER
 from reshard.checkpoint.formats.opening import OTHER_WEIGHTS, open_checkpoint
 from reshard.checkpoint.formats.registry import all_formats, find_format
 from reshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from reshard.checkpoint.storage.filesystem import is_attribute_file
+from reshard.checkpoint.storage.permissions import describe_foreign_link, is_link
+from reshard.checkpoint.storage.remote_paths import RemotePath, walk_folder
+from reshard.checkpoint.storage.upload_marker import MARKER_FOLDER
 from reshard.errors import ReshardError, UsageError
 
 _MAX_LISTED = 12
@@ -97,7 +97,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
 
 def _is_cache(target: Path, relative: str) -> bool:
     """Whether a name is that of a cache; markers of uploads are kept apart from checkpoints."""
-    is_marker = isinstance(target, PlacePath) and relative == MARKER_FOLDER
+    is_marker = isinstance(target, RemotePath) and relative == MARKER_FOLDER
     name = relative.rpartition("/")[2]
     return is_marker or name in _CACHES or is_attribute_file(name)
 

@@ -28,10 +28,15 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter
-from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import (
+    BatchReader,
+    BatchWriter,
+    OpenFiles,
+    Workspace,
+    open_sources,
+)
 from reshard.checkpoint.blocks.grid import block_digest
-from reshard.checkpoint.changes.batched import ChangedReader
+from reshard.checkpoint.changes.computed_tensors import ChangedReader
 from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
@@ -44,25 +49,6 @@ from reshard.checkpoint.conversion.uploading import (
     HostBlocks,
     expect_staging_read,
 )
-from reshard.checkpoint.files.folders import (
-    describe_two_renames,
-    refusals_explained,
-    sync_folders_under,
-    write_files,
-)
-from reshard.checkpoint.files.own_files import open_new
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_file import usual_threads
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import spool_target
-from reshard.checkpoint.files.progress import (
-    Progress,
-    StoppedError,
-    check_stop,
-)
-from reshard.checkpoint.files.resident_memory import give_back_memory
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import (
@@ -71,6 +57,24 @@ from reshard.checkpoint.processes import (
     OtherProcessError,
     Processes,
 )
+from reshard.checkpoint.storage.filesystem import (
+    describe_two_renames,
+    open_new,
+    sync_folders_under,
+    translate_os_errors,
+    write_files,
+)
+from reshard.checkpoint.storage.host_memory import release_freed_memory
+from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
+from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.threads import (
+    Progress,
+    StoppedError,
+    check_stop,
+    run_in_threads,
+)
+from reshard.checkpoint.storage.uploads import local_target
 from reshard.elements import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
@@ -192,14 +196,14 @@ class _ConversionRun:
             self.staging.owner.expect_names_apart([*files, *self.conversion.companions])
         for file in self.conversion.write_plan.files:
             path = self.staging.content / file.stored.name
-            with refusals_explained("look at what an earlier run left", path):
+            with translate_os_errors("look at what an earlier run left", path):
                 is_whole = path.exists() and path.stat().st_size == file.stored.size_bytes
             if self.resumed_bytes and not is_whole:
                 raise RunError(
                     f"{path} is not what an earlier run left, though its journal lists finished "
                     "blocks; --restart starts over"
                 )
-            with refusals_explained("make the folder of a file", path.parent):
+            with translate_os_errors("make the folder of a file", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
             # Opening it makes the file, also one that nothing is known of.
             target = self.targets[file.stored.name]
@@ -209,7 +213,7 @@ class _ConversionRun:
             # Their sizes and names must be durable before the journal lists blocks in them.
             for target in self.targets:
                 target.sync()
-            with refusals_explained("sync the staging folder", self.staging.content):
+            with translate_os_errors("sync the staging folder", self.staging.content):
                 sync_folders_under(self.staging.content)
 
     def _compare_staged(self) -> None:
@@ -394,7 +398,7 @@ class _ConversionRun:
             source.check_unchanged()
         # 2. Files that are copied, and those that the format adds, such as an index.
         content, write_plan = self.staging.content, self.conversion.write_plan
-        with refusals_explained("write the files beside the tensors", content):
+        with translate_os_errors("write the files beside the tensors", content):
             write_files(content, self.conversion.companions)
             write_files(content, dict(self.conversion.format.final_files(write_plan)))
             # 3. The manifest last: it has the digests of all that is written by this line.
@@ -449,11 +453,11 @@ def run_conversion(
     target, here = conversion.target, processes
     machine = socket.gethostname()
     machines = processes.collect(machine)
-    address = target if isinstance(target, PlacePath) else None
+    address = target if isinstance(target, RemotePath) else None
     if address is not None:
         # A folder is shared by the processes of all hosts, what waits for an address by one's.
         here = hosts = HostProcesses(processes, machines)
-        target = spool_target(address, options.staging, hosts.host)
+        target = local_target(address, options.staging, hosts.host)
     sources = open_sources(conversion.source, target.parent)
     run: _ConversionRun | None = None
     upload: ConversionUpload | None = None
@@ -463,7 +467,7 @@ def run_conversion(
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         # The processes of one machine share its cores: the default is for all of them together.
-        usual = -(-usual_threads(None, *conversion.folders) // machines.count(machine))
+        usual = -(-default_threads(None, *conversion.folders) // machines.count(machine))
         workers = conversion.threads(options.extra_bytes, options.threads or usual)
         if address is not None:
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
@@ -497,9 +501,9 @@ def run_conversion(
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
                 # What planning took is free for the buffers.
-                give_back_memory(len(conversion.write_plan.tensors))
+                release_freed_memory(len(conversion.write_plan.tensors))
                 run.move_blocks(options)
-                run.source_digests.check_rest(workers, options.stop)
+                run.source_digests.verify_rest(workers, options.stop)
                 run.meet()
                 run.finish()
             except ReshardError as error:

@@ -55,23 +55,23 @@ from reshard.checkpoint.conversion.journal import (
     read_journal,
 )
 from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
-from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.files.folders import (
+from reshard.checkpoint.formats.opening import has_checkpoint
+from reshard.checkpoint.processes import Processes
+from reshard.checkpoint.storage.filesystem import (
+    Closing,
     FolderLock,
-    refusals_explained,
+    check_own_folder,
     remove_folder,
     sync_folder,
     sync_folders_under,
+    translate_os_errors,
 )
-from reshard.checkpoint.files.modes import (
-    ALL_BITS,
-    OpenBits,
+from reshard.checkpoint.storage.permissions import (
+    NO_LIMITS,
+    ModeLimits,
     restrict_file_mode,
     restrict_modes,
 )
-from reshard.checkpoint.files.own_files import expect_own_folder
-from reshard.checkpoint.formats.opening import has_checkpoint
-from reshard.checkpoint.processes import Processes
 from reshard.errors import ReshardError, RunError, UsageError
 from reshard.system import exchange_names
 
@@ -142,7 +142,7 @@ class Staging(Closing):
         on the target, where an earlier run staged another conversion, where its leavings make
         no sense, and for what the file system refuses.
         """
-        with refusals_explained("look at the target", target):
+        with translate_os_errors("look at the target", target):
             target = _check_target(target, overwrite, written, file)
             root = staging_folder(target)
             if not _exists(root):
@@ -170,7 +170,7 @@ class Staging(Closing):
     ) -> Staging:
         root = lock.folder
         record = None if restart else read_journal(root / "journal")
-        with refusals_explained("finish what an earlier run began", root):
+        with translate_os_errors("finish what an earlier run began", root):
             # Everything was written by an earlier run: only renames and removals are left.
             if record is not None and record.commit is not None:
                 _finish_commit(target, root, record.commit, overwrite)
@@ -186,7 +186,7 @@ class Staging(Closing):
             if record is None and _exists(target) and not overwrite and not restart:
                 _remove_root(lock)
         _refuse_existing(target, overwrite)
-        with refusals_explained("prepare the staging folder", root):
+        with translate_os_errors("prepare the staging folder", root):
             if record is None:
                 _discard(root)
                 # Before the journal, so that a journal implies a content.
@@ -195,8 +195,8 @@ class Staging(Closing):
                 sync_folder(root.parent)
         journal = Journal.open(root / "journal", conversion_id, description)
         try:
-            with refusals_explained("look at the staged files", root):
-                expect_own_folder(root / "content")
+            with translate_os_errors("look at the staged files", root):
+                check_own_folder(root / "content")
         except BaseException as error:
             journal.close()
             if not isinstance(error.__cause__, FileNotFoundError):
@@ -257,7 +257,7 @@ class Staging(Closing):
             return
         # Left behind by a kill, it is removed like any unfinished journal.
         probe = self._lock.folder / "journal.\u00e9.new"
-        with refusals_explained("look whether names differ by case", probe):
+        with translate_os_errors("look whether names differ by case", probe):
             probe.touch()
             ignores_case = os.path.lexists(probe.with_name("JOURNAL.\u00c9.NEW"))
             ignores_form = os.path.lexists(probe.with_name("journal.e\u0301.new"))
@@ -271,7 +271,7 @@ class Staging(Closing):
                 "rename tensors with --rename"
             )
 
-    def commit(self, bits: OpenBits = ALL_BITS) -> bool:
+    def commit(self, bits: ModeLimits = NO_LIMITS) -> bool:
         """Give the content the target's name, and delete what stood there before.
 
         `bits` are the most that the modes of its folders and files may have.
@@ -282,8 +282,8 @@ class Staging(Closing):
         for what the file system refuses: the staging folder is kept then.
         """
         journal, root = self.journal, self._lock.folder
-        with refusals_explained("put the new checkpoint in its place", self.target):
-            self._lock.expect_in_place()
+        with translate_os_errors("put the new checkpoint in its place", self.target):
+            self._lock.check_in_place()
             if self._file is None:
                 restrict_modes(self.content, bits, self.target)
             else:
@@ -307,7 +307,7 @@ class Staging(Closing):
             journal.append_commit(Commit(self.result.stat().st_ino, self._overwrite))
             journal.close()
             was_never_missing = _put_in_place(self.target, root, self.result)
-        with refusals_explained(
+        with translate_os_errors(
             f"delete what is left over ({self.target} is complete)", self._lock.folder
         ):
             _remove_root(self._lock)
@@ -318,7 +318,7 @@ class Staging(Closing):
         """Throw away what was staged; the target stays. Raises `RunError`."""
         if self._journal is not None:
             self._journal.close()
-            with refusals_explained("delete the staging folder", self._lock.folder):
+            with translate_os_errors("delete the staging folder", self._lock.folder):
                 _put_previous_back(self.target, self._lock.folder)
                 _discard(self._lock.folder)
                 _remove_root(self._lock)
@@ -350,12 +350,12 @@ def check_target(
 
     Raises UsageError and RunError where the conversion would be refused for its target.
     """
-    with refusals_explained("look at the target", target):
+    with translate_os_errors("look at the target", target):
         target = _check_target(target, overwrite, written, file)
         root = staging_folder(target)
         is_begun = _exists(root)
         if is_begun:
-            expect_own_folder(root)
+            check_own_folder(root)
         if not is_begun or restart:
             _refuse_existing(target, overwrite)
         return root if is_begun else None
@@ -580,7 +580,7 @@ class SharedStaging:
     def other_records(self) -> Iterator[JournalRecord]:
         """The records of the journals of the processes other than process 0."""
         root = self.content.parent
-        with refusals_explained("look for the journals of the processes", root):
+        with translate_os_errors("look for the journals of the processes", root):
             paths = sorted(root.glob("journal.*"))
         for path in paths:
             # A `.new` journal was not renamed: its head may be torn.
@@ -651,7 +651,7 @@ def _take_over(staging: Staging, conversion_id: str) -> tuple[FinishedBlocks, bo
     """
     journal, is_untouched = staging.journal, staging.is_untouched
     root = staging.content.parent
-    with refusals_explained("take over the journals of an earlier run", root):
+    with translate_os_errors("take over the journals of an earlier run", root):
         for path in sorted(root.glob("journal.*")):
             record = None if path.name.endswith(".new") else read_journal(path)
             if record is not None and record.conversion_id == conversion_id:

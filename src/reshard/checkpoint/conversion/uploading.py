@@ -31,25 +31,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._validation import check_used
-from reshard.checkpoint.blocks.batches import BatchWriter
-from reshard.checkpoint.blocks.block_io import OpenFiles
-from reshard.checkpoint.blocks.touched_ranges import touched_ranges
+from reshard.checkpoint.blocks.block_io import BatchWriter, OpenFiles, find_written_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.file_checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
 from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
-from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.files.folders import FolderLock, refusals_explained, remove_folder
-from reshard.checkpoint.files.places.part_sender import PartSender
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import saving_folder, spool_target, spool_targets
-from reshard.checkpoint.files.places.stores.target_stores import expect_writable
-from reshard.checkpoint.files.places.upload import SentFile, Upload
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import HostProcesses, Processes
+from reshard.checkpoint.storage.filesystem import (
+    Closing,
+    FolderLock,
+    remove_folder,
+    translate_os_errors,
+)
+from reshard.checkpoint.storage.local_files import TargetFile
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.uploads import (
+    PartSender,
+    SentFile,
+    Upload,
+    expect_writable,
+    list_local_targets,
+    local_target,
+    rank_save_folder,
+)
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
 
@@ -94,7 +101,7 @@ class ConversionUpload(Closing):
     def __init__(
         self,
         conversion: Conversion,
-        target: PlacePath,
+        target: RemotePath,
         conversion_id: str,
         processes: Processes,
         here: HostProcesses,
@@ -200,7 +207,7 @@ class ConversionUpload(Closing):
         """The parts of files with checksums of bytes that no block writes; others are `spread`."""
         written = np.zeros(len(self._upload.files), dtype=np.int64)
         rows, blocks = self._moves.places(np.arange(self._moves.count))
-        for found in touched_ranges(self._writer, rows, blocks):
+        for found in find_written_ranges(self._writer, rows, blocks):
             np.add.at(written, self._file_numbers[found.file], found.size)
         padded = np.zeros(self._upload.grid.count, dtype=bool)
         spread = set()
@@ -230,7 +237,7 @@ class ConversionUpload(Closing):
         self._writer, self._targets = writer, targets
         numbers = {file.name: number for number, file in enumerate(self._upload.files)}
         self._file_numbers = np.array([numbers[name] for name in writer.file_names], dtype=np.int64)
-        self._upload.open_spool(staging.content, self._processes.rank)
+        self._upload.open_records(staging.content, self._processes.rank)
 
     def expect(self, left: IntArray, own: IntArray) -> None:
         """Count what is left: the blocks of this host's processes, and those of this one."""
@@ -250,7 +257,7 @@ class ConversionUpload(Closing):
     def _find_touched(self, numbers: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         """The places in `numbers` of blocks, and the parts that these touch."""
         rows, blocks = self._moves.places(numbers)
-        for found in touched_ranges(self._writer, rows, blocks):
+        for found in find_written_ranges(self._writer, rows, blocks):
             files = self._file_numbers[found.file]
             ranges, parts = self._upload.grid.touched(files, found.start, found.stop)
             yield found.block[ranges], parts
@@ -388,11 +395,11 @@ def begun_target(conversion: Conversion, options: RunOptions) -> Path | None:
     """
     target, overwrite, restart = conversion.target, options.overwrite, options.restart
     expect_staging_read(target, options.staging)
-    if not isinstance(target, PlacePath):
+    if not isinstance(target, RemotePath):
         written = None if options.discard_others else conversion.written_names
         return check_target(target, overwrite, restart, written, conversion.single_file)
     expect_writable(target)
-    begun = check_target(spool_target(target, options.staging), overwrite, restart)
+    begun = check_target(local_target(target, options.staging), overwrite, restart)
     if overwrite and not options.discard_others:
         expect_nothing_lost(target, conversion.written_names)
     if begun is None and not overwrite and target.exists():
@@ -407,29 +414,29 @@ def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) ->
     """Refuse a staging folder for a target that has its own. Raises `UsageError`."""
     check_used(
         f"staging {staging!r}",
-        staging is None or isinstance(target, PlacePath),
+        staging is None or isinstance(target, RemotePath),
         "files for a target that is an address wait there, and those of a folder wait in a folder "
         "beside it",
     )
 
 
-def find_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
+def find_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
     """The folders of this machine with what runs and saves staged for an address.
 
     Raises RunError.
     """
-    targets = spool_targets(target, staging)
-    roots = [staging_folder(one) for one in targets] + [saving_folder(one) for one in targets]
-    with refusals_explained("look for staged files", roots[0]):
+    targets = list_local_targets(target, staging)
+    roots = [staging_folder(one) for one in targets] + [rank_save_folder(one) for one in targets]
+    with translate_os_errors("look for staged files", roots[0]):
         return [root for root in roots if root.is_dir()]
 
 
-def remove_staged(target: PlacePath, staging: str | os.PathLike[str] | None = None) -> None:
+def remove_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> None:
     """Throw away what is staged for an address.
 
     Raises:
         RunError: a process works there; the file system refuses.
     """
     for root in find_staged(target, staging):
-        with FolderLock.acquire(root), refusals_explained("delete the staging folder", root):
+        with FolderLock.acquire(root), translate_os_errors("delete the staging folder", root):
             remove_folder(root)

@@ -1,4 +1,12 @@
-"""The file of a delta: what changed from one checkpoint to another.
+"""What a delta says of values and files beside the tensors, as JSON.
+
+JSON has fewer kinds of values than a state dict: tuples, bytes, dicts with other keys than text,
+and numbers that are infinite or none are objects of one key that says what they are.
+
+>>> decode_value(encode_value({"betas": (0.9, 0.95), "steps": [1, 2]}))
+{'betas': (0.9, 0.95), 'steps': [1, 2]}
+
+The file of a delta: what changed from one checkpoint to another.
 
 ::
 
@@ -18,8 +26,11 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -33,18 +44,90 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
-from reshard.checkpoint.deltas.beside import decode_value, is_plain_path
-from reshard.checkpoint.files.folders import refusals_explained, sync_folder
-from reshard.checkpoint.files.json_text import parse_json
-from reshard.checkpoint.files.modes import common_bits, restrict_mode
-from reshard.checkpoint.files.own_files import open_new
-from reshard.checkpoint.files.places.place_path import check_path_text
-from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.checkpoint.manifest import MANIFEST_NAME, is_plain_name
+from reshard.checkpoint.storage.filesystem import open_new, sync_folder, translate_os_errors
+from reshard.checkpoint.storage.json_text import parse_json
+from reshard.checkpoint.storage.local_files import FileIdentity
+from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
+from reshard.checkpoint.storage.remote_paths import check_path_text
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
 from reshard.system import sync
+
+_DEEPEST = 64
+
+
+def encode_value(value: Any, depth: int = 0) -> Any:
+    """A plain value as JSON takes it.
+
+    Raises:
+        UsageError: what is no plain value.
+    """
+    if depth > _DEEPEST:
+        raise UsageError("a value nested too deeply for a delta")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind in (list, tuple):
+        items = [encode_value(one, depth + 1) for one in value]
+        return items if kind is list else {"tuple": items}
+    if kind is dict:
+        pairs = [
+            [encode_value(key, depth + 1), encode_value(one, depth + 1)]
+            for key, one in value.items()
+        ]
+        return {"dict": pairs}
+    raise UsageError(f"a value of type {kind.__name__}, for which a delta has no place")
+
+
+def decode_value(content: Any, depth: int = 0) -> Any:
+    """The value that `encode_value` wrote.
+
+    Raises:
+        FormatError: anything else.
+    """
+    if depth > _DEEPEST:
+        raise FormatError("a value nested too deeply")
+    if isinstance(content, list):
+        return [decode_value(one, depth + 1) for one in content]
+    if not isinstance(content, dict):
+        return content
+    if len(content) != 1:
+        raise FormatError(f"a value with the keys {[*content][:5]}, expected one")
+    ((kind, inner),) = content.items()
+    try:
+        if kind == "float":
+            return float(inner)
+        if kind == "bytes":
+            return base64.b64decode(inner, validate=True)
+        if kind == "tuple":
+            return tuple(decode_value(one, depth + 1) for one in inner)
+        if kind == "dict":
+            return {
+                decode_value(key, depth + 1): decode_value(one, depth + 1) for key, one in inner
+            }
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise FormatError(f"a value that cannot be read: {error}") from error
+    raise FormatError(f"a value of the unknown kind {kind!r}")
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether the name of a file beside tensors stays inside its folder, and is not our own.
+
+    >>> [is_plain_path(name) for name in ("config.json", "a/b.txt", "../a", ".metadata", "/a")]
+    [True, True, False, False, False]
+    """
+    parts = name.split("/")
+    return name != MANIFEST_NAME and all(
+        is_plain_name(part) and not part.startswith(".") for part in parts
+    )
+
 
 MAGIC = b"RSHDELTA"
 VERSION = 1
@@ -91,7 +174,7 @@ class DeltaTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideBytes:
+class AuxiliaryBytes:
     """A file or an item beside the tensors as it is afterwards: kept, or in the payload."""
 
     name: str
@@ -127,8 +210,8 @@ class Delta:
     removed: Mapping[str, tuple[DType, tuple[int, ...]]]
     digests: NDArray[np.uint8]
     records: NDArray[Any]
-    items: Mapping[str, BesideBytes] | None
-    files: Mapping[str, BesideBytes]
+    items: Mapping[str, AuxiliaryBytes] | None
+    files: Mapping[str, AuxiliaryBytes]
     values: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] | None = None
     paths: Mapping[str, tuple[str | int, ...]] | None = None
@@ -312,8 +395,8 @@ def _check_records(
             raise FormatError(f"a change of {tensor.name!r} that is larger than its block")
 
 
-def _parse_beside(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, BesideBytes]:
-    found: dict[str, BesideBytes] = {}
+def _parse_beside(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, AuxiliaryBytes]:
+    found: dict[str, AuxiliaryBytes] = {}
     for name, digest, size, start, *others in rows:
         if _expect_text(name) in found or (is_file and not is_plain_path(name)):
             raise FormatError(f"the file {name!r} is there twice, or leads outside its folder")
@@ -332,7 +415,7 @@ def _parse_beside(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, 
             rank = others[1]
             if type(rank) is not int or not 0 <= rank < 1 << 31:
                 raise FormatError(f"rank {rank!r} of {name!r}")
-        found[name] = BesideBytes(name, raw, size, start, transforms, rank)
+        found[name] = AuxiliaryBytes(name, raw, size, start, transforms, rank)
     return found
 
 
@@ -374,7 +457,7 @@ class DeltaWriter:
         self, path: str | os.PathLike[str], *, overwrite: bool = False, open_bits: int = 0o777
     ) -> None:
         self.path = Path(check_path_text(path))
-        self._open_bits = open_bits & common_bits([self.path])
+        self._open_bits = open_bits & common_mode_bits([self.path])
         if self.path.is_dir():
             raise UsageError(f"{self.path} is a folder; a delta is a file")
         if not self.path.parent.is_dir():
@@ -384,7 +467,7 @@ class DeltaWriter:
             raise UsageError(f"{self.path} is there; give --overwrite to replace it")
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
         self.payload_bytes = 0
-        with refusals_explained("write the delta", self._temporary):
+        with translate_os_errors("write the delta", self._temporary):
             self._file = os.fdopen(open_new(self._temporary), "wb")
             self._file.write(bytes(HEADER_BYTES))
 
@@ -400,7 +483,7 @@ class DeltaWriter:
     def append(self, payload: bytes | memoryview) -> int:
         """Add bytes to the payload, and return where in it they begin."""
         start = self.payload_bytes
-        with refusals_explained("write the delta", self._temporary):
+        with translate_os_errors("write the delta", self._temporary):
             self._file.write(payload)
         self.payload_bytes += len(payload)
         return start
@@ -414,7 +497,7 @@ class DeltaWriter:
         index = b"".join([sizes, text, digests.tobytes(), records.tobytes()])
         start = HEADER_BYTES + self.payload_bytes
         header = _HEADER.pack(MAGIC, VERSION, 0, start, len(index), block_digest(index))
-        with refusals_explained("write the delta", self._temporary):
+        with translate_os_errors("write the delta", self._temporary):
             self._file.write(index)
             self._file.seek(0)
             self._file.write(header)

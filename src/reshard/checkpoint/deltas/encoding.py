@@ -1,4 +1,6 @@
-"""The changed elements of one block as bytes, and back.
+"""Payloads of deltas, compressed by Zstandard, one frame a block.
+
+The changed elements of one block as bytes, and back.
 
 A block is an array of words: its elements, or the halves of elements of 16 bytes. Of the words that
 changed, a payload says where they are and what they became. The shortest of four ways is taken::
@@ -16,16 +18,75 @@ changed, a payload says where they are and what they became. The shortest of fou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.deltas.compression import compress, decompress
-from reshard.errors import FormatError
+from reshard.errors import FormatError, MissingExtraError
+
+COMPRESSIONS = ("zstd",)
+_LEVEL = 1
+_MAX_WINDOW_BYTES = 8 << 20
+# Compressors are for one thread.
+_own = threading.local()
+
+
+def compress(payload: bytes) -> bytes:
+    """A payload as one frame, which says its length.
+
+    Raises:
+        MissingExtraError: zstandard is not installed.
+    """
+    if not hasattr(_own, "compressor"):
+        _own.compressor = _zstandard().ZstdCompressor(level=_LEVEL)
+    return bytes(_own.compressor.compress(payload))
+
+
+def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
+    """The payload of `size_bytes` in a frame; `label` names it in errors.
+
+    Raises:
+        FormatError: a frame of another length, or none.
+        MissingExtraError: zstandard is not installed.
+    """
+    zstandard = _zstandard()
+    try:
+        # Asked before anything of that size is allocated.
+        said = zstandard.frame_content_size(frame)
+        if said != size_bytes:
+            raise FormatError(
+                f"{label} would be decompressed to {said} bytes, expected {size_bytes}; the delta "
+                "is damaged, fetch it again"
+            )
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        content = bytes(decoder.decompress(frame, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise FormatError(
+            f"{label} is no Zstandard frame ({error}); the delta is damaged, fetch it again"
+        ) from error
+    if len(content) != size_bytes:
+        raise FormatError(
+            f"{label} was decompressed to {len(content)} bytes, expected {size_bytes}; the delta "
+            "is damaged, fetch it again"
+        )
+    return content
+
+
+def _zstandard() -> ModuleType:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtraError(
+            "compressed deltas need the package zstandard; pip install 'reshard[checkpoint]'"
+        ) from error
+    return zstandard
+
 
 _SKIP = 255
 _STRETCH = 1 << 18

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.descriptors import reason
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.filesystem import reason
+from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError, RunError

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.fusing import list_stored_boxes
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.engines.made_elements import MOST_BYTES, MadeFile, MadeRegion, check_steps
 from reshard.errors import RecipeError

@@ -23,8 +23,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.checkpoint.files.places.place import PARTS
-from reshard.checkpoint.files.places.place_path import HUB_NAME, PlacePath
+from reshard.checkpoint.storage.remote_paths import HUB_NAME, PARTS, RemotePath
 
 _HEAD_BYTES = 600
 _MOST_FILES = 4096
@@ -202,7 +201,7 @@ def describe_missing(given: str | os.PathLike[str]) -> str:
     'no checkpoint at s3:/bucket/model: there is no such path; its address would be \
 s3://bucket/model'
     """
-    if isinstance(given, PlacePath):
+    if isinstance(given, RemotePath):
         return f"no checkpoint at {given}: there is nothing of that name"
     given = os.fspath(given)
     address = _ADDRESS.fullmatch(given)

@@ -22,11 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
-from reshard.checkpoint.files.foreign_links import describe_foreign_link, is_link
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path, walk_folder
-from reshard.checkpoint.files.places.upload_marker import expect_settled
-from reshard.checkpoint.files.resident_memory import give_back_memory
-from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.detection_errors import (
     describe_folder,
     describe_missing,
@@ -42,6 +37,11 @@ from reshard.checkpoint.formats.registry import (
     find_format,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard.checkpoint.storage.host_memory import release_freed_memory
+from reshard.checkpoint.storage.local_files import FileIdentity
+from reshard.checkpoint.storage.permissions import describe_foreign_link, is_link
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path, walk_folder
+from reshard.checkpoint.storage.upload_marker import check_committed
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.overrides import DIFFERING_COPIES, parse_allowed
@@ -105,7 +105,7 @@ def open_checkpoint(
         raise CheckpointError(
             f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error
-    give_back_memory(len(found.tensors))
+    release_freed_memory(len(found.tensors))
     return dataclasses.replace(found, check_copies=check_copies, allowed=allowed)
 
 
@@ -140,13 +140,13 @@ def _source_cut(
 def _open(path: Path, cut: SourceSharding | None = None) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(describe_missing(path))
-    if not (isinstance(path, PlacePath) or path.is_dir() or path.is_file()):
+    if not (isinstance(path, RemotePath) or path.is_dir() or path.is_file()):
         # Reading from a pipe would wait for whoever writes.
         raise CheckpointError(
             f"{path}: not a regular file, expected the folder or the file of a checkpoint; save "
             "what comes out of a pipe as a file first"
         )
-    expect_settled(path)
+    check_committed(path)
     manifest = read_manifest(path) if path.is_dir() else None
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)

@@ -19,8 +19,6 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.files.folders import is_attribute_file
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.index_files import (
@@ -50,6 +48,8 @@ from reshard.checkpoint.formats.write_plan import (
     group_by_bytes,
     group_by_file,
 )
+from reshard.checkpoint.storage.filesystem import is_attribute_file
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import FormatError
 from reshard.layout import Layout
 
@@ -86,7 +86,7 @@ class TorchPickleFormat(CheckpointFormat):
         weight_map = read_weight_map(path)
         expect_files(path, weight_map)
         names = sorted(set(weight_map.values()))
-        found = read_each(read_flat_state, (path.parent / name for name in names))
+        found = map_paths(read_flat_state, (path.parent / name for name in names))
         states = dict(zip(names, found, strict=True))
         check_weight_map(path, weight_map, {name: states[name].tensors for name in names})
         return _checkpoint(path.parent, states)

@@ -22,28 +22,28 @@ from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_box
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.host_reads import (
-    MOST_THREADS,
-    PIECE_BYTES,
-    HostReads,
-    ReadSpan,
-)
-from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threads
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.progress import (
-    Progress,
-    StoppedError,
-    check_stop,
-)
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.shared_reads import PieceKind, SharedReads, SharedTask
 from reshard.checkpoint.options import LoadOptions, check_mapping
+from reshard.checkpoint.storage.local_files import AlignedBuffer
+from reshard.checkpoint.storage.remote_files import JOINED_BYTES, default_threads
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.shared_read_cache import (
+    MAX_THREADS,
+    PIECE_BYTES,
+    ReadSpan,
+    SharedReadCache,
+)
+from reshard.checkpoint.storage.threads import (
+    Progress,
+    StoppedError,
+    check_stop,
+    run_in_threads,
+)
 from reshard.dtypes import DType
 from reshard.elements import cast_elements, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
@@ -145,7 +145,7 @@ class _Read:
         """What is read of an object."""
         path, start_bytes = self.place
         itemsize_bytes = self.tensor.dtype.itemsize_bytes
-        start, stop, read_bytes = hull_of(
+        start, stop, read_bytes = bounding_range(
             self.view, self.local, self.target.shape, itemsize_bytes, JOINED_BYTES
         )
         return [ReadSpan(path, start_bytes + start, start_bytes + stop, read_bytes)]
@@ -265,10 +265,10 @@ def load_layouts(
     # In the order of the files, so that a disk reads forward.
     tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
     tasks.sort(key=lambda task: task.place)
-    together: HostReads | None = None
-    workers = usual_threads(options.threads, checkpoint.folder)
-    if options.readers_on_host > 1 and isinstance(checkpoint.folder, PlacePath):
-        workers = min(workers, MOST_THREADS)
+    together: SharedReadCache | None = None
+    workers = default_threads(options.threads, checkpoint.folder)
+    if options.readers_on_host > 1 and isinstance(checkpoint.folder, RemotePath):
+        workers = min(workers, MAX_THREADS)
         together, tasks = _share(checkpoint, options.readers_on_host, tasks)
     opened = open_sources(checkpoint, shared=together) if files is None else files
 
@@ -335,7 +335,7 @@ def load_layouts(
 
 def _share(
     checkpoint: Checkpoint, readers: int, tasks: Iterable[_Read | SharedTask]
-) -> tuple[HostReads, list[_Read | SharedTask]]:
+) -> tuple[SharedReadCache, list[_Read | SharedTask]]:
     """The reads that processes of this host share, and the tasks as they are begun then."""
     sizes = {
         file.name: file.size_bytes
@@ -347,7 +347,7 @@ def _share(
         small += [task] if isinstance(task, SharedTask) else _split(task, _is_wide)
     small.sort(key=lambda task: (task.spans[0].name, task.spans[0].start))
     spans = [[span for span in task.spans if span.name in sizes] for task in small]
-    return HostReads(str(checkpoint.folder), readers, sizes, spans), small
+    return SharedReadCache(str(checkpoint.folder), readers, sizes, spans), small
 
 
 def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from reshard.checkpoint.files.progress import Progress, ProgressFunction
+from reshard.checkpoint.storage.threads import Progress, ProgressFunction
 from reshard.errors import RunError
 
 Result = TypeVar("Result")

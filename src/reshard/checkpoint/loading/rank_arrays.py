@@ -25,9 +25,8 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.conversion.source_names import find_recipe
-from reshard.checkpoint.files.aligned_memory import BufferRegion
-from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.checkpoint.formats.source_sharding import find_layouts
+from reshard.checkpoint.storage.local_files import BufferRegion, FileIdentity, SourceFile
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError

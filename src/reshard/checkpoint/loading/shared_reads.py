@@ -25,17 +25,16 @@ from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles
-from reshard.checkpoint.blocks.joined_ranges import (
-    JoinedRange,
-    arrays_at,
-    equal_steps,
-    in_rounds,
-    join_pieces,
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, MAX_WASTE, reach_at_once
+from reshard.checkpoint.storage.byte_ranges import (
+    CoalescedRange,
+    coalesce,
+    pack_rounds,
+    split_equal_steps,
+    strided_arrays,
 )
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, MOST_WASTE, reach_at_once
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
-from reshard.checkpoint.files.places.host_reads import ReadSpan
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.local_files import PAGE_BYTES, AlignedBuffer, SourceFile
+from reshard.checkpoint.storage.shared_read_cache import ReadSpan
 from reshard.dtypes import DType
 from reshard.elements import cast_elements
 from reshard.runs import IntArray
@@ -85,7 +84,7 @@ class PieceKind:
 
     def arrays(self, memory: memoryview, at: IntArray) -> NDArray[Any]:
         """The elements of pieces at equal distances in memory, as they go into the arrays."""
-        found = arrays_at(memory, self.dtype.storage, self.shape, at, self.strides)
+        found = strided_arrays(memory, self.dtype.storage, self.shape, at, self.strides)
         if self.cast is None:
             return found
         rounded = np.empty(found.size, dtype=self.cast.storage)
@@ -98,7 +97,7 @@ class SharedTask:
     """Ranges of files that are read together."""
 
     path: str
-    ranges: list[JoinedRange]
+    ranges: list[CoalescedRange]
 
     @property
     def place(self) -> tuple[str, int]:
@@ -162,12 +161,12 @@ class SharedReads:
         reaches = [one.reach * one.dtype.itemsize_bytes for one in self._kinds]
         size = np.array(reaches, dtype=np.int64)[kind]
         # A page holds what lies around a short piece in any case.
-        gaps = np.where(size <= PAGE_BYTES, PAGE_BYTES, (size * MOST_WASTE).astype(np.int64))
+        gaps = np.where(size <= PAGE_BYTES, PAGE_BYTES, (size * MAX_WASTE).astype(np.int64))
         paths = list(self._paths)
         room = AlignedBuffer.capacity_for(BUFFER_BYTES)
-        together: list[JoinedRange] = []
+        together: list[CoalescedRange] = []
         filled = 0
-        for one in join_pieces(file, start, size, gaps, BUFFER_BYTES):
+        for one in coalesce(file, start, size, gaps, BUFFER_BYTES):
             needed = AlignedBuffer.capacity_for(one.size_bytes)
             if together and (filled + needed > room or one.file != together[0].file):
                 yield SharedTask(paths[together[0].file], together)
@@ -187,7 +186,7 @@ class SharedReads:
         """
         file = files[task.path]
         done = []
-        for together in in_rounds(iter(task.ranges), buffer):
+        for together in pack_rounds(iter(task.ranges), buffer):
             at = []
             for one, region in together:
                 file.read_into(region, one.start_bytes)
@@ -206,7 +205,7 @@ class SharedReads:
         low = 0
         for high in ends:
             kind = self._kinds[int(kinds[low])]
-            for a, b in equal_steps(at[low:high]):
+            for a, b in split_equal_steps(at[low:high]):
                 found = kind.arrays(memory, at[low + a : low + b])
                 for piece, array in zip(pieces[low + a : low + b].tolist(), found, strict=True):
                     self._targets[piece][...] = array

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.fusing import put_pairs_in_halves
+from reshard.checkpoint.blocks.fusing import deinterleave_rows
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.rank_files.meta_parts import PARAMETERS
 from reshard.checkpoint.naming.selection import by_new_names
@@ -122,7 +122,7 @@ def in_transformers_names(
     heads = config.get("num_attention_heads", 32)
     of_keys = config.get("num_key_value_heads") or heads
     moved = {
-        name: put_pairs_in_halves(tensor, heads if _QUERIES.fullmatch(name) else of_keys)
+        name: deinterleave_rows(tensor, heads if _QUERIES.fullmatch(name) else of_keys)
         for name, tensor in named.tensors.items()
         if _QUERIES.fullmatch(name) or _KEYS.fullmatch(name)
     }

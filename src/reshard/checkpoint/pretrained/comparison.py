@@ -14,8 +14,8 @@ from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import unwritten_target
-from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+from reshard.checkpoint.storage.threads import ProgressFunction
 
 if TYPE_CHECKING:
     from reshard.checkpoint.keywords import ComparePretrainedArguments

@@ -25,7 +25,7 @@ from reshard.checkpoint.architectures.checking import (
     check_architecture,
     find_padded_vocabulary,
 )
-from reshard.checkpoint.blocks.fusing import take_rows
+from reshard.checkpoint.blocks.fusing import slice_rows
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import (
@@ -34,14 +34,13 @@ from reshard.checkpoint.changes.planning import (
     expect_scales,
     find_unscaled,
 )
-from reshard.checkpoint.changes.source_digests import find_apart
+from reshard.checkpoint.changes.source_digests import find_absorbed
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.naming.llama_names import (
     CONVENTIONS,
     describe_plain_rename,
@@ -72,6 +71,7 @@ from reshard.checkpoint.pretrained.model_names import (
 )
 from reshard.checkpoint.pretrained.ties import describe_missing_output, store_tied_once
 from reshard.checkpoint.pretrained.weights import model_name, take_weights
+from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.checkpoint.training.state import find_training_state
 from reshard.elements import is_castable
 from reshard.errors import CheckpointError, RecipeError
@@ -153,7 +153,7 @@ def plan_for_pretrained(
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
     expect_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
-    apart = find_apart(take_weights(checkpoint).tensors, weights.tensors)
+    apart = find_absorbed(take_weights(checkpoint).tensors, weights.tensors)
     changed = _change_elements(weights, found, request)
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
@@ -286,7 +286,7 @@ def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
         f"{count_text(len(padded), 'tensor')} cut to the {size} rows of config.json's vocab_size "
         f"(first: {first}, which has {shape[0]}): the others pad it for ranks"
     )
-    cut = {name: take_rows(tensor, size) for name, tensor in padded.items()}
+    cut = {name: slice_rows(tensor, size) for name, tensor in padded.items()}
     checksums = (
         dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in cut)
         for one in checkpoint.checksums

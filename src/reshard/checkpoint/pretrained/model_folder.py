@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.foreign_links import describe_foreign_link
-from reshard.checkpoint.files.json_text import parse_json
-from reshard.checkpoint.files.places.place_path import as_path
 from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
+from reshard.checkpoint.storage.json_text import parse_json
+from reshard.checkpoint.storage.permissions import describe_foreign_link
+from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
 from reshard.elements import is_castable
 from reshard.errors import CheckpointError, FormatError, UsageError

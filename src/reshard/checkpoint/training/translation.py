@@ -21,9 +21,7 @@ import numpy as np
 
 from reshard.binding import Binding
 from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
-from reshard.checkpoint.changes.casts import CastTensor
-from reshard.checkpoint.changes.computed import ComputedTensor
-from reshard.checkpoint.changes.constants import ConstantTensor
+from reshard.checkpoint.changes.computed_tensors import CastTensor, ComputedTensor, ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, complete_group

@@ -63,7 +63,7 @@ def apply(
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    from reshard.checkpoint.deltas.application import plan_application
+    from reshard.checkpoint.deltas.apply import plan_application
 
     expect_wait_read(wait_for_ranks, dry_run)
     asked, running = split_arguments(arguments)

@@ -17,8 +17,8 @@ from reshard.errors import UsageError
 from reshard.text import bytes_text, count_text, duration_text, table
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.files.places.abandoned import AbandonedUpload
-    from reshard.checkpoint.files.places.place_path import PlacePath
+    from reshard.checkpoint.storage.remote_paths import RemotePath
+    from reshard.checkpoint.storage.uploads import OrphanedUpload
 
 
 @click.command()
@@ -44,19 +44,19 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
       url, removed, uploads [{target, conversion, size_bytes, files, age_s, half_visible, staged}]
     """
     from reshard.checkpoint.conversion.uploading import find_staged, remove_staged
-    from reshard.checkpoint.files.places.abandoned import find_abandoned, remove_abandoned
-    from reshard.checkpoint.files.places.place_path import PlacePath, as_path
+    from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+    from reshard.checkpoint.storage.uploads import find_orphaned_uploads, remove_orphaned_uploads
 
     folder = as_path(url)
-    if not isinstance(folder, PlacePath):
+    if not isinstance(folder, RemotePath):
         raise UsageError(
             f"{url} is a path of this machine; a conversion that did not end left a hidden "
             "folder beside its target, which the same command with --restart throws away"
         )
-    found = find_abandoned(folder)
+    found = find_orphaned_uploads(folder)
     staged = {one.target: find_staged(one.target, staging) for one in found}
     if yes:
-        remove_abandoned(found)
+        remove_orphaned_uploads(found)
         for one in found:
             if not one.is_half_visible:
                 remove_staged(one.target, staging)
@@ -69,9 +69,9 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
 
 
 def _as_text(
-    folder: PlacePath,
-    found: list[AbandonedUpload],
-    staged: dict[PlacePath, list[Path]],
+    folder: RemotePath,
+    found: list[OrphanedUpload],
+    staged: dict[RemotePath, list[Path]],
     is_removed: bool,
 ) -> list[str]:
     if not found:
@@ -104,11 +104,11 @@ def _as_text(
     return lines
 
 
-def _age_s(one: AbandonedUpload) -> float:
+def _age_s(one: OrphanedUpload) -> float:
     return max(time.time() - one.began_s, 0.0)
 
 
-def _as_json(one: AbandonedUpload, staged: list[Path]) -> dict[str, Any]:
+def _as_json(one: OrphanedUpload, staged: list[Path]) -> dict[str, Any]:
     return {
         "target": str(one.target),
         "conversion": one.conversion_id,

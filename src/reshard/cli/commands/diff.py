@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.deltas.compression import COMPRESSIONS
+from reshard.checkpoint.deltas.encoding import COMPRESSIONS
 from reshard.checkpoint.options import ConversionRequest, RunOptions
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -21,7 +21,7 @@ from reshard.cli.sources import allow_copies_option, check_copies_option, open_s
 from reshard.text import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.deltas.making import DeltaReport
+    from reshard.checkpoint.deltas.create import DeltaReport
 
 
 @click.command()
@@ -93,7 +93,7 @@ def diff(
       blocks, changed_blocks, changed_bytes, payload_bytes, size_bytes
       read_bytes, seconds_s, notes
     """
-    from reshard.checkpoint.deltas.making import diff as make_delta
+    from reshard.checkpoint.deltas.create import diff as make_delta
 
     old, new = (
         open_selected_source(path, select, check_copies=check_copies, allow=allow)

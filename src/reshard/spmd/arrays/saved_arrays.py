@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.run import run_conversion
-from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path
-from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.background import BackgroundWork
 from reshard.checkpoint.loading.rank_arrays import HeldArray, hold_arrays
 from reshard.checkpoint.loading.requested import load as load_parts
+from reshard.checkpoint.storage.filesystem import translate_os_errors
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+from reshard.checkpoint.storage.threads import ProgressFunction
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, UsageError
 from reshard.layout import Layout
@@ -139,8 +139,8 @@ def _prepare(
     if group is not None:
         raise UsageError(f"group={group!r} for arrays of one process; leave it out")
     folder = as_path(target)
-    if not isinstance(folder, PlacePath):
-        with refusals_explained("make the folder of a new checkpoint", folder.parent):
+    if not isinstance(folder, RemotePath):
+        with translate_os_errors("make the folder of a new checkpoint", folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
     held = hold_arrays(
         {

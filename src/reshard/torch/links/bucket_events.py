@@ -21,7 +21,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint.files.progress import Progress, ProgressFunction, check_stop, expect_stop
+from reshard.checkpoint.storage.threads import (
+    Progress,
+    ProgressFunction,
+    check_stop,
+    check_stop_event,
+)
 from reshard.errors import LinkError, UsageError
 
 
@@ -74,7 +79,7 @@ class RunOptions:
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        expect_stop(self.stop)
+        check_stop_event(self.stop)
         if self.progress is not None and not callable(self.progress):
             raise UsageError(f"progress={self.progress!r}; give a function of a Progress")
         if self.guard is not None and not hasattr(type(self.guard), "__enter__"):

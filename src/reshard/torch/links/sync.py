@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.checkpoint.storage.threads import ProgressFunction
 from reshard.errors import UsageError
 from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.graph_breaks import break_graph

@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
-from reshard.checkpoint.files.folders import refusals_explained, remove_folder
-from reshard.checkpoint.files.host_memory import name_host
-from reshard.checkpoint.files.places.place_path import PlacePath
-from reshard.checkpoint.files.places.spool import saving_folder, spool_target
-from reshard.checkpoint.files.places.upload import Upload
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.checkpoint.storage.filesystem import remove_folder, translate_os_errors
+from reshard.checkpoint.storage.host_memory import name_host
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.checkpoint.storage.uploads import Upload, local_target, rank_save_folder
 from reshard.errors import RunError, UsageError
 from reshard.torch.storage.folder_save import make_files
 from reshard.torch.storage.places import RankPlaces
@@ -41,7 +40,7 @@ class OwnFiles:
     each file are.
     """
 
-    target: PlacePath
+    target: RemotePath
     save_id: str
     own: tuple[NewFile, ...]
     uploads: Mapping[str, str]
@@ -55,7 +54,7 @@ class OwnFiles:
 
     def folder_of(self, rank: int) -> Path:
         """Where the rank stages them. Raises RunError."""
-        return saving_folder(spool_target(self.target, self.staging)) / f"rank-{rank}"
+        return rank_save_folder(local_target(self.target, self.staging)) / f"rank-{rank}"
 
     def begin(self, folder: Path) -> RankUpload:
         """Make the files in a folder, and begin to send them as they are written.
@@ -89,7 +88,7 @@ class AddressSave:
 
     def __init__(
         self,
-        target: PlacePath,
+        target: RemotePath,
         save_id: str,
         write_plan: WritePlan,
         staging: str | os.PathLike[str] | None,
@@ -98,7 +97,7 @@ class AddressSave:
         self._staging = None if staging is None else str(Path(staging).absolute())
         self._all = write_plan.files
         self._sent = as_sent(write_plan.files)
-        self.folder = saving_folder(spool_target(target, self._staging)) / "coordinator"
+        self.folder = rank_save_folder(local_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
         # What is no part of the old checkpoint stays, as in a folder.
         self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME, is_checkpoint_file)
@@ -178,7 +177,7 @@ class AddressSave:
             )
         self._upload.commit(self.folder)
         self.close()
-        with refusals_explained("delete staged files", self.folder):
+        with translate_os_errors("delete staged files", self.folder):
             remove_folder(self.folder)
 
     def close(self) -> None:

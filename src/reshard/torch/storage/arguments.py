@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.checkpoint.files.places.place_file import usual_threads
+from reshard.checkpoint.storage.remote_files import default_threads
 from reshard.errors import UsageError
 
 
@@ -11,7 +11,7 @@ def count_threads(thread_count: int | None) -> int:
 
     Raises UsageError for what is no whole number from 1.
     """
-    threads = usual_threads(thread_count)
+    threads = default_threads(thread_count)
     if type(threads) is not int or threads < 1:
         raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
     return threads

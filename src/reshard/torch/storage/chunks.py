@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reshard.checkpoint.blocks.tiles import Tile, source_tiles
+from reshard.checkpoint.blocks.spans import Tile, source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.dtypes import DType
 from reshard.errors import UsageError

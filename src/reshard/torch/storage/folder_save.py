@@ -14,18 +14,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
-from reshard.checkpoint.files.folders import (
+from reshard.checkpoint.formats.opening import has_checkpoint
+from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
+from reshard.checkpoint.storage.filesystem import (
     describe_two_renames,
-    refusals_explained,
     remove_folder,
     sync_folder,
     sync_folders_under,
+    translate_os_errors,
 )
-from reshard.checkpoint.files.modes import ALL_BITS, restrict_modes
-from reshard.checkpoint.files.places.spool import saving_folder
-from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.opening import has_checkpoint
-from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
+from reshard.checkpoint.storage.local_files import TargetFile
+from reshard.checkpoint.storage.permissions import NO_LIMITS, restrict_modes
+from reshard.checkpoint.storage.uploads import rank_save_folder
 from reshard.errors import RunError, UsageError
 from reshard.log import LOGGER
 from reshard.system import exchange_names
@@ -41,7 +41,7 @@ class FolderSave:
 
     def __init__(self, target: Path, write_plan: WritePlan, *, sync_files: bool) -> None:
         self._target, self._sync_files = target.absolute(), sync_files
-        self.folder = saving_folder(self._target)
+        self.folder = rank_save_folder(self._target)
         self._replaced = self._target.with_name(f".{self._target.name}.reshard-replaced")
         self.files = write_plan.files
 
@@ -50,21 +50,21 @@ class FolderSave:
 
         An old checkpoint goes back to its name first if a save was killed between its two renames.
         """
-        with refusals_explained("look at the folder of a new checkpoint", self._replaced):
+        with translate_os_errors("look at the folder of a new checkpoint", self._replaced):
             if self._replaced.is_dir() and not os.path.lexists(self._target):
                 self._replaced.rename(self._target)
         make_files(self.folder, self.files)
 
     def commit(self) -> None:
         """Give the new checkpoint its name. Raises RunError."""
-        with refusals_explained("finish a new checkpoint", self.folder):
+        with translate_os_errors("finish a new checkpoint", self.folder):
             if self._sync_files:
                 sync_folders_under(self.folder)
             self._replace()
 
     def _replace(self) -> None:
         target, folder = self._target, self.folder
-        restrict_modes(folder, ALL_BITS, target)
+        restrict_modes(folder, NO_LIMITS, target)
         if not os.path.lexists(target):
             folder.rename(target)
             sync_folder(target.parent)
@@ -104,7 +104,7 @@ def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = Fals
 
     Raises RunError, such as on a full disk.
     """
-    with refusals_explained("make the folder of a new checkpoint", folder):
+    with translate_os_errors("make the folder of a new checkpoint", folder):
         remove_folder(folder)
         folder.mkdir(parents=True)
         for file in files:

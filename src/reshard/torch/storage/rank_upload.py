@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 
 from reshard.checkpoint.blocks.block_io import OpenFiles
-from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.files.places.part_sender import PartSender
-from reshard.checkpoint.files.places.upload import SentFile, Upload
-from reshard.checkpoint.files.range_checksums import RangeChecksums
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.write_plan import NewFile
+from reshard.checkpoint.storage.filesystem import Closing
+from reshard.checkpoint.storage.local_files import TargetFile
+from reshard.checkpoint.storage.range_checksums import RangeChecksums
+from reshard.checkpoint.storage.uploads import PartSender, SentFile, Upload
 from reshard.errors import RunError
 from reshard.torch.storage.folder_save import make_files
 

@@ -29,24 +29,23 @@ from torch.futures import Future
 
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, hull_of, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.byte_streams import RangeStream
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.host_reads import (
-    MOST_THREADS,
-    PIECE_BYTES,
-    HostReads,
-    ReadSpan,
-    check_readers,
-)
-from reshard.checkpoint.files.places.place_file import JOINED_BYTES, usual_threads
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
+from reshard.checkpoint.storage.byte_streams import RangeStream
+from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
+from reshard.checkpoint.storage.remote_files import JOINED_BYTES, default_threads
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+from reshard.checkpoint.storage.shared_read_cache import (
+    MAX_THREADS,
+    PIECE_BYTES,
+    ReadSpan,
+    SharedReadCache,
+    check_readers,
+)
+from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CheckpointError, ReshardError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
@@ -90,7 +89,7 @@ class _PartRead:
         place, view = _place_of(self.read.tensor, self.part)
         itemsize = self.read.tensor.dtype.itemsize_bytes
         shape = tuple(self.target.shape)
-        start, stop, size = hull_of(view, self.part.local, shape, itemsize, JOINED_BYTES)
+        start, stop, size = bounding_range(view, self.part.local, shape, itemsize, JOINED_BYTES)
         at = place.start_bytes
         return [ReadSpan(place.path, at + start, at + stop, size)]
 
@@ -152,7 +151,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             place = as_path(checkpoint_id)
         except ReshardError:
             return False
-        return isinstance(place, PlacePath) or place.exists()
+        return isinstance(place, RemotePath) or place.exists()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of another checkpoint where `checkpoint_id` says so."""
@@ -219,7 +218,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             if item.type != LoadItemType.BYTE_IO
         ]
         expect_equal_copies(self.checkpoint, names={read.tensor.name for read in reads})
-        if self.readers_on_host > 1 and isinstance(self.checkpoint.folder, PlacePath):
+        if self.readers_on_host > 1 and isinstance(self.checkpoint.folder, RemotePath):
             self._read_together(reads, planner)
         else:
             with contextlib.closing(open_sources(self.checkpoint)) as files:
@@ -263,7 +262,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             for read in reads:
                 yield from _list_part_reads(read, _resolve(read, planner), _PIECE_BYTES)
 
-        threads = usual_threads(self.thread_count, self.checkpoint.folder)
+        threads = default_threads(self.thread_count, self.checkpoint.folder)
         _run(list_tasks(), planner, partial(_fill, files=files), threads)
 
     def _read_together(self, reads: list[_TensorRead], planner: LoadPlanner) -> None:
@@ -283,10 +282,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             if file.name not in checkpoint.derived and file.name not in checkpoint.held
         }
         spans = [[span for span in one.spans if span.name in sizes] for one in tasks]
-        threads = min(usual_threads(self.thread_count, checkpoint.folder), MOST_THREADS)
+        threads = min(default_threads(self.thread_count, checkpoint.folder), MAX_THREADS)
         place = str(checkpoint.folder)
         with (
-            contextlib.closing(HostReads(place, self.readers_on_host, sizes, spans)) as together,
+            contextlib.closing(
+                SharedReadCache(place, self.readers_on_host, sizes, spans)
+            ) as together,
             contextlib.closing(open_sources(checkpoint, shared=together)) as files,
         ):
             numbers = {id(one): number for number, one in enumerate(tasks)}

@@ -39,19 +39,17 @@ from reshard.binding import FileRange
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
-from reshard.checkpoint.files.aligned_memory import AlignedBuffer
-from reshard.checkpoint.files.folders import refusals_explained, remove_folder
-from reshard.checkpoint.files.host_memory import name_host
-from reshard.checkpoint.files.own_files import open_new
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.places.place_path import PlacePath, as_path
-from reshard.checkpoint.files.places.stores.target_stores import expect_writable
-from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32, moved
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.formats.torch_dcp import SUFFIX
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.checkpoint.storage.filesystem import open_new, remove_folder, translate_os_errors
+from reshard.checkpoint.storage.host_memory import name_host
+from reshard.checkpoint.storage.local_files import AlignedBuffer, TargetFile
+from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32, moved
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+from reshard.checkpoint.storage.threads import run_in_threads
+from reshard.checkpoint.storage.uploads import expect_writable
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
@@ -192,7 +190,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 has no place for.
         """
         check_values(self.format, [plan])
-        if isinstance(self.path, PlacePath):
+        if isinstance(self.path, RemotePath):
             # The coordinator asks the store what is there.
             return dataclasses.replace(plan, storage_data=name_host())
         if not self.overwrite:
@@ -209,7 +207,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         """
         self._forget()
         write_plan = arrange_save(self.format, plans, self.metadata)
-        if isinstance(self.path, PlacePath):
+        if isinstance(self.path, RemotePath):
             sent = AddressSave(self.path, self.save_id, write_plan, self.staging)
             self._save = sent
             places = find_places(write_plan, plans, str(sent.folder))
@@ -269,7 +267,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                 written = self._write_tensors(plan, planner, folders, upload)
                 upload.finish()
         finally:
-            with refusals_explained("delete staged files", folder):
+            with translate_os_errors("delete staged files", folder):
                 remove_folder(folder)
         return self._write_values(plan, planner, None, told.rank) + written
 
@@ -287,7 +285,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             file = None
             if folder is not None:
                 stack.enter_context(
-                    refusals_explained("write values that are no tensors", folder / name)
+                    translate_os_errors("write values that are no tensors", folder / name)
                 )
                 file = stack.enter_context((folder / name).open("wb"))
             for item in items:
@@ -369,7 +367,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             write_plan, items=items, paths=as_paths(metadata.planner_data)
         )
         # 2. The ends of files, and files that the format adds.
-        with refusals_explained("finish a new checkpoint", folder):
+        with translate_os_errors("finish a new checkpoint", folder):
             for name, content in contents.items():
                 self._write_file(folder / name, content)
             for file in save.files:
@@ -427,7 +425,7 @@ class _TensorWrite:
 def _as_target(path: str | os.PathLike[str]) -> Path:
     """A folder, or an address that can be written to. Raises UsageError."""
     target = as_path(path)
-    if isinstance(target, PlacePath):
+    if isinstance(target, RemotePath):
         expect_writable(target)
     return target
 

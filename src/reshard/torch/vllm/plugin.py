@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.host_memory import name_host
-from reshard.checkpoint.files.places.place_path import PlacePath
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.checkpoint.options import LoadOptions
+from reshard.checkpoint.storage.host_memory import name_host
+from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
@@ -196,7 +196,7 @@ def _read_parameters(
 
     sizes_bytes = {name: bound[name].size_bytes for name in beside}
     readers = 1
-    if group is not None and isinstance(bound.folder, PlacePath):
+    if group is not None and isinstance(bound.folder, RemotePath):
         readers, sizes_bytes = _agree_with_host(sizes_bytes, group)
     asked_bytes: list[int] = []
 

@@ -12,7 +12,7 @@ import pytest
 from checkpoint.checkpoint_files import tensor, write_file
 from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, read_tensor
 from reshard.checkpoint.blocks.block_io import OpenFiles
-from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.cli import main
 from reshard.errors import FormatError, ReshardError, UsageError
 

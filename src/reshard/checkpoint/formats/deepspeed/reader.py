@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
 from reshard.checkpoint.formats.deepspeed.parallel import experts, pipelines
 from reshard.checkpoint.formats.deepspeed.parallel.part_collector import PartCollector
@@ -47,6 +46,7 @@ from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_v
 from reshard.checkpoint.formats.deepspeed.whole_states import WholeStates, merge_groups
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
 from reshard.text import count_text
@@ -149,7 +149,7 @@ class SaveReader:
     ) -> dict[Key, Found]:
         """What is read of files, in the order of their keys."""
         keys, folder = sorted(names), self.saved.folder
-        found = read_each(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
+        found = map_paths(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
         return dict(zip(keys, found, strict=True))
 
     def _collect_parts(self) -> PartCollector | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import FormatError

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.files.folders import is_attribute_file
-from reshard.checkpoint.files.places.place_path import read_each, walk_folder
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST_UNIVERSAL,
     UNIVERSAL_FOLDER,
@@ -54,6 +52,8 @@ from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
+from reshard.checkpoint.storage.filesystem import is_attribute_file
+from reshard.checkpoint.storage.remote_paths import map_paths, walk_folder
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -195,7 +195,7 @@ class _UniversalReader:
             # weights that says what it is.
             if not shapes or name in shapes or name not in self.collector.tensors:
                 found += [(name, one) for one in entries]
-        values = read_each(read_torch_file, [top / name / entry for name, entry in found])
+        values = map_paths(read_torch_file, [top / name / entry for name, entry in found])
         for (name, entry), value in zip(found, values, strict=True):
             self._add_value(name, entry, value, shapes.get(name))
 

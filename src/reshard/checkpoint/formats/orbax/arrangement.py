@@ -23,7 +23,6 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES
 from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
@@ -58,6 +57,7 @@ from reshard.checkpoint.formats.write_plan import (
     check_values,
     find_storing_ranks,
 )
+from reshard.checkpoint.storage.local_files import PAGE_BYTES
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.runs import OWNED, PAD, RunTable

@@ -17,19 +17,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.aligned_memory import BufferRegion
-from reshard.checkpoint.files.byte_streams import (
+from reshard.checkpoint.formats.orbax.crc32c import crc32c
+from reshard.checkpoint.formats.orbax.key_values import KeyValues, StoredValue
+from reshard.checkpoint.formats.orbax.tree_metadata import METADATA_NAME
+from reshard.checkpoint.formats.orbax.zarr_metadata import ArrayMetadata
+from reshard.checkpoint.storage.byte_streams import (
     ByteStream,
     DeflateStream,
     RangeStream,
     ZStandardStream,
 )
-from reshard.checkpoint.files.scratch_file import ScratchFile, ScratchPart, next_start_bytes
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.orbax.crc32c import crc32c
-from reshard.checkpoint.formats.orbax.key_values import KeyValues, StoredValue
-from reshard.checkpoint.formats.orbax.tree_metadata import METADATA_NAME
-from reshard.checkpoint.formats.orbax.zarr_metadata import ArrayMetadata
+from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
+from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart, next_start_bytes
 from reshard.errors import CoverageError, DigestError, FormatError
 from reshard.layout import Box
 

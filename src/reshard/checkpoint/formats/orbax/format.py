@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.places.place_path import walk_folder
 from reshard.checkpoint.formats.format import (
     Capability,
     CheckpointFormat,
@@ -18,6 +17,7 @@ from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME, find_tree
 from reshard.checkpoint.formats.orbax.zarr_metadata import ZARR2_NAME, ZARR3_NAME
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
+from reshard.checkpoint.storage.remote_paths import walk_folder
 from reshard.errors import CheckpointError
 
 _OWN = re.compile(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.descriptors import read_up_to, reason
 from reshard.checkpoint.formats.orbax.ocdbt import (
     DataPlace,
     NodePlace,
@@ -20,6 +19,7 @@ from reshard.checkpoint.formats.orbax.ocdbt import (
     decode_node,
 )
 from reshard.checkpoint.manifest import is_plain_name
+from reshard.checkpoint.storage.filesystem import read_up_to, reason
 from reshard.errors import CheckpointError, FormatError
 
 MANIFEST_NAME = "manifest.ocdbt"

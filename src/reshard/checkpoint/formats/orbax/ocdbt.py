@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.checkpoint.files.byte_streams import RangeStream, ZStandardStream, find_zstandard
 from reshard.checkpoint.formats.orbax.crc32c import crc32c
+from reshard.checkpoint.storage.byte_streams import RangeStream, ZStandardStream, import_zstandard
 from reshard.errors import FormatError
 from reshard.runs import IntArray
 
@@ -287,7 +287,7 @@ def _varints(values: Iterable[int]) -> bytes:
 
 
 def _frame(magic: int, body: bytes) -> bytes:
-    zstandard = find_zstandard("an OCDBT database")
+    zstandard = import_zstandard("an OCDBT database")
     packed: bytes = zstandard.ZstdCompressor(level=1).compress(body)
     length = _FRAME_BYTES + len(packed)
     head = _HEADER.pack(magic) + _LENGTH.pack(length) + b"\0\1" + packed

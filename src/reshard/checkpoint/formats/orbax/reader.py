@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.formats.orbax.aggregate import (
     PLACEHOLDER,
     PackedArray,
@@ -67,6 +66,7 @@ from reshard.checkpoint.formats.orbax.zarr_metadata import (
     is_narrow,
     read_array,
 )
+from reshard.checkpoint.storage.json_text import parse_json
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec

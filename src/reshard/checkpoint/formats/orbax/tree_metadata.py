@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
+from reshard.checkpoint.storage.json_text import parse_json
 from reshard.errors import FormatError
 
 METADATA_NAME = "_METADATA"

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.storage.json_text import parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, UnreadableTensorError, UsageError

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.binding import View
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.rank_files.file_names import (
     EXTRA,
     OPTIMIZER,
@@ -28,6 +27,7 @@ from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor, r
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import FormatError, UnreadableTensorError
 
 # Where programs keep the state of the model in a file with more in it.
@@ -60,7 +60,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
     """
     states = RankStates()
     every = [folder / file.name for files in groups.values() for file in files]
-    contents = read_each(_read_content, every)
+    contents = map_paths(_read_content, every)
     for kind, files in groups.items():
         values: dict[str, dict[int, Any]] = {}
         for file in files:

@@ -35,8 +35,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.files.folders import is_attribute_file
-from reshard.checkpoint.files.json_text import first_repeated
 from reshard.checkpoint.formats.safetensors.header_text import (
     JSON_SPACES,
     find_metadata,
@@ -60,6 +58,8 @@ from reshard.checkpoint.formats.safetensors.values import (
     shown,
     tensor_size_bytes,
 )
+from reshard.checkpoint.storage.filesystem import is_attribute_file
+from reshard.checkpoint.storage.json_text import first_duplicate
 from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
 
@@ -256,7 +256,7 @@ def _parse_json(text: str, label: str) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise FormatError(
-                f"{label}: key {shown(first_repeated(key for key, _ in pairs))} is there twice "
+                f"{label}: key {shown(first_duplicate(key for key, _ in pairs))} is there twice "
                 f"in one object of the header: {shown(pairs)}. Expected every tensor and every "
                 f"key once"
             )

@@ -20,7 +20,6 @@ import numpy as np
 
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
@@ -52,6 +51,7 @@ from reshard.checkpoint.formats.write_plan import (
     group_by_file,
 )
 from reshard.checkpoint.manifest import Manifest
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
@@ -145,7 +145,7 @@ def read_indexed(index: Path) -> Checkpoint:
     names = sorted(set(weight_map.values()))
     expect_files(index, weight_map)
     read = partial(read_header, allows_unknown=True)
-    headers = [*read_each(read, (index.parent / name for name in names))]
+    headers = [*map_paths(read, (index.parent / name for name in names))]
     found = {name: header.columns.names for name, header in zip(names, headers, strict=True)}
     check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.manifest import is_plain_name
+from reshard.checkpoint.storage.json_text import parse_json
 from reshard.errors import CheckpointError, FormatError
 
 _LARGEST_INDEX_BYTES = 100_000_000

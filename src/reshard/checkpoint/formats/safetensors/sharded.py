@@ -27,7 +27,6 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import (
     FILES_KEY,
@@ -67,6 +66,7 @@ from reshard.checkpoint.manifest import (
     ManifestTensors,
     can_describe,
 )
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
@@ -243,7 +243,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     metadata: dict[str, str] = {}
     # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
     # shards that the manifest expects. Headers may be long: one at a time is in memory.
-    headers = read_each(read_header, (folder / file.name for file in manifest.files))
+    headers = map_paths(read_header, (folder / file.name for file in manifest.files))
     for file, header in zip(manifest.files, headers, strict=True):
         held, starts, found = _read_shards(folder, file, header, described)
         metadata.update(found)
@@ -345,7 +345,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
     files = []
     metadata: dict[str, str] = {}
-    headers = read_each(read_header, (folder / name for name in names))
+    headers = map_paths(read_header, (folder / name for name in names))
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         rank = rank_of_file(name)
         # Files of other names are numbered in the order of their names.

@@ -21,7 +21,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from reshard.checkpoint.files.json_text import first_repeated
+from reshard.checkpoint.storage.json_text import first_duplicate
 from reshard.dtypes import DType
 from reshard.errors import FormatError
 from reshard.runs import IntArray
@@ -197,7 +197,7 @@ class FileHeader:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         names = self.columns.names
         if len(set(names)) != len(names):
-            twice = first_repeated(names)
+            twice = first_duplicate(names)
             raise FormatError(
                 f"{self.label}: tensor {shown(twice)} is there twice, expected every name once"
             )

@@ -31,15 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.byte_streams import (
-    READ_BYTES,
-    ByteStream,
-    RangeStream,
-    ZStandardStream,
-    find_zstandard,
-)
-from reshard.checkpoint.files.scratch_file import ScratchFile, ScratchPart, next_start_bytes
-from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
     read_archive,
@@ -48,6 +39,15 @@ from reshard.checkpoint.formats.torch_files.archive import (
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.zip_records import ReadRange
+from reshard.checkpoint.storage.byte_streams import (
+    READ_BYTES,
+    ByteStream,
+    RangeStream,
+    ZStandardStream,
+    import_zstandard,
+)
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart, next_start_bytes
 from reshard.errors import CheckpointError, DigestError, FormatError
 
 ZSTANDARD = "stream.zstd"
@@ -84,7 +84,7 @@ def check_transforms(transforms: Sequence[str], label: str) -> None:
             "most that are undone. Save it again with fewer extensions of the storage writer"
         )
     if transforms:
-        find_zstandard(label)
+        import_zstandard(label)
 
 
 def unpacked(

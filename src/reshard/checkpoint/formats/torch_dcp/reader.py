@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import (
     Checkpoint,
     StoredChecksum,
@@ -32,8 +32,6 @@ from reshard.checkpoint.contents import (
     StoredItem,
     StoredTensor,
 )
-from reshard.checkpoint.files.descriptors import Closing, read_range, read_up_to
-from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
 from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
 from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
@@ -67,6 +65,8 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
 from reshard.checkpoint.formats.torch_files.archive import read_archive
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
+from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
+from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
 from reshard.errors import (
     CheckpointError,
     CoverageError,
@@ -398,7 +398,7 @@ class ChunkReader(Closing):
         self._sizes = sizes
         self._metadata_name = metadata_name
         self._files: dict[str, BinaryIO] = {}
-        self._prefetched = AheadReads(folder)
+        self._prefetched = PrefetchedRanges(folder)
         self.checksums: list[StoredChecksum] = []
         self.packed: dict[str, list[PackedArchive]] = {}
         self.unreadable: dict[str, str] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.strided_spans import extent
+from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference, shortened
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype

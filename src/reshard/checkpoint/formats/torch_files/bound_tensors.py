@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard.binding import FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
-from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.storage.filesystem import read_range
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 

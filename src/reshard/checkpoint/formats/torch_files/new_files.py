@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.strided_spans import extent
+from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.torch_files.archive_writing import expect_writable, tensor_call
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global

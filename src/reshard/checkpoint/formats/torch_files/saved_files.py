@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from reshard.checkpoint.files.descriptors import read_range
-from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
 from reshard.checkpoint.formats.torch_files.archived_tensors import TYPED_STORAGES, Records
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global, Reference, shortened
 from reshard.checkpoint.formats.torch_files.restricted_pickle import (
@@ -29,6 +27,8 @@ from reshard.checkpoint.formats.torch_files.restricted_pickle import (
 )
 from reshard.checkpoint.formats.torch_files.saved_values import ValueBuilder
 from reshard.checkpoint.formats.torch_files.zip_records import ReadRange, ZipRecords
+from reshard.checkpoint.storage.filesystem import read_range
+from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError
 
@@ -126,7 +126,7 @@ class _WindowReader:
         self._path = path
         self._window = b""
         self._start = 0
-        self._ahead = AheadReads(path.parent)
+        self._ahead = PrefetchedRanges(path.parent)
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Ask a store for ranges together. Raises OSError."""

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.strided_spans import is_dense
-from reshard.checkpoint.files.descriptors import read_up_to
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.deepspeed.parallel.tensor_parts import (
     Join,
     Joiner,
@@ -30,6 +29,7 @@ from reshard.checkpoint.formats.deepspeed.stored_tensors import (
     TensorCollector,
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.storage.filesystem import read_up_to
 from reshard.errors import CheckpointError, FormatError
 
 

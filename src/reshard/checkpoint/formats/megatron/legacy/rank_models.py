@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import RankPlace
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.saved_values import explain

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredBox, split_stack, swap_last_dimensions
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_plan
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism

@@ -17,7 +17,6 @@ from typing import Any
 
 from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
-from reshard.checkpoint.files.places.place_path import read_each
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     FORMAT_NAME,
@@ -44,6 +43,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
 
 # Parts of a rank's file that are not values of the whole training.
@@ -69,7 +69,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     ahead = f"{inside}/" if inside else ""
     slots = {sizes.folder_name(place): (place, slot) for slot, place in enumerate(sizes.places())}
     ranks = [
-        *read_each(
+        *map_paths(
             lambda own: _read_rank(own, sizes, *slots[own.name], ahead),
             (folder / name for name in slots),
         )

@@ -1,0 +1,405 @@
+"""Tensors that are computed from stored ones, a block at a time.
+
+A `ComputedTensor` fills any box of itself, reading boxes of its sources as it goes. What it reads
+at once is bounded, so that a conversion knows its memory before it begins::
+
+    source files --(read_box)--> inputs --(fill)--> block --> target files
+
+Tensors in another floating-point type.
+
+Very many that are cast alike are columns (`CastColumns`), and small ones are cast together
+(`cast_blocks`).
+
+Tensors of one number, made of no other.
+
+Batches of blocks as they will be: moved as they are, cast, or computed from others.
+
+::
+
+    moved       files --(one read)--> blocks
+    cast        files --(one read)--> inputs --(one cast)--> blocks
+    computed    files --(reads for each)--> inputs --> block, block, ...
+
+All blocks of a batch are made in one way, and are written together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks.block_io import (
+    BatchReader,
+    BlockMemory,
+    BlockReader,
+    OpenFiles,
+    Section,
+    Watch,
+    Workspace,
+    aligned_bytes,
+)
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.changes.source_digests import SourceDigests
+from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.storage.byte_ranges import split_equal_steps, strided_arrays
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.dtypes import DType
+from reshard.elements import CastCounts, cast_elements
+from reshard.layout import Box
+
+#: What the arithmetic of one block takes beside its buffers.
+SCRATCH_BYTES = 8 * 1024 * 1024
+
+# The bare elements of a box of a source, valid until the same source is read again.
+ReadBox = Callable[[int, Box], NDArray[Any]]
+
+
+class ComputedTensor(Protocol):
+    """A tensor that is computed from others.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of it.
+        sources: what it is computed from.
+    """
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]: ...
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """The most that is read at once of each source for a box."""
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """Write the bare elements of a box into `out`, of its shape."""
+
+
+class ComputedReader:
+    """Reads the blocks of a computed tensor, as a `BlockReader` reads those of a stored one."""
+
+    def __init__(
+        self,
+        tensor: ComputedTensor,
+        files: OpenFiles[SourceFile],
+        watch: Watch | None = None,
+        note: Callable[[CastCounts], None] | None = None,
+        digests: SourceDigests | None = None,
+    ) -> None:
+        self._digests = digests
+        self.tensor = tensor
+        self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
+        self._readers = [BlockReader(source, files, watch) for source in tensor.sources]
+        self._note = note
+
+    @property
+    def span_bytes(self) -> int:
+        """The most bytes of a shard that are in memory at once."""
+        return max((reader.span_bytes for reader in self._readers), default=0)
+
+    @property
+    def input_bytes(self) -> tuple[int, ...]:
+        """The most that is in memory of each source, for the largest block."""
+        return self.tensor.input_bytes(self.grid.box(0)) if self.grid.count else ()
+
+    def read_checked(
+        self, index: int, workspace: Workspace, at: int = 0
+    ) -> tuple[memoryview, bytes]:
+        """The bytes of block `index`, valid until the next call, and their digest.
+
+        They begin at `at` of the workspace's memory for blocks.
+
+        Raises:
+            RunError: a file that cannot be read.
+            DigestError: bytes of a source that are not those that were written.
+        """
+        box = self.grid.box(index)
+        size_bytes = box.elements * self.grid.itemsize_bytes
+        memory = workspace.block.memory[at : at + size_bytes]
+        out = np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(box.shape)
+
+        def read(source: int, part: Box) -> NDArray[Any]:
+            reader = self._readers[source]
+            elements = reader.read_box(part, workspace.inputs[source], workspace.span)
+            if self._digests is not None:
+                self._digests.add(reader.tensor, part, elements)
+            return elements
+
+        counts = self.tensor.fill(box, out, read)
+        if self._note is not None and counts != CastCounts():
+            self._note(counts)
+        return memory, block_digest(memory)
+
+
+@dataclass(frozen=True)
+class CastTensor:
+    """A stored tensor's elements as `dtype`."""
+
+    source: StoredTensor
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The source's."""
+        return self.source.shape
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The one."""
+        return (self.source,)
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """The same box of the source."""
+        return (box.elements * self.source.dtype.itemsize_bytes,)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The box's elements, rounded."""
+        elements = read(0, box).reshape(-1)
+        return cast_elements(elements, self.source.dtype, out.reshape(-1), self.dtype)
+
+
+@dataclass(frozen=True)
+class CastComputed:
+    """A computed tensor's elements as `dtype`: what it is computed in is rounded first."""
+
+    made: ComputedTensor
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the computed tensor."""
+        return self.made.shape
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """What it is computed from."""
+        return self.made.sources
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """As of the computed tensor."""
+        return self.made.input_bytes(box)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The box's elements, computed and then rounded."""
+        elements = np.empty(box.shape, self.made.dtype.storage)
+        counts = self.made.fill(box, elements, read)
+        flat = elements.reshape(-1)
+        return counts + cast_elements(flat, self.made.dtype, out.reshape(-1), self.dtype)
+
+
+class CastColumns(Mapping[str, ComputedTensor]):
+    """Tensors of `stored` that become `dtype`, by name; each `CastTensor` is made when asked for.
+
+    `is_cast` says which of them do, shape `(tensors,)`.
+    """
+
+    def __init__(self, stored: TensorColumns, is_cast: NDArray[np.bool_], dtype: DType) -> None:
+        self.stored = stored
+        self.is_cast = is_cast
+        self.dtype = dtype
+
+    def __getitem__(self, name: str) -> CastTensor:
+        row = self.stored.row(name)
+        if not self.is_cast[row]:
+            raise KeyError(name)
+        return CastTensor(self.stored.tensor(row), self.dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored and bool(self.is_cast[self.stored.row(str(name))])
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.compress(self.stored.names, self.is_cast.tolist())
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.is_cast))
+
+    def tensors(self) -> TensorColumns:
+        """All of `stored`, in the types that they become; what is cast has no digest."""
+        kinds, kind = list(self.stored.kinds), self.stored.kind.copy()
+        for number in np.unique(kind[self.is_cast]).tolist():
+            kind[self.is_cast & (self.stored.kind == number)] = len(kinds)
+            kinds.append(dataclasses.replace(kinds[number], dtype=self.dtype))
+        digests = self.stored.digests
+        if digests is not None:
+            known = ~self.is_cast if digests.known is None else digests.known & ~self.is_cast
+            digests = dataclasses.replace(digests, known=known)
+        return TensorColumns(self.stored.names, kinds, kind, self.stored.starts, digests)
+
+
+def split_casts(
+    tensors: Mapping[str, StoredTensor], computed: Mapping[str, ComputedTensor]
+) -> tuple[Mapping[str, StoredTensor], Collection[str]]:
+    """The tensors, those that are only cast as they are stored; and the names of what is computed
+    in another way.
+    """
+    if isinstance(computed, CastColumns):
+        return computed.stored, ()
+    casts = {name: made.source for name, made in computed.items() if isinstance(made, CastTensor)}
+    if not casts:
+        return tensors, computed.keys()
+    return {**tensors, **casts}, computed.keys() - casts.keys()
+
+
+def cast_blocks(
+    read: Sequence[BlockMemory], types: Sequence[tuple[DType, DType]], out: memoryview
+) -> tuple[list[BlockMemory], CastCounts]:
+    """Blocks of sections in another type, written into `out` one behind the other.
+
+    Args:
+        read: the blocks of each section.
+        types: of each section, and what it becomes.
+        out: room for all of them.
+    """
+    blocks, counts, end = [], CastCounts(), 0
+    for of, (kind, target) in zip(read, types, strict=True):
+        elements = of.size_bytes // kind.itemsize_bytes
+        size = elements * target.itemsize_bytes
+        end += -end % target.itemsize_bytes
+        at = end + np.arange(len(of.at), dtype=np.int64) * size
+        for a, b in split_equal_steps(of.at):
+            found = strided_arrays(of.memory, kind.storage, (elements,), of.at[a:b])
+            begin, count = int(at[a]), (b - a) * elements
+            rounded = np.frombuffer(out, target.storage, count, begin)
+            counts += cast_elements(found.reshape(-1), kind, rounded, target)
+        blocks.append(BlockMemory(out, at, size))
+        end += len(of.at) * size
+    return blocks, counts
+
+
+@dataclass(frozen=True)
+class ConstantTensor:
+    """A tensor without dimensions: `number` as `dtype`, a type that NumPy has."""
+
+    dtype: DType
+    number: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """No dimensions."""
+        return ()
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """None."""
+        return ()
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """Nothing is read."""
+        return ()
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The number."""
+        out.reshape(-1)[:] = np.array([self.number], dtype=self.dtype.numpy).view(out.dtype)
+        return CastCounts()
+
+
+#: Of each section, the digests of its blocks.
+SectionDigests = list[list[bytes]]
+
+
+class ChangedReader:
+    """Reads batches of the blocks of `target`, from tensors `source` or as `computed` says.
+
+    Args:
+        source: the tensors that are moved or cast.
+        target: all, as they will be.
+        computed: the others, by name.
+        files: of the source.
+        watch: called with all that is read.
+        note: called with what became of elements that the new type does not have.
+        digests: compares what tensors are computed from with recorded digests.
+    """
+
+    def __init__(
+        self,
+        source: TensorColumns,
+        target: TensorColumns,
+        computed: Mapping[str, ComputedTensor],
+        files: OpenFiles[SourceFile],
+        watch: Watch | None = None,
+        note: Callable[[CastCounts], None] | None = None,
+        digests: SourceDigests | None = None,
+    ) -> None:
+        self._digests = digests
+        self._target = target
+        self._made = computed
+        self._files, self._watch, self._note = files, watch, note
+        self._reader = BatchReader(source, files, watch)
+        # One reader a computed tensor, kept for as long as its blocks come up.
+        self._computed = lru_cache(maxsize=64)(self._open_computed)
+
+    def _open_computed(self, row: int) -> ComputedReader:
+        made = self._made[self._target.names[row]]
+        return ComputedReader(made, self._files, self._watch, self._note, self._digests)
+
+    def read(
+        self, read: Sequence[Section], written: Sequence[Section], workspace: Workspace
+    ) -> tuple[list[BlockMemory], SectionDigests]:
+        """The blocks of each section, valid until the next call, and their digests.
+
+        Args:
+            read: the sections of the source; none where blocks are computed.
+            written: those of the target.
+            workspace: where to.
+
+        Raises:
+            RunError: a file that cannot be read.
+            DigestError: bytes that are not those that were written.
+        """
+        if not read:
+            return self._compute(written, workspace)
+        kinds = self._reader.columns.kinds, self._target.kinds
+        types = [
+            (kinds[0][before.kind].dtype, kinds[1][after.kind].dtype)
+            for before, after in zip(read, written, strict=True)
+        ]
+        if types[0][0] is not types[0][1]:
+            found = self._reader.read(read, workspace.for_inputs())
+            if self._reader.columns.digests is not None:
+                self._expect_digests(read, _digest(found))
+            blocks, counts = cast_blocks(found, types, workspace.block.memory)
+            if self._note is not None and counts != CastCounts():
+                self._note(counts)
+            return blocks, _digest(blocks)
+        blocks = self._reader.read(read, workspace)
+        digests = _digest(blocks)
+        self._expect_digests(read, digests)
+        return blocks, digests
+
+    def _expect_digests(self, read: Sequence[Section], digests: SectionDigests) -> None:
+        for section, of_section in zip(read, digests, strict=True):
+            self._reader.verify_digests(section, of_section)
+
+    def _compute(
+        self, sections: Sequence[Section], workspace: Workspace
+    ) -> tuple[list[BlockMemory], SectionDigests]:
+        memory, end = workspace.block.memory, 0
+        blocks, digests = [], []
+        for section in sections:
+            at, found, size = [], [], 0
+            for row in section.rows.tolist():
+                reader = self._computed(row)
+                block, digest = reader.read_checked(section.block, workspace, end)
+                at.append(end)
+                found.append(digest)
+                size = block.nbytes
+                end += int(aligned_bytes(np.array(size)))
+            blocks.append(BlockMemory(memory, np.array(at, dtype=np.int64), size))
+            digests.append(found)
+        return blocks, digests
+
+
+def _digest(blocks: Sequence[BlockMemory]) -> SectionDigests:
+    return [list(map(block_digest, of_section)) for of_section in blocks]

@@ -1,0 +1,394 @@
+"""Weights from their quantised tensors, in boxes.
+
+1. A box of the weight is filled in stretches of some hundred thousand elements.
+2. Of each stored tensor that is read which has the groups that a stretch lies in.
+3. Packed elements become numbers, with dimensions as the weight has them; what the groups have
+   more than the stretch is cut off, and what they share is repeated.
+4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
+
+What the stored tensors of a method mean is in `_PARTS`, by the method's name in
+`reshard.recipes.quantization`.
+
+Weights quantised to float8 in blocks of 128 by 128, with a float32 scale for each.
+
+`X.weight` becomes `X.weight` of float8_e4m3fn and `X.weight_scale_inv`; an element is the product
+of the two. A scale is the block's greatest absolute value divided by 448 (`block_scaling`).
+
+A row of blocks is read at once, in pieces of whole blocks where it is long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.changes.computed_tensors import ReadBox
+from reshard.checkpoint.contents import StoredTensor
+from reshard.dtypes import DType, dtype
+from reshard.elements import (
+    MAX_E4M3FN,
+    CastCounts,
+    as_float32,
+    cast_elements,
+    decode_float8,
+    is_castable,
+    round_to_e4m3fn,
+    scale_blocks,
+    unpack_e2m1,
+    unpack_integers,
+)
+from reshard.errors import UsageError
+from reshard.layout import Box
+from reshard.recipes.quantization import QuantizedWeight, StoredDimension
+
+# Elements of a stretch: 1 MiB in float32.
+_STRETCH = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stored tensor's part in the values.
+
+    `role` is values, zeros, scales, or a scale of scales that multiplies or divides; `coding` is
+    plain, e2m1, powers (of two), integers, signed (with half of the range added) or awq.
+    """
+
+    role: str
+    suffix: str
+    coding: str = "plain"
+    logical: str = ""
+
+
+_GPTQ = (
+    _Part("values", ".qweight", "integers", ".weight"),
+    _Part("zeros", ".qzeros", "integers", ".weight"),
+    _Part("scales", ".scales", logical=".weight"),
+)
+_PARTS: dict[str, tuple[_Part, ...]] = {
+    "FP8 in blocks": (_Part("values", ""), _Part("scales", "_scale_inv")),
+    "scaled 8-bit": (
+        _Part("values", ""),
+        _Part("zeros", "_zero_point"),
+        _Part("scales", "_scale"),
+    ),
+    "NVFP4 of ModelOpt": (
+        _Part("values", "", "e2m1"),
+        _Part("scales", "_scale"),
+        _Part("multiplier", "_scale_2"),
+    ),
+    "NVFP4 of compressed-tensors": (
+        _Part("values", "_packed", "e2m1"),
+        _Part("scales", "_scale"),
+        _Part("divisor", "_global_scale"),
+    ),
+    "MXFP4 of compressed-tensors": (
+        _Part("values", "_packed", "e2m1"),
+        _Part("scales", "_scale", "powers"),
+    ),
+    "MXFP4 of gpt-oss": (
+        _Part("values", "_blocks", "e2m1"),
+        _Part("scales", "_scales", "powers"),
+    ),
+    "packed compressed-tensors": (
+        _Part("values", "_packed", "signed"),
+        _Part("zeros", "_zero_point", "signed"),
+        _Part("scales", "_scale"),
+    ),
+    "GPTQ": _GPTQ,
+    "GPTQ without g_idx": _GPTQ,
+    "AWQ": (
+        _Part("values", ".qweight", "awq", ".weight"),
+        _Part("zeros", ".qzeros", "awq", ".weight"),
+        _Part("scales", ".scales", logical=".weight"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """A quantised weight's values as `dtype`.
+
+    Args:
+        weight: which stored tensors it has, and what their dimensions are.
+        stored: these, by name.
+        dtype: of the values.
+        bits: of a packed integer.
+        zeros_less_one: whether zero points are stored less one, as GPTQ does.
+
+    Raises:
+        UsageError: a method whose values are not computed.
+    """
+
+    weight: QuantizedWeight
+    stored: Mapping[str, StoredTensor]
+    dtype: DType
+    bits: int = 4
+    zeros_less_one: bool = False
+
+    def __post_init__(self) -> None:
+        method = self.weight.method
+        if method not in _PARTS:
+            raise UsageError(
+                f"the values of {self.weight.name!r} ({method}) are not computed here; they are "
+                f"of: {', '.join(_PARTS)}. Keep it quantised, or use the library that made it"
+            )
+        if self.weight.uncut:
+            table = next(iter(self.weight.uncut.values()))
+            raise UsageError(
+                f"the values of {self.weight.name!r} ({method}) are not computed here, since "
+                f"{table!r} has its groups in any order; use the library that made it"
+            )
+        if 32 % self.bits:
+            raise UsageError(
+                f"the values of {self.weight.name!r} of {self.bits} bits are not computed here; "
+                "2, 4 and 8 are"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical weight's."""
+        return self.weight.shape
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[_Part, StoredTensor], ...]:
+        name = self.weight.name
+        named = (
+            (part, name.removesuffix(part.logical) + part.suffix)
+            for part in _PARTS[self.weight.method]
+        )
+        return tuple((part, self.stored[one]) for part, one in named if one in self.stored)
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that have a part in the values."""
+        return tuple(tensor for _, tensor in self._parts)
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """Room for what a stretch of a box needs of each."""
+        step = self._find_step(box)
+        return tuple(
+            _find_most(self.weight.members[tensor.name], tensor.shape, step)
+            * tensor.dtype.itemsize_bytes
+            for tensor in self.sources
+        )
+
+    def _find_step(self, box: Box) -> tuple[int, ...]:
+        """The shape of stretches: whole groups, so that no packed element is read twice."""
+        shape = list(box.shape)
+        for d, size in enumerate(shape):
+            rest = math.prod(shape[d + 1 :])
+            group = self.weight.groups[d]
+            shape[d] = min(size, max(_STRETCH // max(rest, 1) // group, 1) * group)
+            if shape[d] > 1:
+                break
+        return tuple(shape)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The box's values, rounded."""
+        counts = CastCounts()
+        for part in _list_stretches(box, self._find_step(box)):
+            values = np.ascontiguousarray(self._compute(part, read))
+            rounded = np.empty(values.size, dtype=self.dtype.storage)
+            bare = values.reshape(-1).view(np.uint32)
+            counts += cast_elements(bare, dtype("float32"), rounded, self.dtype)
+            ends = zip(part.start, part.stop, box.start, strict=True)
+            out[tuple(slice(a - o, b - o) for a, b, o in ends)] = rounded.reshape(values.shape)
+        return counts
+
+    def _compute(self, box: Box, read: ReadBox) -> NDArray[np.float32]:
+        """The values of a box in float32."""
+        roles: dict[str, NDArray[np.float32]] = {}
+        for number, (part, tensor) in enumerate(self._parts):
+            roles[part.role] = self._read_part(part, tensor, box, lambda own: read(number, own))  # noqa: B023
+        values = roles["values"]
+        if "zeros" in roles:
+            zeros = roles["zeros"]
+            if self.zeros_less_one:
+                # The sum of a zero point and one wraps as a number of so many bits does.
+                zeros = np.mod(zeros + np.float32(1), np.float32(1 << self.bits))
+            values = values - zeros
+        scales = roles.get("scales", np.ones((), np.float32))
+        if "multiplier" in roles:
+            scales = scales * roles["multiplier"]
+        if "divisor" in roles:
+            scales = scales / roles["divisor"]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values * scales
+
+    def _read_part(
+        self, part: _Part, tensor: StoredTensor, box: Box, read: Callable[[Box], NDArray[Any]]
+    ) -> NDArray[np.float32]:
+        """A part's number for each element of a box, or such as are broadcast over it."""
+        dims = self.weight.members[tensor.name]
+        own = _find_stored_box(dims, tensor.shape, box)
+        packed = self._find_packed(part, dims)
+        numbers = self._decode(part, tensor, packed, read(own))
+        # 1. Only dimensions that the weight has, in its order; others are of length 1.
+        kept = [d for d, one in enumerate(dims) if one.dimension is not None]
+        numbers = numbers.reshape([numbers.shape[d] for d in kept])
+        order = [int(dims[d].dimension or 0) for d in kept]
+        numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
+        lengths = dict(zip(sorted(order), numbers.shape, strict=True))
+        numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
+        # 2. For each index of the box, that of its group.
+        for d in kept:
+            one, at = dims[d], int(dims[d].dimension or 0)
+            first = own.start[d] // one.indices * one.elements
+            indices = np.arange(box.start[at], box.stop[at]) - first
+            if d != packed and one.elements > 1:
+                indices //= one.elements
+            if len(indices) != numbers.shape[at] or (d != packed and one.elements > 1):
+                numbers = np.take(numbers, indices, axis=at)
+        return numbers
+
+    def _find_packed(self, part: _Part, dims: tuple[StoredDimension, ...]) -> int | None:
+        """The stored dimension along which elements are packed."""
+        if part.coding in ("plain", "powers"):
+            return None
+        several = [d for d, one in enumerate(dims) if one.elements > 1]
+        if part.coding == "e2m1":
+            return several[-1]
+        return next(d for d in several if dims[d].elements * self.bits == 32 * dims[d].indices)
+
+    def _decode(
+        self, part: _Part, tensor: StoredTensor, packed: int | None, bare: NDArray[Any]
+    ) -> NDArray[np.float32]:
+        """Numbers of stored elements, those of packed ones one after the other."""
+        kind = tensor.dtype
+        if packed is None:
+            if part.coding == "powers" and kind.name == "uint8":
+                return decode_float8(bare, dtype("float8_e8m0fnu"))
+            if is_castable(kind):
+                return as_float32(bare, kind)
+            if kind.name.startswith("float8"):
+                return decode_float8(bare, kind)
+            return bare.view(kind.name).astype(np.float32)
+        if part.coding == "e2m1":
+            # Bytes of a block may have a dimension of their own behind that of blocks.
+            return unpack_e2m1(bare.reshape(*bare.shape[:packed], -1).view(np.uint8))
+        numbers = unpack_integers(bare, self.bits, packed, is_awq=part.coding == "awq")
+        if part.coding == "signed":
+            numbers -= np.float32(1 << (self.bits - 1))
+        return numbers
+
+
+def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...], box: Box) -> Box:
+    """The stored indices of the groups in which a box of the weight lies."""
+    start, stop = [], []
+    for one, size in zip(dims, stored, strict=True):
+        low, high = 0, size
+        if one.dimension is not None:
+            low = box.start[one.dimension] // one.elements * one.indices
+            high = min(-(-box.stop[one.dimension] // one.elements) * one.indices, size)
+        start.append(low)
+        stop.append(high)
+    return Box(tuple(start), tuple(stop))
+
+
+def _find_most(
+    dims: tuple[StoredDimension, ...], stored: tuple[int, ...], step: tuple[int, ...]
+) -> int:
+    """The most stored elements that a stretch of such a shape lies in, wherever it begins."""
+    return math.prod(
+        size
+        if one.dimension is None
+        else min(size, (step[one.dimension] // one.elements + 2) * one.indices)
+        for one, size in zip(dims, stored, strict=True)
+    )
+
+
+def _list_stretches(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
+    """A box in parts of at most a shape, between multiples of its lengths."""
+    columns = []
+    for a, b, size in zip(box.start, box.stop, step, strict=True):
+        edges = [a, *range((a // size + 1) * size, b, size), b]
+        columns.append(list(itertools.pairwise(edges)))
+    for product in itertools.product(*columns):
+        yield Box(tuple(a for a, _ in product), tuple(b for _, b in product))
+
+
+BLOCK = 128
+# Columns of a row of blocks that are read at once, and those that are in float32 at once: 1 MiB.
+_READ_COLUMNS = 16384
+_COLUMNS = 2048
+
+
+@dataclass(frozen=True)
+class Float8Weight:
+    """The elements of a two-dimensional weight in float8, or its scales."""
+
+    source: StoredTensor
+    is_scales: bool
+
+    @property
+    def dtype(self) -> DType:
+        """float8, or float32 of scales."""
+        return dtype("float32" if self.is_scales else "float8_e4m3fn")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The source's, or that in blocks."""
+        if not self.is_scales:
+            return self.source.shape
+        return tuple(-(-size // BLOCK) for size in self.source.shape)
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The weight."""
+        return (self.source,)
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """A piece of a row of blocks."""
+        columns = min(_READ_COLUMNS, self.source.shape[1])
+        return (BLOCK * columns * self.source.dtype.itemsize_bytes,)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The box's elements or scales; blocks that it has in part are read whole."""
+        counts = CastCounts()
+        for part, bare in self._read_pieces(box, read):
+            rows = np.array(as_float32(bare, self.source.dtype))
+            counts += CastCounts(not_finite=int(np.count_nonzero(~np.isfinite(rows))))
+            scales = scale_blocks(rows, BLOCK, MAX_E4M3FN, _find_largest)
+            if self.is_scales:
+                row, column = (a // BLOCK - b for a, b in zip(part.start, box.start, strict=True))
+                out[row, column : column + len(scales)] = np.array(scales, np.float32).view("u4")
+                continue
+            # What the box has of the piece: where in the piece, and where in the box.
+            start = tuple(map(max, box.start, part.start))
+            stop = tuple(map(min, box.stop, part.stop))
+            inside = _slice(start, stop, part.start)
+            out[_slice(start, stop, box.start)] = round_to_e4m3fn(rows[inside])
+        return counts
+
+    def _read_pieces(self, box: Box, read: ReadBox) -> Iterator[tuple[Box, NDArray[Any]]]:
+        """Pieces of rows of whole blocks that cover a box of elements or of scales."""
+        unit = BLOCK if self.is_scales else 1
+        low = [a * unit // BLOCK * BLOCK for a in box.start]
+        ends = zip(box.stop, self.source.shape, strict=True)
+        high = [min(-(-b * unit // BLOCK) * BLOCK, size) for b, size in ends]
+        for row in range(low[0], high[0], BLOCK):
+            below = min(row + BLOCK, high[0])
+            for first in range(low[1], high[1], _READ_COLUMNS):
+                last = min(first + _READ_COLUMNS, high[1])
+                bare = read(0, Box((row, first), (below, last)))
+                for left in range(first, last, _COLUMNS):
+                    right = min(left + _COLUMNS, last)
+                    part = Box((row, left), (below, right))
+                    yield part, bare[:, left - first : right - first]
+
+
+def _slice(
+    start: tuple[int, ...], stop: tuple[int, ...], origin: tuple[int, ...]
+) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True))
+
+
+def _find_largest(block: Any) -> Any:
+    return block.max(axis=(-2, -1))

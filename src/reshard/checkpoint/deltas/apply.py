@@ -1,0 +1,595 @@
+"""A checkpoint with deltas applied, described: its changed tensors are computed block by block.
+
+1. The index of each delta must fit what is there: names, types, shapes, and every digest that is
+   known beforehand, from a manifest or from the delta before.
+2. A tensor that changed is computed (`ComputedTensor`): a block of the base is
+   read, its digest compared, the payload of each delta read and applied, and the digest compared
+   with that of afterwards.
+3. One that did not change is read as it is; its blocks' digests are those of the delta.
+
+::
+
+    base   --block-->  digest before?  --changes of delta 1, 2, ...-->  digest after?  -->  block
+
+A delta applied: a new checkpoint of the base and its changes, of any cut and format.
+
+It is a conversion (`reshard.checkpoint.conversion`) of the base with the delta (`patching`): blocks
+are read, changed, digested and written; it is staged, resumed and put in its place as any other.
+Without a cut and a format of its own, the new checkpoint has those of the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.changes.computed_tensors import ReadBox
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
+from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
+from reshard.checkpoint.conversion.planning import (
+    expect_one_file,
+    find_file_name,
+    open_apart,
+    plan_conversion,
+)
+from reshard.checkpoint.conversion.run import run_conversion
+from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.deltas.delta_file import (
+    HEADER_BYTES,
+    AuxiliaryBytes,
+    Delta,
+    DeltaTensor,
+    read_delta,
+)
+from reshard.checkpoint.deltas.encoding import decode_block, word_bytes
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    PlannedTensor,
+    WritePlan,
+    find_stored_replicas,
+)
+from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.options import ConversionRequest, split_arguments
+from reshard.checkpoint.storage.filesystem import read_up_to, translate_os_errors
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.elements import CastCounts
+from reshard.errors import CheckpointError, DigestError, FormatError, UsageError
+from reshard.layout import Box, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStep:
+    """One delta of a tensor: its changed blocks, and the payload they are in."""
+
+    delta: Delta
+    tensor: DeltaTensor
+    payload: StoredTensor
+
+    def find_row(self, block: int) -> Any:
+        """The record of a block; None where it did not change."""
+        rows = self.delta.records_of(self.tensor)
+        row = self.tensor.first_block + block
+        at = int(np.searchsorted(rows["block"], row))
+        return rows[at] if at < len(rows) and int(rows["block"][at]) == row else None
+
+    def digest_after(self, block: int) -> bytes:
+        """The digest that a block has afterwards."""
+        return bytes(self.delta.digests[self.tensor.first_block + block])
+
+
+@dataclass(frozen=True)
+class PatchedTensor:
+    """A tensor with the changes of deltas, one after the other.
+
+    `base` is None where the first of them has all of it.
+    """
+
+    name: str
+    base: StoredTensor | None
+    steps: tuple[DeltaStep, ...]
+
+    @property
+    def dtype(self) -> DType:
+        """That of the last delta, as of all."""
+        return self.steps[-1].tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the last delta, as of all."""
+        return self.steps[-1].tensor.shape
+
+    @cached_property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The base, and the payload of each delta."""
+        base = () if self.base is None else (self.base,)
+        return (*base, *(step.payload for step in self.steps))
+
+    @cached_property
+    def _largest_payloads(self) -> tuple[int, ...]:
+        rows = (step.delta.records_of(step.tensor)["size"] for step in self.steps)
+        return tuple(int(sizes.max(initial=0)) for sizes in rows)
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """A block of the base, and the largest payload of each delta."""
+        block = box.elements * self.dtype.itemsize_bytes
+        return (*(() if self.base is None else (block,)), *self._largest_payloads)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The block `box`, with both of its digests compared.
+
+        Raises:
+            DigestError: a base that is not what the first delta was made from; a damaged delta.
+            FormatError: a payload that cannot be.
+        """
+        block = _find_block(self.steps[0].tensor.grid, box)
+        size = word_bytes(self.dtype.itemsize_bytes)
+        words = out.reshape(-1).view(f"<u{size}")
+        if self.base is not None:
+            out[...] = read(0, box)
+            first = self.steps[0]
+            row = first.find_row(block)
+            expected = first.digest_after(block) if row is None else row["before"].tobytes()
+            if block_digest(words.data.cast("B")) != expected:
+                raise DigestError(
+                    f"{box} of tensor {self.name!r} is not what {first.delta.path} was made from: "
+                    "its digest is another. The base is another checkpoint, or damaged"
+                )
+        for number, step in enumerate(self.steps, start=int(self.base is not None)):
+            row = step.find_row(block)
+            if row is None:
+                continue
+            start, length = int(row["start"]), int(row["size"])
+            payload = read(number, Box((start,), (start + length,)))
+            label = f"{box} of tensor {self.name!r} in {step.delta.path}"
+            decode_block(
+                payload,
+                int(row["coding"]),
+                int(row["flags"]),
+                int(row["words"]),
+                int(row["plain"]),
+                words,
+                label,
+                has_before=self.base is not None or number > 0,
+            )
+            if block_digest(words.data.cast("B")) != step.digest_after(block):
+                raise DigestError(
+                    f"{label} does not give what the delta promises, by its digest; the delta is "
+                    "damaged, fetch it again"
+                )
+        return CastCounts()
+
+
+def _find_block(grid: BlockGrid, box: Box) -> int:
+    """The number of a block of a grid.
+
+    >>> grid = BlockGrid.of((8, 3, 1000000), 4)
+    >>> _find_block(grid, grid.box(17))
+    17
+    """
+    if not grid.shape:
+        return 0
+    number = 0
+    for at, size in zip(box.start[: grid.dimension], grid.shape, strict=False):
+        number = number * size + at
+    chunks = -(-grid.shape[grid.dimension] // grid.chunk)
+    return number * chunks + box.start[grid.dimension] // grid.chunk
+
+
+@dataclass(frozen=True)
+class PatchedCheckpoint:
+    """A checkpoint with deltas applied.
+
+    `computed` are the tensors that changed; `rewritten` the files beside them that did.
+    """
+
+    checkpoint: Checkpoint
+    computed: Mapping[str, PatchedTensor]
+    rewritten: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A tensor after some deltas: its base and the steps so far, and its digests where known."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    base: StoredTensor | None
+    steps: tuple[DeltaStep, ...] = ()
+    digests: tuple[bytes, ...] | None = None
+
+
+class _RewrittenFiles(Mapping[str, bytes]):
+    """Files of deltas by name, read when they are asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[Delta, AuxiliaryBytes]]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> bytes:
+        delta, place = self._places[name]
+        with translate_os_errors("read the delta", delta.path), delta.path.open("rb") as file:
+            file.seek(HEADER_BYTES + (place.start_bytes or 0))
+            content = read_up_to(file, place.size_bytes)
+        pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
+        if tensor_digest(block_digest(piece) for piece in pieces).tensor != place.digest:
+            raise DigestError(
+                f"{name!r} in {delta.path} is not what was written, by its digest; the delta is "
+                "damaged, fetch it again"
+            )
+        return content
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def patch(base: Checkpoint, deltas: Sequence[Delta]) -> PatchedCheckpoint:
+    """A checkpoint with deltas applied, one after the other.
+
+    Raises:
+        CheckpointError: deltas that were made from another checkpoint, by names, types or shapes.
+        DigestError: the same, by digests that are known.
+    """
+    states = {
+        name: _State(
+            tensor.dtype,
+            tensor.shape,
+            tensor,
+            digests=None if tensor.digest is None else tensor.digest.blocks,
+        )
+        for name, tensor in base.tensors.items()
+    }
+    source = str(base.folder)
+    for delta in deltas:
+        states = _apply_index(states, delta, source)
+        source = str(delta.path)
+    computed: dict[str, PatchedTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, state in states.items():
+        if any(len(step.delta.records_of(step.tensor)) for step in state.steps):
+            made = PatchedTensor(name, state.base, state.steps)
+            computed[name] = made
+        stored = state.base
+        if stored is None:
+            # Planning sees a tensor that is not in the base as whole, in the delta's file.
+            payload = state.steps[0].payload
+            place = payload.file_range(0)
+            whole = Binding(Layout.whole(state.shape, [0], 1), {0: place}, {})
+            stored = StoredTensor(name, state.dtype, whole)
+            computed.setdefault(name, PatchedTensor(name, None, state.steps))
+        elif name not in computed and stored.digest is None and state.digests is not None:
+            # What did not change is compared as it is read.
+            stored = dataclasses.replace(stored, digest=tensor_digest(state.digests))
+        tensors[name] = dataclasses.replace(stored, name=name)
+    return PatchedCheckpoint(_add_beside(base, deltas, tensors), computed, _find_rewritten(deltas))
+
+
+def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dict[str, _State]:
+    """The tensors after one more delta."""
+    payload = _bind_payload(delta)
+    expected = {name: t.before for name, t in delta.tensors.items() if t.before is not None}
+    expected |= delta.removed
+    for name in [*expected, *states]:
+        if name not in states or name not in expected:
+            where = "is not in" if name not in states else "is in"
+            raise CheckpointError(
+                f"tensor {name!r} {where} {source}, other than in what {delta.path} was made from; "
+                "the delta is for another checkpoint"
+            )
+        found = (states[name].dtype, states[name].shape)
+        if found != expected[name]:
+            raise CheckpointError(
+                f"tensor {name!r} is {found[0]} {list(found[1])} in {source}, {delta.path} was "
+                f"made from {expected[name][0]} {list(expected[name][1])}; the delta is for "
+                "another checkpoint"
+            )
+    after = {}
+    for name, tensor in delta.tensors.items():
+        step = DeltaStep(delta, tensor, payload)
+        raw = delta.digests[tensor.blocks].tobytes()
+        digests = tuple(raw[at : at + 16] for at in range(0, len(raw), 16))
+        if tensor.kind in ("added", "replaced"):
+            after[name] = _State(tensor.dtype, tensor.shape, None, (step,), digests)
+            continue
+        was = states[name]
+        _check_digests(was, delta, tensor, source)
+        steps = (*was.steps, step)
+        after[name] = _State(tensor.dtype, tensor.shape, was.base, steps, digests)
+    return after
+
+
+def _check_digests(was: _State, delta: Delta, tensor: DeltaTensor, source: str) -> None:
+    """Raise DigestError where the digests that are known are not those of the delta's base."""
+    if was.digests is None:
+        return
+    before = delta.digests_before(tensor).tobytes()
+    for block, digest in enumerate(was.digests):
+        if before[block * 16 : block * 16 + 16] != digest:
+            raise DigestError(
+                f"{tensor.grid.box(block)} of tensor {tensor.name!r} in {source} is not what "
+                f"{delta.path} was made from, by its digest; the delta is for another checkpoint"
+            )
+
+
+def _bind_payload(delta: Delta) -> StoredTensor:
+    """The payload of a delta as a tensor of bytes, which any range is read of."""
+    shape = (delta.payload_bytes,)
+    binding = Binding(Layout.whole(shape, [0], 1), {0: FileRange(_name(delta), HEADER_BYTES)}, {})
+    return StoredTensor(f"the payload of {delta.path}", as_dtype("uint8"), binding)
+
+
+def _name(delta: Delta) -> str:
+    # A path from the root stays as it is, whatever folder it is joined to.
+    return str(delta.path.absolute())
+
+
+def _add_beside(
+    base: Checkpoint, deltas: Sequence[Delta], tensors: Mapping[str, StoredTensor]
+) -> Checkpoint:
+    """The checkpoint with new tensors, and with what deltas say of all that is beside them."""
+    items: Mapping[str, StoredItem] = base.items
+    changes: dict[str, Any] = {}
+    for delta in deltas:
+        if delta.items is not None:
+            items = {name: _find_item(items, delta, one) for name, one in delta.items.items()}
+        for what in ("values", "metadata", "paths", "attributes"):
+            known = getattr(delta, what)
+            if known is not None:
+                changes[what] = known
+    last = deltas[-1]
+    checksums = [one for one in base.checksums if one.tensor in tensors]
+    read = {name for delta in deltas for name, one in delta.tensors.items() if one.kind != "kept"}
+    files = [StoredFile(_name(delta), delta.size_bytes, 0) for delta in deltas]
+    notes = [note for delta in deltas for note in delta.notes]
+    return dataclasses.replace(
+        base,
+        tensors=tensors,
+        files=(*base.files, *files),
+        identities={**base.identities, **{_name(delta): delta.identity for delta in deltas}},
+        items=items,
+        # What was replaced is not read at all.
+        checksums=tuple(one for one in checksums if one.tensor not in read),
+        carried=tuple(last.files),
+        notes=(*base.notes, *notes),
+        **changes,
+    )
+
+
+def _find_item(items: Mapping[str, StoredItem], delta: Delta, found: AuxiliaryBytes) -> StoredItem:
+    if found.start_bytes is None:
+        kept = items.get(found.name)
+        if kept is None or (kept.size_bytes, kept.transforms) != (
+            found.size_bytes,
+            found.transforms,
+        ):
+            raise CheckpointError(
+                f"{found.name!r} is not in the base as {delta.path} says; the delta is for another "
+                "checkpoint"
+            )
+        return dataclasses.replace(kept, digest=found.digest)
+    place = FileRange(_name(delta), HEADER_BYTES + found.start_bytes)
+    return StoredItem(
+        found.name, place, found.size_bytes, found.rank, found.transforms, found.digest
+    )
+
+
+def _find_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
+    places: dict[str, tuple[Delta, AuxiliaryBytes]] = {}
+    for delta in deltas:
+        places = {name: place for name, place in places.items() if name in delta.files}
+        for name, found in delta.files.items():
+            if found.start_bytes is not None:
+                places[name] = (delta, found)
+    return _RewrittenFiles(places)
+
+
+def check_files(base: Checkpoint, patched: PatchedCheckpoint) -> None:
+    """Raise for files that a delta says are kept and the base does not have."""
+    for name in patched.checkpoint.carried:
+        if name not in patched.rewritten and name not in base.carried:
+            raise CheckpointError(
+                f"{name!r} is not beside the tensors of {base.folder}, as the delta says; the "
+                "delta is for another checkpoint"
+            )
+        if any(name == file.name for file in base.files):
+            raise FormatError(f"the delta has a file {name!r}, which is one of tensors")
+
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import ConvertArguments, RequestArguments
+
+PathLike = str | os.PathLike[str]
+# Of a request: other elements, or other names than the delta has.
+_OTHERS = (
+    *("dtype", "dequantize", "quantize", "source_names", "target_names"),
+    *("strip_prefix", "rename"),
+)
+
+
+def plan_application(
+    base: PathLike | Checkpoint,
+    deltas: PathLike | Delta | Sequence[PathLike | Delta],
+    target: PathLike,
+    request: ConversionRequest | None = None,
+    **arguments: Unpack[RequestArguments],
+) -> Conversion:
+    """Plan the conversion of a checkpoint with deltas applied; reads headers, writes nothing.
+
+    Args:
+        base: a checkpoint, or where it is.
+        deltas: one delta, or several that are applied one after the other.
+        target: the folder that will hold the new one.
+        request: what to cut for, and how; or its keywords (see `ConversionRequest`). With neither,
+            the new checkpoint has the cut and the format of the base.
+
+    Raises:
+        CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
+        DigestError: the same, by digests that are known beforehand.
+        UsageError: arguments that contradict each other, or that change elements or names.
+    """
+    many = deltas if isinstance(deltas, Sequence) and not isinstance(deltas, str) else [deltas]
+    opened = [one if isinstance(one, Delta) else read_delta(one) for one in many]
+    if not opened:
+        raise UsageError("no delta to apply; name at least one")
+    checkpoint, target = open_apart(base, target)
+    # Deltas have the names of the model that was selected when they were made.
+    chosen = arguments.pop("select", None) if request is None else request.select
+    checkpoint = select_from(checkpoint, TensorSelection(select=chosen))
+    request = None if request is None else dataclasses.replace(request, select=None)
+    with translate_os_errors("look at the target", target):
+        for delta in opened:
+            if target.resolve() in delta.path.resolve().parents:
+                raise UsageError(
+                    f"the delta {delta.path} lies inside the target {target}, and would be deleted "
+                    "with it; choose another target"
+                )
+    patched = patch(checkpoint, opened)
+    check_files(checkpoint, patched)
+    given = {name: value for name, value in arguments.items() if value not in (None, (), False)}
+    if request is None and not (given.keys() - {"replicas", "most_file_bytes"}):
+        conversion = _keep_cut(
+            checkpoint,
+            patched,
+            target,
+            arguments.get("replicas"),
+            arguments.get("most_file_bytes"),
+        )
+    else:
+        if request is None:
+            request = ConversionRequest(**arguments)
+        _check_request(request)
+        conversion = plan_conversion(patched.checkpoint, target, request)
+    _check_names(conversion.write_plan, patched)
+    computed = {
+        name: one for name, one in patched.computed.items() if name in conversion.write_plan.tensors
+    }
+    return dataclasses.replace(
+        conversion,
+        computed={**conversion.computed, **computed},
+        rewritten={**conversion.rewritten, **patched.rewritten},
+        resolved={
+            **conversion.resolved,
+            "deltas": tuple(one.digest.hex() for one in opened),
+            **({} if chosen is None else {"select": chosen}),
+        },
+        digest_hint=(
+            f"The delta is for another state of {checkpoint.folder}, or one of the two is damaged"
+        ),
+    )
+
+
+def apply(
+    base: PathLike | Checkpoint,
+    deltas: PathLike | Delta | Sequence[PathLike | Delta],
+    target: PathLike,
+    request: ConversionRequest | None = None,
+    **arguments: Unpack[ConvertArguments],
+) -> ConversionReport:
+    """Write a checkpoint with deltas applied.
+
+    The arguments are those of `plan_application`, and as keywords those of `run_conversion`.
+
+    Raises:
+        CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
+        DigestError: a base that is not what the delta was made from; a damaged delta.
+        UsageError: arguments that contradict each other; a target that exists.
+        RunError: a failure while running; the same call continues.
+    """
+    asked, running = split_arguments(arguments)
+    return run_conversion(plan_application(base, deltas, target, request, **asked), **running)
+
+
+def _check_request(request: ConversionRequest) -> None:
+    """Raise UsageError for a request of other elements or names."""
+    for name in _OTHERS:
+        if getattr(request, name):
+            raise UsageError(
+                f"{name}={getattr(request, name)!r} while a delta is applied; apply it, and "
+                "convert the result"
+            )
+
+
+def _check_names(write_plan: WritePlan, patched: PatchedCheckpoint) -> None:
+    for name in write_plan.tensors:
+        if name not in patched.checkpoint.tensors:
+            raise UsageError(
+                f"{name!r} is no name of the base: other names cannot be given while a delta is "
+                "applied; apply it, and convert the result"
+            )
+    for file in write_plan.files:
+        if file.stored.name in patched.checkpoint.carried:
+            raise UsageError(
+                f"{file.stored.name!r} is a file beside the tensors and one of the new tensors; "
+                "choose another format"
+            )
+
+
+def _keep_cut(
+    base: Checkpoint,
+    patched: PatchedCheckpoint,
+    target: Path,
+    replicas: str | None,
+    most_file_bytes: int | None,
+) -> Conversion:
+    """The conversion that leaves cut, format and, when None, the copies as they are."""
+    format = _expect_written(base)
+    is_whole = Capability.SHARDS not in format.capabilities
+    checkpoint = patched.checkpoint
+    placed = format.assign_layouts(checkpoint, base.mesh, base.ranks) or {}
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        layout, spec = tensor.layout, tensor.spec
+        if name in placed or is_whole:
+            layout, spec = placed.get(name, Layout.whole(tensor.shape, [0], 1)), None
+        tensors[name] = PlannedTensor(tensor.dtype, layout, spec)
+    to = "full" if is_whole else base.mesh or base.ranks
+    if replicas is None and Capability.REPLICAS in format.capabilities:
+        replicas = find_stored_replicas(base.tensors)
+    request = ConversionRequest(
+        to=to, format=format.name, replicas=replicas, most_file_bytes=most_file_bytes
+    )
+    file_name = find_file_name(request, target, base)
+    write_plan = format.plan_write(
+        NewCheckpoint(
+            tensors,
+            base.mesh,
+            checkpoint.metadata,
+            checkpoint.items,
+            checkpoint.paths,
+            checkpoint.attributes,
+            request.stored_replicas,
+            most_file_bytes,
+            checkpoint.values,
+            file_name=file_name,
+        )
+    )
+    expect_one_file(file_name, target, write_plan)
+    resolved = {"to": request.to_text, "cut": "as the base", "recipe": None}
+    return Conversion(
+        checkpoint, target, write_plan, request, resolved, is_single_file=file_name is not None
+    )
+
+
+def _expect_written(base: Checkpoint) -> CheckpointFormat:
+    """The format of the base, if it can be written."""
+    format = find_format(base.format)
+    if format is None or format.name not in written_names():
+        raise UsageError(
+            f"{base.folder} is of format {base.format}, which is read only; say what to cut for "
+            f"(to) and in which format: {', '.join(written_names())}"
+        )
+    return format

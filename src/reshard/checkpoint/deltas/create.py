@@ -1,0 +1,510 @@
+"""The delta of two checkpoints, found block by block, whatever their cuts and formats.
+
+1. Names, types and shapes are compared by headers. A tensor that is only in the second is added;
+   one of another type or shape is replaced: both are stored whole. What is only in the first is
+   removed.
+2. Blocks of both are read, digested, and compared with the digests that manifests recorded. If
+   these are trusted, blocks with equal ones are not read; if one manifest has digests, a block of
+   the other is read, and its counterpart only if the digests differ.
+3. Threads read the other blocks of both, and encode what changed (`encoding`). Payloads are written
+   as they are finished; the index has them in the order of the blocks.
+4. Items, values and files beside the tensors: those that changed are stored whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard._validation import check_used
+from reshard.checkpoint.blocks import grid
+from reshard.checkpoint.blocks.block_io import (
+    BatchReader,
+    Section,
+    Workspace,
+    WorkspaceSize,
+    open_sources,
+)
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_digest
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.changes.computed_tensors import SCRATCH_BYTES
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
+from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
+from reshard.checkpoint.conversion.moves import Batch, Moves
+from reshard.checkpoint.copy_checks import expect_equal_copies
+from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
+from reshard.checkpoint.deltas.encoding import (
+    COMPRESSIONS,
+    EncodedBlock,
+    compress,
+    encode_block,
+    word_bytes,
+)
+from reshard.checkpoint.formats.format import Capability
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.storage.filesystem import translate_os_errors
+from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.checkpoint.storage.permissions import common_mode_bits
+from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
+from reshard.errors import UsageError
+from reshard.runs import IntArray
+
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReport:
+    """What a delta has. `changed_bytes` are those of the elements that changed, of kept shapes.
+
+    `blocks` are those of all tensors afterwards; `read_bytes` were read of both checkpoints.
+    """
+
+    path: Path
+    tensors: int
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    replaced: tuple[str, ...]
+    removed: tuple[str, ...]
+    blocks: int
+    changed_blocks: int
+    changed_bytes: int
+    payload_bytes: int
+    size_bytes: int
+    read_bytes: int
+    seconds_s: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Blocks that were looked at: their digests before and after, and what changed in which."""
+
+    batch: Batch
+    before: list[bytes]
+    after: list[bytes]
+    changes: list[tuple[int, EncodedBlock]]
+
+
+class _PairMemory:
+    """The memory of one thread, which reads blocks of two checkpoints."""
+
+    def __init__(self, before: WorkspaceSize, after: WorkspaceSize) -> None:
+        self.before = before.new_workspace()
+        self.after = after.new_workspace()
+
+    def close(self) -> None:
+        self.before.close()
+        self.after.close()
+
+
+def diff(
+    before: str | os.PathLike[str] | Checkpoint,
+    after: str | os.PathLike[str] | Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    compression: str | None = None,
+    overwrite: bool = False,
+    trust_digests: bool = False,
+    extra_bytes: int = DEFAULT_EXTRA_BYTES,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+) -> DeltaReport:
+    """Write what changed from one checkpoint to another as a file, which appears whole or not.
+
+    Args:
+        before, after: checkpoints, or where they are; of any cuts and formats.
+        out: the file of the delta.
+        compression: `zstd`, or None.
+        overwrite: replace a file that is there.
+        trust_digests: do not read blocks whose digests in both manifests are equal. Bytes that
+            changed since a manifest was written are then not noticed.
+        extra_bytes: what the work may allocate.
+        threads: at most so many at a time; as many as fit, up to 4, when None.
+        progress: called after every block that is looked at.
+
+    Raises:
+        CheckpointError: one of the checkpoints cannot be used.
+        UsageError: a file that is there; too small a memory limit; an unknown compression.
+        DigestError: bytes that are not what a manifest recorded.
+        RunError: a file that cannot be read or written.
+        MissingExtraError: xxhash or zstandard is needed and not installed.
+    """
+    began_s = time.monotonic()
+    if compression is not None and compression not in COMPRESSIONS:
+        raise UsageError(f"compression {compression!r}; it can be {', '.join(COMPRESSIONS)}")
+    if compression is not None:
+        # A package that is missing must be known before anything is written.
+        compress(b"")
+    a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
+    b = after if isinstance(after, Checkpoint) else open_checkpoint(after)
+    a.expect_readable()
+    b.expect_readable()
+    a, b = expect_equal_copies(a), expect_equal_copies(b)
+    making = _Making(a, b, compression is not None, trust_digests)
+    workers = making.threads(extra_bytes, threads)
+    try:
+        read = [side.path(file.name) for side in (a, b) for file in side.files]
+        # A folder that others may not look into hides files whose own modes are open.
+        bits = common_mode_bits([a.folder, b.folder, *read])
+        with DeltaWriter(out, overwrite=overwrite, open_bits=bits) as writer:
+            making.write_blocks(writer, workers, progress)
+            content = making.describe(writer, compression)
+            writer.finish(content, making.digests, making.finished_records())
+            return making.report(writer, time.monotonic() - began_s)
+    finally:
+        making.close()
+
+
+class _Making:
+    """A delta under way: `kinds` says of each tensor afterwards what became of it."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool, trusts: bool) -> None:
+        self.a, self.b, self._compressed, self._trusts = a, b, compressed, trusts
+        before, after = TensorColumns.of(a.tensors), TensorColumns.of(b.tensors)
+        check_used(
+            "trust_digests",
+            not trusts or before.digests is not None or after.digests is not None,
+            "neither checkpoint has a manifest with digests",
+        )
+        self._files_a, self._files_b = open_sources(a), open_sources(b)
+        self.kinds = list(_find_kinds(before, after))
+        rest = {name for name, kind in zip(after.names, self.kinds, strict=True) if kind != "kept"}
+        self._moves = Moves(before, after, rest)
+        self._old = BatchReader(before, self._files_a)
+        self._new = BatchReader(after, self._files_b)
+        self._blocks = DigestedBlocks(self._moves)
+        self._records: list[tuple[Any, ...]] = []
+        self._sizes = (WorkspaceSize(0, 0), WorkspaceSize(0, 0))
+        self.changed_bytes = 0
+        self.notes: list[str] = []
+
+    def _find_sizes(self, batch_bytes: int) -> tuple[WorkspaceSize, WorkspaceSize]:
+        rows = self._moves.source_rows
+        return (
+            size_workspace(self._old, rows[rows >= 0], batch_bytes),
+            size_workspace(self._new, np.arange(len(rows)), batch_bytes),
+        )
+
+    def threads(self, extra_bytes: int, most: int | None) -> int:
+        """How many threads fit into a limit; batches are smaller where larger ones would not.
+
+        Raises:
+            UsageError: not even one does, or numbers that cannot be.
+        """
+        for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
+            if given is not None and (type(given) is not int or given < least):
+                raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
+        batch_bytes = self._moves.batched_bytes
+        while True:
+            self._sizes = before, after = self._find_sizes(batch_bytes)
+            # Each thread: two blocks with their spans, arithmetic, and a payload that waits its
+            # turn.
+            most_bytes = max(before.block_bytes, after.block_bytes)
+            each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * most_bytes
+            if each <= extra_bytes:
+                most = default_threads(most, self.a.folder, self.b.folder)
+                return min(extra_bytes // each, most)
+            if not batch_bytes:
+                raise UsageError(
+                    f"a memory limit of {extra_bytes} bytes; one thread needs {each} for one block "
+                    "of the largest tensor of both, give at least that"
+                )
+            batch_bytes //= 2
+
+    def close(self) -> None:
+        self._files_a.close()
+        self._files_b.close()
+
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        """The digests of all blocks afterwards, shape `(blocks, 16)`."""
+        return self._blocks.found
+
+    def _find_unknown(self) -> IntArray:
+        """Return the blocks to look at; the others are as they were, by trusted digests."""
+        moves, old, new = self._moves, self._old.columns.digests, self._new.columns.digests
+        is_left = np.ones(moves.count, dtype=bool)
+        if self._trusts and old is not None and new is not None:
+            rows = np.flatnonzero(moves.source_rows >= 0)
+            rows = rows[new.is_known(rows) & old.is_known(moves.source_rows[rows])]
+            is_both = np.zeros(len(moves.target), dtype=bool)
+            is_both[rows] = True
+            numbers = np.flatnonzero(np.repeat(is_both, moves.block_counts))
+            before, after = old.take(moves.source_rows[rows]).rows, new.take(rows).rows
+            is_same = (before == after).all(axis=1)
+            self._blocks.found[numbers[is_same]] = after[is_same]
+            is_left[numbers[is_same]] = False
+        return np.flatnonzero(is_left)
+
+    def _look(self, batch: Batch, memory: _PairMemory) -> _Found:
+        if not batch.read:
+            content, after = _read(self._new, batch.written, memory.after)
+            none = [bytes(DIGEST_BYTES)] * len(after)
+            pairs: list[tuple[memoryview | None, memoryview]] = [(None, one) for one in content]
+            return _Found(batch, none, after, list(self._encode(batch, range(len(after)), pairs)))
+        if not self._trusts:
+            content, after = _read(self._new, batch.written, memory.after)
+            was, before = _read(self._old, batch.read, memory.before)
+            return self._compare(batch, (was, before), (content, after))
+        known_before = _list_known(self._old, batch.read)
+        known_after = _list_known(self._new, batch.written)
+        # Of the two, the one without recorded digests is read first: the other may not need to be.
+        if None in known_before and None not in known_after:
+            was, before = _read(self._old, batch.read, memory.before)
+            if before == known_after:
+                return _Found(batch, before, before, [])
+            content, after = _read(self._new, batch.written, memory.after)
+        else:
+            content, after = _read(self._new, batch.written, memory.after)
+            if after == known_before:
+                return _Found(batch, after, after, [])
+            was, before = _read(self._old, batch.read, memory.before)
+        return self._compare(batch, (was, before), (content, after))
+
+    def _compare(
+        self,
+        batch: Batch,
+        old: tuple[list[memoryview], list[bytes]],
+        new: tuple[list[memoryview], list[bytes]],
+    ) -> _Found:
+        """Encode what changed between the blocks of a batch, given with their digests."""
+        (was, before), (content, after) = old, new
+        changed = [at for at, digest in enumerate(after) if digest != before[at]]
+        changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
+        return _Found(batch, before, after, list(changes))
+
+    def _encode(
+        self,
+        batch: Batch,
+        places: Sequence[int],
+        blocks: Sequence[tuple[memoryview | None, memoryview]],
+    ) -> Iterator[tuple[int, EncodedBlock]]:
+        """What changed in blocks at some places of a batch, each as it was and as it is."""
+        columns = self._new.columns
+        itemsizes_bytes = [
+            columns.kinds[section.kind].dtype.itemsize_bytes
+            for section in batch.written
+            for _ in section.rows
+        ]
+        for at, (before, after) in zip(places, blocks, strict=True):
+            change = encode_block(before, after, itemsizes_bytes[at], compressed=self._compressed)
+            if change is not None:
+                yield at, change
+
+    def write_blocks(
+        self, writer: DeltaWriter, threads: int, progress: ProgressFunction | None
+    ) -> None:
+        """Look at all blocks, and write what changed."""
+        total = int(self._moves.target.tensor_bytes.sum())
+        done = 0
+        batches = self._moves.batches(self._find_unknown(), self._sizes[0].batch_bytes)
+        results = run_in_threads(batches, self._look, lambda: _PairMemory(*self._sizes), threads)
+        try:
+            for found in results:
+                self._record(found, writer)
+                done += found.batch.size_bytes
+                if progress is not None:
+                    progress(Progress(done, total, 0, self._blocks.last_name(found.batch)))
+        finally:
+            results.close()
+        for source in (*self._files_a, *self._files_b):
+            source.check_unchanged()
+
+    def _record(self, found: _Found, writer: DeltaWriter) -> None:
+        numbers = found.batch.numbers
+        self._blocks.note(numbers, b"".join(found.after))
+        rows, _ = self._moves.places(numbers)
+        for at, change in found.changes:
+            start = writer.append(change.payload)
+            self._records.append(
+                (
+                    int(numbers[at]),
+                    found.before[at],
+                    start,
+                    len(change.payload),
+                    change.plain_bytes,
+                    change.words,
+                    change.coding,
+                    change.flags,
+                    0,
+                )
+            )
+            row = int(rows[at])
+            if self.kinds[row] == "kept":
+                self.kinds[row] = "changed"
+            if self.kinds[row] == "changed":
+                element = self._new.columns.kinds[int(self._new.columns.kind[row])].dtype
+                self.changed_bytes += change.words * word_bytes(element.itemsize_bytes)
+
+    def finished_records(self) -> NDArray[Any]:
+        """The rows of the changed blocks."""
+        return np.sort(np.array(self._records, dtype=RECORD), order="block")
+
+    def describe(self, writer: DeltaWriter, compression: str | None) -> dict[str, Any]:
+        """The part of the index that is JSON; files and items that changed are written."""
+        columns, tensors = self._new.columns, []
+        described = [[kind.dtype.name, list(kind.layout.shape)] for kind in columns.kinds]
+        for name, kind, what in zip(columns.names, columns.kind.tolist(), self.kinds, strict=True):
+            row: list[Any] = [name, *described[kind], what]
+            if what == "replaced":
+                was = self.a.tensors[name]
+                row += [was.dtype.name, list(was.shape)]
+            tensors.append(row)
+        content = {
+            "tensors": tensors,
+            "removed": [
+                [name, self.a.tensors[name].dtype.name, list(self.a.tensors[name].shape)]
+                for name in self._list_removed()
+            ],
+            "items": self._describe_items(writer),
+            "files": self._describe_files(writer),
+            "values": self._describe_values("values", Capability.VALUES),
+            "metadata": self._describe_values("metadata", Capability.METADATA),
+            "attributes": self._describe_values("attributes", Capability.ATTRIBUTES),
+            "paths": {name: list(path) for name, path in self.b.paths.items()} or None,
+            "compression": compression,
+            "block_bytes": grid.BLOCK_BYTES,
+        }
+        return {**content, "notes": self.notes}
+
+    def _list_removed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.a.tensors if name not in self.b.tensors)
+
+    def _have_both(self, capability: Capability) -> bool:
+        formats = [find_format(one.format) for one in (self.a, self.b)]
+        return all(format is not None and capability in format.capabilities for format in formats)
+
+    def _describe_values(self, what: str, capability: Capability) -> dict[str, Any] | None:
+        """Plain values of the second; None where one of the two formats has no place for them."""
+        if not self._have_both(capability):
+            return None
+        own = find_format(self.b.format)
+        format_keys = own.own_metadata if own is not None and what == "metadata" else frozenset()
+        found = {}
+        for name, value in getattr(self.b, what).items():
+            if name in format_keys:
+                continue
+            try:
+                found[name] = encode_value(value)
+            except UsageError as error:
+                self.notes.append(f"not in the delta: {name} ({error})")
+        return found
+
+    def _describe_items(self, writer: DeltaWriter) -> list[list[Any]] | None:
+        if not self._have_both(Capability.ITEMS):
+            return None
+        rows = []
+        for name, item in self.b.items.items():
+            was = self.a.items.get(name)
+            digest = item_digest(item, self._files_b)
+            start = None
+            same = was is not None and was.transforms == item.transforms
+            if was is None or not same or item_digest(was, self._files_a) != digest:
+                start = writer.payload_bytes
+                for piece in item_pieces(item, self._files_b):
+                    writer.append(piece)
+            rows.append(
+                [name, digest.hex(), item.size_bytes, start, list(item.transforms), item.rank]
+            )
+        return rows
+
+    def _describe_files(self, writer: DeltaWriter) -> list[list[Any]]:
+        rows = []
+        for name in self.b.carried:
+            digest, size = _digest_file(self.b.path(name))
+            start = None
+            if name not in self.a.carried or _digest_file(self.a.path(name)) != (digest, size):
+                start = writer.payload_bytes
+                with translate_os_errors("read a file beside the tensors", self.b.path(name)):
+                    writer.append(self.b.path(name).read_bytes())
+            rows.append([name, digest.hex(), size, start])
+        return rows
+
+    def report(self, writer: DeltaWriter, seconds_s: float) -> DeltaReport:
+        """What was found."""
+
+        def of_kind(kind: str) -> tuple[str, ...]:
+            names = zip(self._new.columns.names, self.kinds, strict=True)
+            return tuple(name for name, one in names if one == kind)
+
+        files: tuple[SourceFile, ...] = (*self._files_a, *self._files_b)
+        return DeltaReport(
+            writer.path,
+            len(self.kinds),
+            of_kind("changed"),
+            of_kind("added"),
+            of_kind("replaced"),
+            self._list_removed(),
+            len(self.digests),
+            len(self._records),
+            self.changed_bytes,
+            writer.payload_bytes,
+            writer.path.stat().st_size,
+            sum(file.read_bytes for file in files),
+            seconds_s,
+            tuple(self.notes),
+        )
+
+
+def _find_kinds(before: TensorColumns, after: TensorColumns) -> Iterator[str]:
+    """Of each tensor afterwards whether it is `kept`, `replaced` or `added`, by headers."""
+    numbers = before.kind.tolist()
+    forms = [
+        [(kind.dtype, kind.layout.shape) for kind in columns.kinds] for columns in (before, after)
+    ]
+    for name, kind in zip(after.names, after.kind.tolist(), strict=True):
+        if name not in before:
+            yield "added"
+        else:
+            is_same = forms[0][numbers[before.row(name)]] == forms[1][kind]
+            yield "kept" if is_same else "replaced"
+
+
+def _read(
+    reader: BatchReader, sections: Sequence[Section], workspace: Workspace
+) -> tuple[list[memoryview], list[bytes]]:
+    """The blocks of sections, valid until the next call, and their digests.
+
+    Raises:
+        DigestError: bytes that are not those that were written.
+        RunError: a file that cannot be read.
+    """
+    blocks, digests = [], []
+    for section, of_section in zip(sections, reader.read(sections, workspace), strict=True):
+        found = [*of_section]
+        own = [block_digest(block) for block in found]
+        reader.verify_digests(section, own)
+        blocks += found
+        digests += own
+    return blocks, digests
+
+
+def _list_known(reader: BatchReader, sections: Sequence[Section]) -> list[bytes | None]:
+    """The recorded digests of the blocks of sections; None where there is none."""
+    recorded = reader.columns.digests
+    return [
+        None if recorded is None else recorded.of_block(row, section.block)
+        for section in sections
+        for row in section.rows.tolist()
+    ]
+
+
+def _digest_file(path: Path) -> tuple[bytes, int]:
+    """The digest of a file's content, and its size."""
+    digests, size = [], 0
+    with translate_os_errors("read a file beside the tensors", path), path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digests.append(block_digest(piece))
+            size += len(piece)
+    return tensor_digest(digests).tensor, size

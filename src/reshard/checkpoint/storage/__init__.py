@@ -1,0 +1,23 @@
+"""Local files, object stores and uploads. Nothing here knows tensors.
+
+::
+
+    local_files          direct I/O from and into page-aligned memory
+    filesystem           durable names, locks, files that no link redirects
+    permissions          modes of new files; links that may be followed
+    scratch_file         derived content, made when it is first read
+    byte_ranges          coalescing of ranges
+    byte_streams         decompression in bounded memory
+    range_checksums      CRC-32 of ranges, from pieces in any order
+    threads              tasks in threads, progress, stopping
+    host_memory          memory limits; memory shared by processes of a host
+
+    object_stores        the protocols of stores; reading by obstore
+    hub                  models of the Hugging Face Hub
+    remote_paths         URLs with the reading methods of `pathlib.Path`
+    remote_files         objects read by ranges, by many threads
+    shared_read_cache    objects read once for all processes of a host
+    s3, azure, gcs       writing to each store in parts
+    upload_marker        the objects that mark an unfinished upload
+    uploads              a checkpoint's files on their way to a store
+"""

@@ -1,0 +1,256 @@
+"""Containers of Azure Blob Storage, written block by block.
+
+A blob that is begun has blocks that are not committed, which may be listed; `complete` commits the
+list of them. Blocks have names, and those of a conversion begin with its own: others' are not taken
+for it. Azure has nothing that deletes blocks; what is not committed goes by itself after a week.
+
+Settings are those of the reading side: `AZURE_STORAGE_CONNECTION_STRING`, or
+`AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN` or what
+azure-identity finds; `AZURE_STORAGE_ENDPOINT`.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from reshard.checkpoint.storage.object_stores import (
+    ATTEMPTS,
+    CONVERSION_KEY,
+    FileStream,
+    PendingUpload,
+    StoredObject,
+    StoredPart,
+    shorten,
+)
+from reshard.errors import MissingExtraError
+
+_PREFIX = 16
+_DIGITS = 6
+
+
+class AzureTarget:
+    """A container; see `ObjectTarget`. An upload is the beginning of its blocks' names."""
+
+    def __init__(self, name: str, container: Any) -> None:
+        self._name, self._container = name, container
+
+    def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
+        """Nothing is asked: blocks may be put to any name."""
+        return conversion_id[:_PREFIX]
+
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put a block; Azure lists no checksums of those that are not committed."""
+        with self._explain(key), self._blob(key) as blob:
+            blob.stage_block(_block_id(upload, number), body, length=body.size_bytes)
+            return ""
+
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each block that is not committed; None where there are none."""
+        with self._explain(key), self._blob(key) as blob:
+            try:
+                _, blocks = blob.get_block_list("uncommitted")
+            except _missing():
+                return None
+        named = ((_find_number(one.id, upload), one.size) for one in blocks)
+        return {n: StoredPart(size) for n, size in named if n is not None} or None
+
+    def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
+        """Commit the blocks."""
+        from azure.core.exceptions import HttpResponseError
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(_block_id(upload, number)) for number in range(parts)]
+        with self._explain(key), self._blob(key) as blob:
+            try:
+                blob.commit_block_list(blocks, metadata={CONVERSION_KEY: conversion_id})
+            except HttpResponseError as error:
+                if _code(error) != "InvalidBlockList":
+                    raise
+            else:
+                return
+        found = self.head(key)
+        if found is None or found.conversion_id != conversion_id:
+            raise OSError(errno.EIO, "the store has not all of its blocks", self._address(key))
+
+    def abort(self, key: str, upload: str) -> None:
+        """Forget blocks, where there is no blob of that name that they wait beside."""
+        if self.head(key) is None and self.list_parts(key, upload) is not None:
+            with self._explain(key), self._blob(key) as blob:
+                # To commit no block forgets the others.
+                blob.commit_block_list([])
+                blob.delete_blob()
+
+    def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
+        """Put a small blob."""
+        metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
+        with self._explain(key), self._blob(key) as blob:
+            blob.upload_blob(body, length=len(body), overwrite=True, metadata=metadata)
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes of a small blob; None where there is none."""
+        with self._explain(key), self._blob(key) as blob:
+            try:
+                return bytes(blob.download_blob().readall())
+            except _missing():
+                return None
+
+    def head(self, key: str) -> StoredObject | None:
+        """A blob; None where there is none."""
+        with self._explain(key), self._blob(key) as blob:
+            try:
+                found = blob.get_blob_properties()
+            except _missing():
+                return None
+        modified_s = found.last_modified.timestamp()
+        return StoredObject(found.size, modified_s, (found.metadata or {}).get(CONVERSION_KEY))
+
+    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+        """All blobs whose names begin so."""
+        with self._explain(prefix):
+            return {
+                one.name: StoredObject(one.size, one.last_modified.timestamp())
+                for one in self._container.list_blobs(name_starts_with=prefix)
+            }
+
+    def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        """Names that have blocks and no blob. Those with a blob too cannot be listed."""
+        with self._explain(prefix):
+            there = {one.name for one in self._container.list_blobs(name_starts_with=prefix)}
+            every = self._container.list_blobs(
+                name_starts_with=prefix, include=["uncommittedblobs"]
+            )
+            pending = [one.name for one in every if one.name not in there]
+        uploads = []
+        for key in pending:
+            with self._explain(key), self._blob(key) as blob:
+                _, blocks = blob.get_block_list("uncommitted")
+            for upload in sorted({_find_upload(one.id) for one in blocks}):
+                mine = [one.size for one in blocks if _find_upload(one.id) == upload]
+                uploads.append(PendingUpload(key, upload, 0.0, sum(mine)))
+        return uploads
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete blobs."""
+        for key in keys:
+            with self._explain(key), self._blob(key) as blob:
+                try:
+                    blob.delete_blob()
+                except _missing():
+                    continue
+
+    def close(self) -> None:
+        """Close connections."""
+        self._container.close()
+
+    def _blob(self, key: str) -> Any:
+        return self._container.get_blob_client(key)
+
+    def _address(self, key: str) -> str:
+        return f"az://{self._name}/{key}"
+
+    @contextmanager
+    def _explain(self, key: str) -> Iterator[None]:
+        from azure.core.exceptions import AzureError, ClientAuthenticationError
+
+        try:
+            yield
+        except ClientAuthenticationError as error:
+            text = f"the store does not let this user: {_code(error)}"
+            raise PermissionError(errno.EACCES, text, self._address(key)) from error
+        except AzureError as error:
+            text = shorten(f"{_code(error)} {str(error).partition(chr(10))[0]}".strip())
+            if getattr(error, "status_code", None) == 403:
+                raise PermissionError(errno.EACCES, text, self._address(key)) from error
+            number = errno.EINVAL if _code(error) == "ContainerNotFound" else errno.EIO
+            raise OSError(number, text, self._address(key)) from error
+
+
+def open_az(name: str) -> AzureTarget:
+    """A container, with the settings in the environment.
+
+    Raises:
+        MissingExtraError: azure-storage-blob is not installed.
+        OSError: settings that are missing or wrong.
+    """
+    try:
+        from azure.storage.blob import ContainerClient
+    except ImportError as error:
+        raise MissingExtraError(
+            "to write to Azure needs the package azure-storage-blob; pip install 'reshard[azure]'"
+        ) from error
+    retries = {"retry_total": ATTEMPTS, "retry_connect": ATTEMPTS, "retry_read": ATTEMPTS}
+    connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+    try:
+        if connection:
+            made = ContainerClient.from_connection_string(connection, name, **retries)
+            return AzureTarget(name, made)
+        if not (account or endpoint):
+            raise ValueError("set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING")
+        url = endpoint or f"https://{account}.blob.core.windows.net"
+        made = ContainerClient(url, name, credential=_find_credential(account), **retries)
+    except ValueError as error:
+        # The text of a connection string that cannot be read has its key.
+        said = "the connection string cannot be read" if connection else shorten(str(error))
+        raise OSError(errno.EINVAL, said, f"az://{name}") from error
+    return AzureTarget(name, made)
+
+
+def _find_credential(account: str) -> Any:
+    key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY") or os.environ.get("AZURE_STORAGE_ACCESS_KEY")
+    if key:
+        return {"account_name": account, "account_key": key}
+    token = os.environ.get("AZURE_STORAGE_SAS_TOKEN") or os.environ.get("AZURE_STORAGE_SAS_KEY")
+    if token:
+        return token
+    try:
+        from azure.identity import DefaultAzureCredential
+    except ImportError:
+        return None
+    return DefaultAzureCredential()
+
+
+def _block_id(upload: str, number: int) -> str:
+    """The name of a block: all of a blob are equally long."""
+    return base64.b64encode(f"{upload}{number:0{_DIGITS}}".encode()).decode()
+
+
+def _decode(block_id: str) -> str:
+    # Some versions of the package give names as they were put, others as they are stored.
+    try:
+        return base64.b64decode(block_id, validate=True).decode()
+    except ValueError:
+        return block_id
+
+
+def _find_upload(block_id: str) -> str:
+    return _decode(block_id)[:-_DIGITS]
+
+
+def _find_number(block_id: str, upload: str) -> int | None:
+    """The number of a block of an upload; None for those of others.
+
+    >>> _find_number(_block_id("c0ffee", 12), "c0ffee"), _find_number(_block_id("tea", 1), "c0ffee")
+    (12, None)
+    """
+    number = _decode(block_id).removeprefix(upload)
+    is_of_it = _find_upload(block_id) == upload and number.isdigit()
+    return int(number) if is_of_it else None
+
+
+def _missing() -> type[Exception]:
+    from azure.core.exceptions import ResourceNotFoundError
+
+    found: type[Exception] = ResourceNotFoundError
+    return found
+
+
+def _code(error: Any) -> str:
+    code = getattr(error, "error_code", None)
+    return str(getattr(code, "value", code) or type(error).__name__)

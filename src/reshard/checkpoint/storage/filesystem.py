@@ -1,0 +1,515 @@
+"""Descriptors of files, for the two roads to a disk: the page cache and direct I/O.
+
+A file is opened once for each road. Direct I/O moves whole pages between the disk and our own
+memory, and is several times faster for large blocks; the page cache takes any number of bytes
+at any offset. Whether a file system does direct I/O is only known by asking, once when the file
+is opened and again at each call, so a refusal is a return value here and not an error.
+
+Files and folders of this user's own: links are never followed, other owners are refused.
+
+Staging folders, locks, journals and drafts have names that anybody can guess, and may be in a
+folder that others can write to. Everything of this package that is written in place, truncated,
+locked or deleted by such a name is opened here:
+
+1. A folder is made with mode 0700. One that exists must be a folder, not a link to one, and this
+   user must own it.
+2. A file is opened with `O_NOFOLLOW`. It must be a regular file with one name, owned by this user
+   or by the owner of its folder, before a byte of it is changed.
+3. The owner that a file system gives to new files may be another than this process's user: NFS
+   with squashed root, mounts with one fixed owner. Where the owners differ, a file that is made
+   and removed again shows which owner new files get.
+
+Folders whose content survives a crash: names made durable, exchanged, and locked.
+
+Data is safe once its file is synced; a *name* is safe once the folder that holds it is synced.
+This module has the few operations on names that a crash-proof commit is made of, and one place
+where the operating system's refusals become errors of this package.
+
+One process at a time works in a folder that it has locked. The kernel drops the lock when its
+holder ends, however it ends, so a killed run never has to be cleaned up by hand:
+
+1. Make the folder and a file `lock` in it, and lock that file without waiting.
+2. Where somebody holds it, say who: the holder wrote its host and process into the file.
+3. Where the file that got locked is no longer the one with that name, the earlier holder was
+   just removing its folder: begin again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol, Self
+
+from reshard.errors import RunError
+from reshard.system import MAX_CALL_BYTES, sync
+
+DIRECT_MINIMUM_BYTES = 64 * 1024
+"""Below this the page cache is quicker: it reads ahead and gathers writes."""
+
+# Requests up to this are not compared with the size of the file.
+_UNCHECKED_BYTES = 1 << 20
+
+CONTINUES = "run the same command again, it continues"
+
+
+def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
+    """Read at most `max_bytes` of an open file, from where it stands.
+
+    Python allocates the memory of a whole request before it reads. So a request beyond the end of
+    the file, by a limit or by a size in damaged metadata, is cut to what the file has.
+    """
+    if max_bytes > _UNCHECKED_BYTES:
+        position = file.tell()
+        max_bytes = min(max_bytes, max(0, file.seek(0, os.SEEK_END) - position))
+        file.seek(position)
+    return file.read(max_bytes)
+
+
+def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
+    """Read a range of an open file; returns fewer bytes only where the file ends.
+
+    The system may give less than was asked for. Of a file without a descriptor, such as an object
+    of a store, only one thread reads. Memory is taken as in `read_up_to`.
+    """
+    try:
+        descriptor = file.fileno()
+    except OSError:
+        file.seek(start_bytes)
+        return read_up_to(file, size_bytes)
+    if size_bytes > _UNCHECKED_BYTES:
+        size_bytes = min(size_bytes, max(0, os.fstat(descriptor).st_size - start_bytes))
+    content = b""
+    while more := os.pread(
+        descriptor, min(size_bytes - len(content), MAX_CALL_BYTES), start_bytes + len(content)
+    ):
+        content += more
+    return content
+
+
+def close_descriptor(descriptor: int) -> int:
+    """Close a descriptor if it is open; returns -1, which stands for closed."""
+    if descriptor >= 0:
+        os.close(descriptor)
+    return -1
+
+
+def reason(error: OSError) -> str:
+    """The system's message for an error."""
+    return error.strerror or str(error)
+
+
+def describe_free_space(path: Path) -> str | None:
+    """Return what is used up where a disk is full: bytes, or inodes; None if that is unknown.
+
+    `path` is a file or folder that cannot be made or written, which need not exist.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return None
+    # File systems without a fixed number of inodes have none in all.
+    if state.f_files and not state.f_favail and state.f_bavail:
+        return "no inode is free, of which every file takes one: delete files that are not needed"
+    return f"{state.f_bavail * state.f_frsize} bytes are free"
+
+
+class Closable(Protocol):
+    """Anything with `close()`."""
+
+    def close(self) -> None:
+        """Release all resources."""
+
+
+class Closing:
+    """The base class of context managers that are left by `close()`.
+
+    >>> class Door(Closing):
+    ...     def close(self):
+    ...         print("shut")
+    >>> with Door():
+    ...     pass
+    shut
+    """
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Release all resources. A second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Links, and pipes without a reader; macOS answers differently for sockets.
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP)
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file that this user made, or make it (`O_CREAT`), and return its descriptor.
+
+    `flags` are as for `os.open`, without `O_TRUNC`: a caller truncates the open descriptor.
+
+    Raises:
+        RunError: a link, a pipe or device, a file with another name, a file of another user.
+        OSError: the file system refuses.
+    """
+    try:
+        # O_NONBLOCK: a pipe without a writer would wait. It does nothing for regular files.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR and (problem := _find_problem(path)):
+            raise _refuse(path, problem) from error
+        raise
+    try:
+        state = os.fstat(descriptor)
+        problem = _describe_file(state)
+        if problem is None and state.st_uid != os.geteuid():
+            # The folder was checked before: on some file systems all owners are alike.
+            owner = os.stat(path.parent).st_uid
+            problem = None if state.st_uid == owner else f"of another user, {state.st_uid}"
+        if problem is not None:
+            raise _refuse(path, problem)
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_new(path: Path, mode: int = 0o666) -> int:
+    """Open a file of this user's own for writing, empty, and return its descriptor.
+
+    Raises as `open_own`.
+    """
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
+    try:
+        os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_own(path: Path) -> bytes:
+    """Read a file that this user made. Raises as `open_own`."""
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def make_own_folder(folder: Path) -> os.stat_result:
+    """Make a folder that only this user can enter, or check one that exists, and return its state.
+
+    Raises as `check_own_folder`.
+
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     oct(make_own_folder(Path(parent) / "staging").st_mode & 0o777)
+    '0o700'
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    return check_own_folder(folder)
+
+
+def check_own_folder(folder: Path) -> os.stat_result:
+    """Return the state of a folder that this user owns, without following a link.
+
+    Raises:
+        RunError: a link, a file, a folder of another user.
+        OSError: the file system refuses, such as where nothing is.
+    """
+    state = os.lstat(folder)
+    problem = None if stat.S_ISDIR(state.st_mode) else _describe_file(state) or "a file"
+    if problem is None and state.st_uid not in (os.geteuid(), _owner_of_new_files(folder)):
+        problem = f"of another user, {state.st_uid}"
+    if problem is not None:
+        raise _refuse(folder, problem)
+    return state
+
+
+def is_exclusive(state: os.stat_result) -> bool:
+    """Whether only the owner of a folder can look into it and write there."""
+    return not state.st_mode & _OTHERS and state.st_uid == os.geteuid()
+
+
+def _owner_of_new_files(folder: Path) -> int | None:
+    """The owner that new files get in the folder that has `folder` in it; None if unknown."""
+    if os.lstat(folder).st_uid == os.geteuid():
+        return None
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".reshard-owner-", dir=folder.parent)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
+def _find_problem(path: Path) -> str | None:
+    try:
+        return _describe_file(os.lstat(path))
+    except OSError:
+        return None
+
+
+def _describe_file(state: os.stat_result) -> str | None:
+    """Return why a file cannot be this package's own; None if it can."""
+    if stat.S_ISLNK(state.st_mode):
+        return "a link"
+    if not stat.S_ISREG(state.st_mode):
+        return "not a regular file"
+    return "a file with a second name (a hard link)" if state.st_nlink > 1 else None
+
+
+def _refuse(path: Path, problem: str) -> RunError:
+    return RunError(
+        f"{path} is {problem}\n"
+        "expected a name that only reshard uses, made by this user: see who made it and remove it, "
+        "or choose another target"
+    )
+
+
+_FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_LOCK_NAME = "lock"
+# A lock whose folder its earlier holder removes meanwhile is tried again so often.
+_ATTEMPTS = 100
+
+
+@contextmanager
+def translate_os_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a `RunError` that names path and reason.
+
+    >>> with translate_os_errors("read the notes", Path("/nowhere/notes")):
+    ...     _ = Path("/nowhere/notes").read_bytes()
+    Traceback (most recent call last):
+    reshard.errors.RunError: cannot read the notes: /nowhere/notes: No such file or directory
+    """
+    try:
+        yield
+    except OSError as error:
+        # Some calls carry the exact path, those on descriptors carry none.
+        exact = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = describe_free_space(Path(exact))
+            reason += f" ({full})" if full is not None else ""
+        raise RunError(f"cannot {action}: {exact}: {reason}") from error
+
+
+def resolve_links(path: Path) -> Path:
+    """Return a path with its symbolic links followed, whether or not the file exists.
+
+    Raises:
+        OSError: ELOOP for a link that leads back to itself. `Path.resolve` raises RuntimeError
+            before Python 3.13, and later returns the path as it is.
+    """
+    try:
+        resolved = path.resolve(strict=True)
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+        resolved = path.resolve()
+    return resolved
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, however many calls it takes. Raises `OSError`."""
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(descriptor, remaining[:MAX_CALL_BYTES], offset)
+        remaining = remaining[written:]
+        offset += written
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Write files below a folder, or copy them from wherever they are, until they are on the disk.
+
+    Raises `OSError`, and `RunError` for names that are links.
+    """
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            file = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            opened.enter_context(file)
+            copy = opened.enter_context(os.fdopen(open_new(path), "wb"))
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            sync(copy.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a crash. Raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(descriptor)
+    except OSError as error:
+        # A file system that cannot sync folders says so with these; nothing else can be done.
+        if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders_under(folder: Path) -> None:
+    """Make every name in and under `folder` survive a crash. Raises `OSError`."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, _, _ in os.walk(folder, onerror=refuse):
+        sync_folder(Path(path))
+
+
+def is_attribute_file(name: str) -> bool:
+    """Return whether a name is that of a file in which macOS keeps attributes of another file.
+
+    It writes one for each file on disks that have no such attributes, and into archives.
+
+    >>> is_attribute_file("._model.safetensors"), is_attribute_file("model.safetensors")
+    (True, False)
+    """
+    return name.startswith("._")
+
+
+def describe_two_renames(target: Path) -> str:
+    """Return the note for a folder that was replaced where names cannot be swapped."""
+    return (
+        f"{target} was replaced by two renames, since this system or its file system cannot swap "
+        "two names: between them no checkpoint had this name"
+    )
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete `folder` and its contents, if it exists. Raises `OSError`."""
+    if os.path.lexists(folder):
+        shutil.rmtree(folder)
+
+
+class FolderLock(Closing):
+    """The exclusive right to work in `folder`, for this process and those it forks.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     folder = Path(parent) / "staging"
+    ...     with FolderLock.acquire(folder):
+    ...         folder.is_dir()
+    True
+    """
+
+    __slots__ = ("_descriptor", "_state", "folder")
+
+    def __init__(self, folder: Path, state: os.stat_result, descriptor: int) -> None:
+        self.folder = folder
+        self._state = state
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, folder: Path) -> FolderLock:
+        """Lock `folder`, which is created if missing (its parent must exist).
+
+        Raises `RunError` where another process holds it, naming that process, where the folder
+        or its lock is a link or another user's, and where they cannot be made or locked.
+        """
+        with translate_os_errors("lock the folder", folder):
+            for _ in range(_ATTEMPTS):
+                try:
+                    state = make_own_folder(folder)
+                    descriptor = open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
+                except FileNotFoundError:
+                    if not folder.parent.is_dir():
+                        raise
+                    continue  # removed by its earlier holder since the line above
+                try:
+                    if _lock_and_sign(descriptor, folder):
+                        return cls(folder, state, descriptor)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                os.close(descriptor)
+        raise RunError(
+            f"cannot lock the folder: {folder}: it is removed as often as it is made\n"
+            "another process uses the same folder: wait for it to end, then run this again"
+        )
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether only this user could look into the folder and write there."""
+        return is_exclusive(self._state)
+
+    @property
+    def inode(self) -> int:
+        """The inode number of the folder."""
+        return self._state.st_ino
+
+    def check_in_place(self) -> None:
+        """Raise `RunError` where another folder, or a link, has the name of the folder by now."""
+        if not os.path.samestat(os.lstat(self.folder), self._state):
+            raise RunError(
+                f"another folder took the place of {self.folder} during the run\n"
+                "expected nobody else to rename it: see who can write to its parent folder, then "
+                "run this again"
+            )
+
+    def remove_folder(self) -> None:
+        """Remove the emptied folder, lock file and all, and release. Raises `OSError`."""
+        (self.folder / _LOCK_NAME).unlink(missing_ok=True)
+        try:
+            self.folder.rmdir()
+        except OSError:
+            # A process that came in between has made a lock file of its own: the folder is
+            # its now, with all in it.
+            if not (self.folder / _LOCK_NAME).exists():
+                raise
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock and leave the folder as it is. A second call does nothing."""
+        if self._descriptor is not None:
+            # Closing, not unlocking: an unlock in a forked child would unlock its parent too.
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _lock_and_sign(descriptor: int, folder: Path) -> bool:
+    """Lock the open file and sign it; False if its name belongs to another file by then."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+        raise RunError(
+            f"the folder {folder} is in use by {holder or 'another process'}\n"
+            "expected no other run for the same target: wait for it to end, or stop it, "
+            "then run this again"
+        ) from error
+    try:
+        # The lock is on the open file; its name may belong to another one by now, which a third
+        # process could lock.
+        named = os.lstat(folder / _LOCK_NAME)
+    except FileNotFoundError:
+        return False
+    if not os.path.samestat(os.fstat(descriptor), named):
+        return False
+    os.ftruncate(descriptor, 0)
+    write_all(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True

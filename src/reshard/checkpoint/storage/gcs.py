@@ -1,0 +1,232 @@
+"""Buckets of Google Cloud Storage, written as objects of parts that are composed.
+
+A part is an object of its own beside the marker, so parts may be put in any order and listed;
+`complete` composes them, up to 32 at a time, and deletes them. Resumable uploads would take parts
+in one order only. Credentials are those that google-auth finds (`GOOGLE_APPLICATION_CREDENTIALS`,
+gcloud's); `STORAGE_EMULATOR_HOST` names another server.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from reshard.checkpoint.storage.object_stores import (
+    CONVERSION_KEY,
+    FileStream,
+    PendingUpload,
+    StoredObject,
+    StoredPart,
+    shorten,
+)
+from reshard.errors import MissingExtraError
+
+_COMPOSED_AT_A_TIME = 32
+_DELETIONS = 16
+_GIVE_UP_S = 120.0
+_PARTS = "/parts/"
+
+
+class GcsTarget:
+    """A bucket; see `ObjectTarget`. An upload is what the keys of its parts begin with."""
+
+    def __init__(self, name: str, client: Any) -> None:
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        self._name, self._client = name, client
+        self._bucket = client.bucket(name)
+        # Every request here gives the same when it is made twice.
+        self._retry = DEFAULT_RETRY.with_timeout(_GIVE_UP_S)
+
+    def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
+        """Nothing is asked: parts are objects."""
+        return parts_key
+
+    def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
+        """Put the object of a part, and return its CRC-32C."""
+        return self._put(f"{upload}/{number:06}", body, {})
+
+    def _put(self, key: str, body: Any, metadata: Mapping[str, str]) -> str:
+        """Put an object, and return its CRC-32C."""
+        with self._explain(key):
+            blob = self._bucket.blob(key)
+            blob.metadata = dict(metadata)
+            blob.upload_from_file(body, size=len(body), rewind=True, retry=self._retry)
+            return blob.crc32c or ""
+
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
+        """Each part; None where there are none."""
+        if not upload:
+            return None
+        found = self.list_objects(f"{upload}/")
+        named = {
+            name.rpartition("/")[2]: StoredPart(one.size_bytes, one.checksum)
+            for name, one in found.items()
+        }
+        return {int(name): part for name, part in named.items() if name.isdigit()} or None
+
+    def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
+        """Compose the parts, and delete them."""
+        there = self.list_parts(key, upload) or {}
+        if any(number not in there for number in range(parts)):
+            found = self.head(key)
+            if found is None or found.conversion_id != conversion_id:
+                raise OSError(
+                    errno.EIO,
+                    f"the store has {len(there)} of its {parts} parts",
+                    self._address(key),
+                )
+        else:
+            names = [f"{upload}/{number:06}" for number in range(parts)]
+            for level in itertools.count():
+                if len(names) <= _COMPOSED_AT_A_TIME:
+                    break
+                groups = [
+                    names[at : at + _COMPOSED_AT_A_TIME]
+                    for at in range(0, len(names), _COMPOSED_AT_A_TIME)
+                ]
+                names = [f"{upload}/level{level}-{at:06}" for at in range(len(groups))]
+                with ThreadPoolExecutor(_DELETIONS) as threads:
+                    list(threads.map(self._compose, groups, names))
+            self._compose(names, key, {CONVERSION_KEY: conversion_id})
+        self.abort(key, upload)
+
+    def _compose(
+        self, names: list[str], key: str, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        with self._explain(key):
+            blob = self._bucket.blob(key)
+            blob.metadata = dict(metadata or {})
+            blob.content_type = "application/octet-stream"
+            blob.compose([self._bucket.blob(name) for name in names], retry=self._retry)
+
+    def abort(self, key: str, upload: str) -> None:
+        """Delete the parts."""
+        if upload:
+            self.delete(self.list_objects(f"{upload}/"))
+
+    def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
+        """Put a small object."""
+        metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
+        self._put(key, _Bytes(body) if isinstance(body, bytes) else body, metadata)
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes of a small object; None where there is none."""
+        from google.api_core.exceptions import NotFound
+
+        with self._explain(key):
+            try:
+                return bytes(self._bucket.blob(key).download_as_bytes(retry=self._retry))
+            except NotFound:
+                return None
+
+    def head(self, key: str) -> StoredObject | None:
+        """An object; None where there is none."""
+        with self._explain(key):
+            found = self._bucket.get_blob(key, retry=self._retry)
+        return None if found is None else self._describe(found)
+
+    def _describe(self, found: Any) -> StoredObject:
+        metadata = found.metadata or {}
+        modified_s, checksum = found.updated.timestamp(), found.crc32c or ""
+        return StoredObject(found.size, modified_s, metadata.get(CONVERSION_KEY), checksum)
+
+    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+        """All objects whose keys begin so."""
+        with self._explain(prefix):
+            found = self._client.list_blobs(self._name, prefix=prefix, retry=self._retry)
+            return {one.name: self._describe(one) for one in found}
+
+    def list_uploads(self, prefix: str) -> list[PendingUpload]:
+        """The files whose parts are there."""
+        uploads: dict[str, tuple[float, int]] = {}
+        for key, one in self.list_objects(prefix).items():
+            # target/.reshard/conversion/parts/name/000000
+            folder, within, rest = key.partition(_PARTS)
+            if within and "/.reshard/" in f"/{folder}":
+                upload = f"{folder}{_PARTS}{rest.rpartition('/')[0]}"
+                began_s, size = uploads.get(upload, (one.modified_s, 0))
+                uploads[upload] = min(began_s, one.modified_s), size + one.size_bytes
+        found = []
+        for upload, (began_s, size) in uploads.items():
+            marker, _, name = upload.partition(_PARTS)
+            target = marker.rpartition("/.reshard/")[0]
+            found.append(PendingUpload(f"{target}/{name}", upload, began_s, size))
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects."""
+        with ThreadPoolExecutor(_DELETIONS) as threads:
+            list(threads.map(self._delete, list(keys)))
+
+    def _delete(self, key: str) -> None:
+        from google.api_core.exceptions import NotFound
+
+        with self._explain(key):
+            try:
+                self._bucket.blob(key).delete(retry=self._retry)
+            except NotFound:
+                return
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+    def _address(self, key: str) -> str:
+        return f"gs://{self._name}/{key}"
+
+    @contextmanager
+    def _explain(self, key: str) -> Iterator[None]:
+        import requests
+        from google.api_core.exceptions import Forbidden, GoogleAPIError, NotFound, Unauthorized
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            yield
+        except (Forbidden, Unauthorized) as error:
+            text = shorten(str(error.message))
+            raise PermissionError(errno.EACCES, text, self._address(key)) from error
+        except NotFound as error:
+            raise OSError(errno.EINVAL, shorten(str(error.message)), self._address(key)) from error
+        except (GoogleAPIError, requests.RequestException) as error:
+            raise OSError(errno.EIO, shorten(str(error)), self._address(key)) from error
+        except GoogleAuthError as error:
+            raise OSError(errno.EINVAL, shorten(str(error)), self._address(key)) from error
+
+
+class _Bytes(io.BytesIO):
+    """Bytes as a stream that knows its length."""
+
+    def __len__(self) -> int:
+        return len(self.getbuffer())
+
+
+def open_gs(name: str) -> GcsTarget:
+    """A bucket, with the credentials that google-auth finds.
+
+    Raises:
+        MissingExtraError: google-cloud-storage is not installed.
+        OSError: there are no credentials.
+    """
+    try:
+        from google.auth.credentials import AnonymousCredentials
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud import storage
+    except ImportError as error:
+        raise MissingExtraError(
+            "to write to Google Cloud Storage needs the package google-cloud-storage; pip install "
+            "'reshard[gcs]'"
+        ) from error
+    try:
+        if os.environ.get("STORAGE_EMULATOR_HOST"):
+            credentials = AnonymousCredentials()
+            return GcsTarget(name, storage.Client(project="none", credentials=credentials))
+        return GcsTarget(name, storage.Client())
+    except (GoogleAuthError, OSError) as error:
+        raise OSError(errno.EINVAL, shorten(str(error)), f"gs://{name}") from error

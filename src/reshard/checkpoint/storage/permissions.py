@@ -1,0 +1,185 @@
+"""How open new files and folders are: never more than their source, or than what they replace.
+
+A new file has the bits that the umask leaves, of those the bits that its source has, and of those
+the bits of the file that it replaces. Its owner can always read and write it. A folder that takes
+the place of another gets its mode, its group and, for root, its owner. Objects of stores have no
+modes: the umask decides.
+
+Links beside the tensors of a checkpoint, and which of them are followed.
+
+A downloaded folder must not decide which files of this machine are copied into a new checkpoint. A
+link is followed if its target is in the folder, or, in a snapshot of the Hugging Face cache, in the
+folder of the same repository: all files of a snapshot are links to its `blobs`::
+
+    models--meta--llama/blobs/0f3c...
+    models--meta--llama/snapshots/c0ffee/config.json -> ../../blobs/0f3c...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.checkpoint.storage.remote_paths import RemotePath
+from reshard.system import sync
+
+_ALL = 0o777
+
+
+@dataclass(frozen=True, slots=True)
+class ModeLimits:
+    """The most bits that the mode of a new folder, and of the files in it, may have.
+
+    `of_file` is for the files, by their names, that have a source of their own.
+    """
+
+    folder: int = _ALL
+    files: int = _ALL
+    of_file: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_LIMITS = ModeLimits()
+
+
+def find_mode_limits(
+    folder: Path, files: Iterable[Path], copied: Mapping[str, Path] | None = None
+) -> ModeLimits:
+    """Return the bits of a source: its folder, its files, and the files that are copied.
+
+    >>> find_mode_limits(Path("/nowhere"), [])
+    ModeLimits(folder=511, files=511, of_file={})
+    """
+    of_file = {name: _bits(path) for name, path in (copied or {}).items()}
+    return ModeLimits(_bits(folder), common_mode_bits(files), of_file)
+
+
+def common_mode_bits(paths: Iterable[Path]) -> int:
+    """The bits that all files have; those that are not there do not count."""
+    bits = _ALL
+    for path in paths:
+        bits &= _bits(path)
+    return bits
+
+
+def restrict_modes(folder: Path, bits: ModeLimits, replaced: Path) -> None:
+    """Make a new folder, and all in it, no more open than `bits` and than what it replaces.
+
+    Raises OSError.
+    """
+    for parent, folders, files in os.walk(folder):
+        for name in files:
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            allowed = bits.of_file.get(relative, bits.files) & _bits(replaced / relative)
+            restrict_mode(path, allowed, 0o600)
+        for name in folders:
+            path = Path(parent, name)
+            allowed = bits.folder & _bits(replaced / path.relative_to(folder))
+            restrict_mode(path, allowed, 0o700)
+    if replaced.is_dir():
+        copy_ownership(folder, replaced)
+    else:
+        restrict_mode(folder, bits.folder, 0o700)
+
+
+def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
+    """Make a new file no more open than `bits` and than the file that it replaces, if any.
+
+    It gets that file's owner and group; without its group, the bits of the group are none. Raises
+    OSError.
+    """
+    allowed = bits.of_file.get(path.name, bits.files) & _bits(replaced)
+    if replaced.exists():
+        old = replaced.stat()
+        try:
+            os.chown(path, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
+        except PermissionError:
+            allowed &= 0o707
+    restrict_mode(path, allowed, 0o600)
+
+
+def restrict_mode(path: Path, allowed: int, least: int = 0o600) -> None:
+    """Take the bits of a mode away that are not `allowed`, nor among the `least` of its owner.
+
+    Raises OSError.
+    """
+    mode = stat.S_IMODE(path.lstat().st_mode)
+    new = mode & ~(_ALL & ~(allowed | least))
+    if new != mode:
+        path.chmod(new)
+        # The mode is as durable as the name that a folder is about to get.
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def copy_ownership(folder: Path, replaced: Path) -> None:
+    """Give a new folder, and the files in it, the owner and group of the one that it replaces.
+
+    The folder gets its mode too. Who may not give them away keeps them: without its group, the
+    group's bits are those of others. Raises OSError.
+    """
+    old, new = replaced.stat(), folder.stat()
+    mode = stat.S_IMODE(old.st_mode)
+    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+        owner = old.st_uid if os.geteuid() == 0 else -1
+        paths = [folder, *folder.rglob("*")]
+        try:
+            for path in paths:
+                os.chown(path, owner, old.st_gid, follow_symlinks=False)
+        except PermissionError:
+            if old.st_gid != new.st_gid:
+                mode &= ~0o070 | (mode & 0o007) << 3
+    if mode | 0o700 != stat.S_IMODE(folder.stat().st_mode):
+        # A bit that this file system or user may not set is not worth failing for.
+        with contextlib.suppress(PermissionError):
+            folder.chmod(mode | 0o700)
+
+
+def _bits(path: Path) -> int:
+    """The bits of a file or folder, all of them where there is none, or it is in a store."""
+    if isinstance(path, RemotePath):
+        return _ALL
+    try:
+        return stat.S_IMODE(path.stat().st_mode) & _ALL
+    except OSError:
+        return _ALL
+
+
+_REPOSITORIES = ("models--", "datasets--", "spaces--")
+
+
+def is_link(path: Path) -> bool:
+    """Whether a path is a link; objects of stores are none."""
+    return not isinstance(path, RemotePath) and path.is_symlink()
+
+
+def describe_foreign_link(path: Path, folder: Path) -> str | None:
+    """Return why a file of a checkpoint's folder is not followed; None if it may be read.
+
+    >>> describe_foreign_link(Path("/nowhere/config.json"), Path("/nowhere")) is None
+    True
+    """
+    if not is_link(path):
+        return None
+    target = path.resolve()
+    if any(target.is_relative_to(one) for one in _allowed_folders(folder.resolve())):
+        return None
+    return f"a link to {os.readlink(path)}, outside the folder"
+
+
+def _allowed_folders(folder: Path) -> tuple[Path, ...]:
+    """The folders that links in a resolved folder may lead into.
+
+    >>> [path.name for path in _allowed_folders(Path("/hub/models--a--b/snapshots/c0ffee"))]
+    ['c0ffee', 'models--a--b']
+    """
+    repository = folder.parent.parent
+    is_snapshot = folder.parent.name == "snapshots" and repository.name.startswith(_REPOSITORIES)
+    return (folder, repository) if is_snapshot else (folder,)

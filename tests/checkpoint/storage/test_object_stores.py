@@ -1,0 +1,101 @@
+"""Objects on a web server that goes wrong, and in a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from object_server import ObjectServer, object_server
+
+pytest.importorskip("obstore")
+
+from reshard import checkpoint
+from reshard.checkpoint.storage import object_stores
+from reshard.checkpoint.storage.object_stores import BucketSource, open_bucket
+from reshard.errors import CheckpointError
+
+CONTENT = bytes(range(256)) * 4096
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    monkeypatch.setattr(object_stores, "_FIRST_WAIT_S", 0.001)
+    with object_server() as found:
+        found.objects["/model/a.bin"] = CONTENT
+        yield found
+
+
+def source_of(server: ObjectServer) -> BucketSource:
+    return open_bucket("http", server.url.removeprefix("http://"))
+
+
+def test_ranges_and_states(server: ObjectServer) -> None:
+    source = source_of(server)
+    state = source.head("model/a.bin")
+    assert state is not None
+    assert (state.size_bytes, state.modified_s) == (len(CONTENT), 1_700_000_000)
+    memory = bytearray(70_000)
+    assert source.read_into("model/a.bin", 12_345, memoryview(memory)) == state
+    assert memory == CONTENT[12_345:82_345]
+    assert source.head("model/b.bin") is None
+    with pytest.raises(FileNotFoundError):
+        source.read_into("model/b.bin", 0, memoryview(memory))
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "slam"])
+def test_what_goes_wrong_for_a_while_is_asked_for_again(
+    server: ObjectServer, fault: int | str
+) -> None:
+    server.faults = [fault] * 2
+    memory = bytearray(len(CONTENT))
+    source_of(server).read_into("model/a.bin", 0, memoryview(memory))
+    assert memory == CONTENT
+    assert server.requests["GET /model/a.bin"] == 3
+    if fault == "cut":
+        # Only what is missing is sent again.
+        assert server.sent_bytes <= len(CONTENT)
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, PermissionError), (401, PermissionError)])
+def test_refusals_are_told_at_once(server: ObjectServer, status: int, error: type[OSError]) -> None:
+    server.faults = [status] * 9
+    with pytest.raises(error, match="does not let this user in"):
+        source_of(server).read_into("model/a.bin", 0, memoryview(bytearray(8)))
+    assert server.requests["GET /model/a.bin"] == 1
+
+
+def test_what_stays_wrong_is_an_error(server: ObjectServer) -> None:
+    server.faults = ["cut"] * 99
+    with pytest.raises(OSError, match=r"body|ended early|decod"):
+        source_of(server).read_into("model/a.bin", 0, memoryview(bytearray(1 << 20)))
+
+
+def test_a_web_server_is_asked_for_usual_names(server: ObjectServer) -> None:
+    server.objects["/model/config.json"] = b"{}"
+    server.objects["/model/odd name.txt"] = b"text"
+    found = source_of(server).list_folder("model")
+    assert set(found.objects) == {"config.json"}
+    assert not found.is_whole
+    assert source_of(server).head("model/odd name.txt") is not None
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "value"),
+    [
+        ("s3://bucket/model", "AWS_ENDPOINT_URL", "nonsense"),
+        ("s3://bucket/model", "AWS_ENDPOINT_URL", "http://a host"),
+        ("s3://bucket/model", "AWS_PROFILE", "nobody's"),
+        ("az://container/model", "AZURE_STORAGE_ENDPOINT", "nonsense"),
+        ("az://container/model", "AWS_PROFILE", ""),
+        ("gs://bucket/model", "STORAGE_EMULATOR_HOST", "a host"),
+        ("https://host:port/model", "AWS_PROFILE", ""),
+    ],
+)
+def test_settings_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, address: str, name: str, value: str
+) -> None:
+    pytest.importorskip("boto3")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="set that right, or give another path"):
+        checkpoint.open(address)
