@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.checkpoint.formats.safetensors.header_writer import build_header
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.mesh import DeviceMesh

@@ -32,8 +32,7 @@ from checkpoint.campaigns.small_checkpoints import (
 )
 from checkpoint.checkpoint_files import write_file
 from reshard.checkpoint import diff
-from reshard.checkpoint.formats.orbax.crc32c import crc32c
-from reshard.checkpoint.formats.orbax.ocdbt import MANIFEST_MAGIC, NODE_MAGIC
+from reshard.checkpoint.formats.orbax.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, crc32c
 from soak.damaged_inputs import (
     archive_with,
     limit_memory,

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.formats.safetensors.huggingface import SINGLE_FILE
-from reshard.checkpoint.formats.safetensors.new_header import (
+from reshard.checkpoint.formats.safetensors.header_writer import (
     number_kinds,
     place_header,
     place_rows,
 )
+from reshard.checkpoint.formats.safetensors.huggingface import SINGLE_FILE
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.dtypes import dtype
 from reshard.errors import UsageError

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.checkpoint.formats.safetensors import huggingface, sharded
-from reshard.checkpoint.formats.safetensors.header import parse_header
-from reshard.checkpoint.formats.safetensors.values import LENGTH_BYTES
+from reshard.checkpoint.formats.safetensors.header import LENGTH_BYTES, parse_header
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,

@@ -16,7 +16,7 @@ from cli.command_runs import Run, run_here
 from reshard import checkpoint
 from reshard.binding import View
 from reshard.checkpoint.conversion import staging
-from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.checkpoint.formats.safetensors.header_writer import build_header
 from reshard.checkpoint.options import ConversionRequest
 from reshard.errors import UsageError
 from reshard.layout import Box

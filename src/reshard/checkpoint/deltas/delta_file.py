@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
-from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.checkpoint.formats.safetensors.header import check_shape
 from reshard.checkpoint.manifest import MANIFEST_NAME, is_plain_name
 from reshard.checkpoint.storage.filesystem import open_new, sync_folder, translate_os_errors
 from reshard.checkpoint.storage.json_text import parse_json

@@ -238,7 +238,7 @@ s3://bucket/model'
 
 
 def describe_folder(path: Path) -> str | None:
-    """What a folder is that no format knows, and what to do; None for one that is not known."""
+    """What a folder is that no format knows, and what to do, or None for one that is not known."""
     names = list_names(path)
     wrong = describe_wrong_files(path)
     if wrong is not None:
@@ -268,7 +268,7 @@ def folders_within(path: Path) -> Iterator[Path]:
 
 
 def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
-    """The files at a path that are of another kind than their names say; None where none is.
+    """The files at a path that are of another kind than their names say; None if none is.
 
     Args:
         path: a file, or a folder.
@@ -297,7 +297,7 @@ def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
 
 
 def find_kind(file: Path) -> FileKind | None:
-    """The kind of a regular file by its first bytes; None where they do not tell.
+    """The kind of a regular file by its first bytes; None if they do not tell.
 
     >>> find_kind(Path(__file__)) is None
     True

@@ -71,19 +71,18 @@ class CheckpointFormat(ABC):
 
     Attributes:
         name: on the command line, in manifests and in reports.
-        evidence: what a folder of it has, for the error where no format is found.
-        suffixes: what the names of its files end in.
-        capabilities: what a new checkpoint of it holds; a format with neither `WHOLE` nor `SHARDS`
-            is read only.
+        evidence: the files by which it is detected, for the error if no format is.
+        suffixes: the endings of the names of its files.
+        capabilities: of new checkpoints; a format with neither `WHOLE` nor `SHARDS` is read only.
         own_metadata: keys of text metadata that belong to the format, not to the user.
         carries_weights: whether files of weights in other formats, such as Megatron's
             `common.pt`, are part of its checkpoints and carried along.
-        training: the style in which it takes training state (`reshard.checkpoint.training.styles`),
-            such as `reshard`; None where it takes any names.
-        single_suffixes: what the name of a target ends in that is one file of it and no folder.
-        written_for: the program that it is made for rank by rank (`--for`); None for formats that
-            hold any tensors.
-        takes_source_sharding: whether a user can specify how its tensors are cut (`open_sharded`).
+        training: the style of names in which it stores training state
+            (`reshard.checkpoint.training.styles`), such as `reshard`; None if it stores any names.
+        single_suffixes: the endings of names of targets that are a single file instead of a folder.
+        written_for: the program for whose ranks it is made (`--for`), or None.
+        takes_source_sharding: whether a user can specify the shardings of its tensors
+            (`open_sharded`).
     """
 
     name: ClassVar[str]
@@ -213,7 +212,7 @@ class CheckpointFormat(ABC):
 
         Args:
             checkpoint: in the names and element types of the target.
-            mesh: what it is cut for; None for a number of ranks, and for whole tensors.
+            mesh: what it is cut for, or None for a number of ranks, and for whole tensors.
             ranks: how many there are.
 
         Raises:

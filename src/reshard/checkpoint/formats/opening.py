@@ -268,7 +268,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The model's `config.json` beside the tensors, or None where there is none.
+    """The model's `config.json` beside the tensors, or None if there is none.
 
     Beside an adapter it is that of the model that `adapter_config.json` names, where this is a
     folder, or one that was copied there; `adapter_config.json` is in it, as `adapter_config`.
@@ -288,7 +288,7 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The `adapter_config.json` beside the tensors, or None where there is none.
+    """The `adapter_config.json` beside the tensors, or None if there is none.
 
     Raises:
         FormatError: a file that is not a JSON object.
@@ -297,7 +297,7 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file."""
+    """The object in a JSON file; None if there is no file."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

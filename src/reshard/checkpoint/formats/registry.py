@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 # The modules with a `FORMAT`, by its name, in the order in which they are asked whether a path is
 # theirs. `safetensors` is last: it takes any single file for one of safetensors.
 _MODULES = {
-    "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist.format",
+    "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist",
     "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy.format",
     "megatron-fsdp": "reshard.checkpoint.formats.megatron.fsdp_dtensor",
     "torch-dcp": "reshard.checkpoint.formats.torch_dcp",
-    "orbax": "reshard.checkpoint.formats.orbax.format",
+    "orbax": "reshard.checkpoint.formats.orbax",
     "deepspeed-zero1": "reshard.checkpoint.formats.deepspeed.zero1",
     "deepspeed-zero3": "reshard.checkpoint.formats.deepspeed.zero3",
     "deepspeed-universal": "reshard.checkpoint.formats.deepspeed.universal",

@@ -21,7 +21,7 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
-from reshard.checkpoint.formats.safetensors.index_files import (
+from reshard.checkpoint.formats.safetensors.huggingface import (
     check_weight_map,
     expect_files,
     index_text,

@@ -27,13 +27,15 @@ from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
-    NamedTensor,
-    aligned_order,
-    build_header,
     drop_convention,
     list_files,
     read_header,
     tensor_size_bytes,
+)
+from reshard.checkpoint.formats.safetensors.header_writer import (
+    NamedTensor,
+    aligned_order,
+    build_header,
 )
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,

@@ -207,7 +207,7 @@ def count_copy_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
 
 
 def find_stored_replicas(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return how a checkpoint stores equal shards, `once` or `every`; None where it has none."""
+    """Return how a checkpoint stores equal shards, `once` or `every`; None if it has none."""
     has_copies = False
     columns = TensorColumns.of(tensors)
     for kind in columns.kinds:
@@ -307,7 +307,7 @@ class _Owned:
 
 
 def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
-    """What these slots own, in their order; None where some hold several cells, or none."""
+    """What these slots own, in their order; None if some hold several cells, or none."""
     given = np.fromiter(slots, np.int64, len(slots))
     rows = np.searchsorted(layout.cell_slot, given)
     counts = np.searchsorted(layout.cell_slot, given, side="right") - rows

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from pathlib import Path
 
 import pytest
 
-from reshard.checkpoint.formats.orbax.crc32c import crc32c
-from reshard.checkpoint.formats.orbax.key_values import open_key_values
+from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax.ocdbt import (
     MANIFEST_MAGIC,
     NODE_MAGIC,
     DataPlace,
     NodePlace,
+    StoredValue,
+    crc32c,
     decode_manifest,
     decode_node,
     encode_database,
+    open_key_values,
 )
-from reshard.errors import FormatError
+from reshard.errors import CheckpointError, FormatError
 
-tensorstore = pytest.importorskip("tensorstore")
+
+def bit_by_bit(content: bytes) -> int:
+    state = 0xFFFFFFFF
+    for byte in content:
+        state ^= byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    return state ^ 0xFFFFFFFF
+
+
+def test_vectors_of_the_standard() -> None:
+    # RFC 3720, appendix B.4.
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"\xff" * 32) == 0x62A8AB43
+    assert crc32c(bytes(range(32))) == 0x46DD794E
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 5000])
+def test_lengths(size: int) -> None:
+    content = random.Random(size).randbytes(size)
+    assert crc32c(content) == bit_by_bit(content)
+
+
 PLACE = DataPlace("", "d/nodes", 0, 0)
 
 
 def open_by_tensorstore(folder: Path) -> object:
+    tensorstore = pytest.importorskip("tensorstore")
     spec = {"driver": "ocdbt", "base": f"file://{folder}/"}
     return tensorstore.KvStore.open(spec).result()
 
@@ -38,6 +64,7 @@ def values_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("most_node_bytes", [300, 1 << 20])
 def test_what_tensorstore_writes(tmp_path: Path, most_node_bytes: int) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
     config = {"max_decoded_node_bytes": most_node_bytes, "max_inline_value_bytes": 8}
     spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
     store = tensorstore.KvStore.open(spec).result()
@@ -132,3 +159,48 @@ def test_a_node_that_leads_to_itself(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     assert len(values_of(tmp_path)) == 9
     assert open_key_values(tmp_path).find("8") is not None
+
+
+def write_database(folder: Path, *values: tuple[bytes, bytes | DataPlace]) -> None:
+    (folder / "d").mkdir()
+    for name, content in encode_database(values, "d/n", bytes(16)):
+        (folder / name).write_bytes(content)
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "0.0").write_bytes(b"abc")
+    values = open_key_values(tmp_path)
+    assert values.find("w/0.0") == StoredValue(3, FileRange("w/0.0", 0))
+    assert values.find("w/0.1") is None
+    assert values.sizes == {"w/0.0": 3}
+
+
+@pytest.mark.parametrize("key", ["../x", "/etc/passwd", "w/../../x", "w//x"])
+def test_keys_that_lead_outside(tmp_path: Path, key: str) -> None:
+    with pytest.raises(FormatError, match="outside"):
+        open_key_values(tmp_path).find(key)
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "d/../../x", ""])
+def test_places_outside(tmp_path: Path, path: str) -> None:
+    write_database(tmp_path, (b"a", DataPlace("", path, 0, 1)))
+    with pytest.raises(FormatError, match="outside"):
+        open_key_values(tmp_path)
+
+
+def test_places_that_no_file_has(tmp_path: Path) -> None:
+    stored = (b"a", DataPlace("", "d/x", 0, 9)), (b"b", DataPlace("", "d/n", 0, 1 << 40))
+    write_database(tmp_path, *stored)
+    values = open_key_values(tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        values.find("a")
+    with pytest.raises(FormatError, match="cut off"):
+        values.find("b")
+
+
+def test_a_database_without_its_nodes(tmp_path: Path) -> None:
+    write_database(tmp_path, (b"a", b"1"))
+    (tmp_path / "d" / "n").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        open_key_values(tmp_path)

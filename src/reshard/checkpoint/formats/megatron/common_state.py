@@ -25,10 +25,12 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.contents import StoredItem
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     flatten_state,
@@ -45,19 +47,23 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
 )
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor
 from reshard.dtypes import dtype
+from reshard.errors import FormatError
 from reshard.text import count_text
 
 # The step of an optimizer that has it in the state of its parameters, and not in groups.
 COMMON_STEP = "optimizer.common_step"
+
 # The loss scaler of 16-bit gradients.
 _SCALER, _SCALE = "grad_scaler", "scale"
 SCALER = f"optimizer.{_SCALER}"
 _FLOAT32 = dtype("float32")
 _NAMESPACE = Global("argparse", "Namespace")
 _TYPE = re.compile(r"torch\.((?:b?float|u?int|complex)\d+|bool|float8_\w+)")
+
 # Parts of an optimizer's state that are tensors or groups.
 _OPTIMIZER_PARTS = frozenset(
     {
@@ -65,8 +71,9 @@ _OPTIMIZER_PARTS = frozenset(
         *("fp32_from_fp16_params", "fp32_from_fp16"),
     }
 )
-Path = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 ReadStorage = Callable[[ArchivedTensor], bytes]
+
 _PARALLELISM = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -76,9 +83,11 @@ _PARALLELISM = {
     "vp": "virtual_pipeline_model_parallel_size",
     "dp": "data_parallel_size",
 }
+
 # What files have that nothing else says.
 DEFAULTS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
 EXTRA_STATE = "._extra_state/"
+
 # What tells the groups of a Megatron optimizer apart.
 GROUP_MARKS = {
     "wd_mult": 1.0,
@@ -93,11 +102,11 @@ class CommonState:
     """Plain values by name, where each stood, the groups of optimizers, and what is not read."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    paths: dict[str, StatePath] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     unread: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, path: Path, value: Any, label: str = "the state") -> None:
+    def add(self, path: StatePath, value: Any, label: str = "the state") -> None:
         """Add a part of a nested state; `label` names its file in errors.
 
         Raises FormatError for one that is too deep.
@@ -223,7 +232,7 @@ def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def step_of(values: Mapping[str, Any]) -> Any:
-    """The number of steps of the first group that has it; None where none has."""
+    """The number of steps of the first group that has it; None if none has."""
     return next((group["step"] for group in groups_of(values) if "step" in group), None)
 
 
@@ -362,7 +371,7 @@ def split_groups(
     return []
 
 
-def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+def nest_values(values: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str, Any]:
     """The nested state of plain values, with arguments in a Namespace."""
     known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
     state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
@@ -406,3 +415,28 @@ def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dic
 def _as_type(value: Any) -> Any:
     match = _TYPE.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else Global("torch", match[1])
+
+
+def read_object(folder: Path, item: StoredItem) -> Any:
+    """The value of an object; its tensors lie behind the object's first byte.
+
+    Raises:
+        FormatError: an object that was transformed, ends early, or is no value.
+    """
+    path, start_bytes = folder / item.place.path, item.place.start_bytes
+    label = f"{path} bytes {start_bytes}: object {item.name!r}"
+    if item.transforms:
+        raise FormatError(
+            f"{label} was transformed ({', '.join(item.transforms)}), and is needed to tell whose "
+            "the optimizer state is; save it without this extension"
+        )
+    with path.open("rb") as file:
+
+        def read(offset: int, size: int) -> bytes:
+            file.seek(start_bytes + offset)
+            content = file.read(max(0, min(size, item.size_bytes - offset)))
+            if len(content) != size:
+                raise FormatError(f"{label} ends before byte {offset + size}; it was cut off")
+            return content
+
+        return read_torch_value(read, item.size_bytes, label)

@@ -20,8 +20,8 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.checkpoint.formats.megatron.iterations import find_iteration
-from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron import find_iteration
+from reshard.checkpoint.formats.megatron.parameters import engine_name
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 
 FORMAT_NAME = "megatron-fsdp"
@@ -38,8 +38,7 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
     """
-    from reshard.checkpoint.formats.megatron.common_state import CommonState
-    from reshard.checkpoint.formats.megatron.object_items import read_object
+    from reshard.checkpoint.formats.megatron.common_state import CommonState, read_object
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
     from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
 

@@ -1,14 +1,217 @@
-"""Orbax checkpoints: a tree of JAX arrays in Zarr chunks, in files or in an OCDBT database.
+"""The format `orbax`: a tree of JAX arrays in Zarr chunks, in files or in an OCDBT database.
 
-format            the format `orbax`
-folders           which folder has the tree: steps and items of a CheckpointManager
-tree_metadata     `_METADATA`: the tree, its keys and its kinds of leaves
-aggregate         `checkpoint`: the tree of older versions, in one file
-key_values        where the value of a key lies: a file, or a range of one
-ocdbt             nodes of OCDBT, both ways; `crc32c` their checksum
-zarr_metadata     types, grids and codecs of arrays (Zarr 2 and 3)
-chunks            chunks as shards; those that are compressed are unpacked when they are read
-shardings         `_sharding`: JAX's shardings as ours
-reader            all of that as a checkpoint
-arrangement       new checkpoints
+    run/                 steps               the last complete step is opened
+      100/               items of a step     `default`, or the only item
+        default/         a tree              with `_METADATA`, or `checkpoint` of older versions
+          _METADATA
+
+tree            the tree: `_METADATA`, or the single file `checkpoint` of older versions
+shardings       `_sharding`: JAX's shardings
+ocdbt           the key-value store: files, or an OCDBT database
+zarr            dtypes, grids, codecs and chunks of arrays (Zarr 2 and 3)
+optax_states    names of Optax's optimizer states
+reader, writer  opening and planning checkpoints
 """
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import (
+    Capability,
+    CheckpointFormat,
+    check_against_manifest,
+)
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
+from reshard.checkpoint.manifest import Manifest
+from reshard.checkpoint.storage.remote_paths import walk_folder
+from reshard.errors import (
+    CheckpointError,
+)
+
+FORMAT_NAME = "orbax"
+AGGREGATE_NAME = "checkpoint"
+_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+# Of several items, the one that has the model.
+_PREFERRED = ("default", "state", "items", "params")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFolder:
+    """The folder of a tree, and what a user should know of how it was chosen."""
+
+    folder: Path
+    notes: tuple[str, ...] = ()
+
+
+def find_tree(path: Path) -> TreeFolder | None:
+    """The folder of the tree at `path`, or None if there is none.
+
+    Raises:
+        CheckpointError: a save that was not finished; several items, none of which is known.
+    """
+    if not path.is_dir():
+        known = path.name in (METADATA_NAME, MANIFEST_NAME)
+        return TreeFolder(path.parent) if known and _has_tree(path.parent) else None
+    if _has_tree(path):
+        if _UNFINISHED in path.name:
+            raise CheckpointError(
+                f"{path} is a save of Orbax that was not finished; give one that was"
+            )
+        return TreeFolder(path)
+    found = _choose_item(path)
+    if found is not None:
+        return found
+    steps = sorted(
+        (int(match[1]), folder.name)
+        for folder in _list_folders(path)
+        if (match := _STEP.fullmatch(folder.name)) and _is_step(folder)
+    )
+    if not steps:
+        return None
+    number, name = steps[-1]
+    step = path / name
+    inner = TreeFolder(step) if _has_tree(step) else _choose_item(step)
+    if inner is None:
+        return None
+    notes = list(inner.notes)
+    if len(steps) > 1:
+        others = ", ".join(name for _, name in steps[:-1][-8:])
+        notes.append(f"step {number} of {path}, the last; give the folder of another ({others})")
+    return TreeFolder(inner.folder, tuple(notes))
+
+
+def _has_tree(folder: Path) -> bool:
+    return (folder / METADATA_NAME).is_file() or is_aggregate(folder)
+
+
+def is_aggregate(folder: Path) -> bool:
+    """Whether a folder has the one file of an older save: other programs call theirs so too."""
+    path = folder / AGGREGATE_NAME
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.read(1)
+    # A map of msgpack.
+    return bool(first) and (first[0] >> 4 == 8 or first[0] in (0xDE, 0xDF))
+
+
+def _list_folders(path: Path) -> Iterator[Path]:
+    for one in sorted(path.iterdir()):
+        if one.is_dir() and _UNFINISHED not in one.name and not one.name.startswith("."):
+            yield one
+
+
+def _is_step(folder: Path) -> bool:
+    return _has_tree(folder) or any(map(_has_tree, _list_folders(folder)))
+
+
+def _choose_item(step: Path) -> TreeFolder | None:
+    """The item of a step that has the model."""
+    items = [folder.name for folder in _list_folders(step) if _has_tree(folder)]
+    # Steps of a manager without items are trees, too.
+    if not items or any(_STEP.fullmatch(name) for name in items):
+        return None
+    chosen = next((name for name in _PREFERRED if name in items), None)
+    if chosen is None and len(items) > 1:
+        raise CheckpointError(
+            f"{step} has {len(items)} items: {', '.join(items)}; give the folder of one of them"
+        )
+    chosen = chosen or items[0]
+    others = sorted({folder.name for folder in _list_folders(step)} - {chosen})
+    notes: tuple[str, ...] = ()
+    if others:
+        notes = (f"item {chosen} of {step}; it also has {', '.join(others)}, which are not read",)
+    return TreeFolder(step / chosen, notes)
+
+
+_OWN = re.compile(
+    r"_METADATA|_sharding|_strings\.json|_CHECKPOINT_METADATA|commit_success\.txt|checkpoint"
+    r"|manifest\.ocdbt|(d|ocdbt_data|ocdbt_meta|array_metadatas|descriptor|ocdbt\.process_[^/]*)/.*"
+)
+
+
+class OrbaxFormat(CheckpointFormat):
+    """A tree of arrays in Zarr chunks, in files or in an OCDBT database."""
+
+    name = FORMAT_NAME
+    training = "optax"
+    evidence = "`_METADATA` of Orbax, or numbered steps with such folders"
+    capabilities = frozenset(
+        {Capability.WHOLE, Capability.SHARDS, Capability.VALUES, Capability.ATTRIBUTES}
+    )
+
+    def detect(self, path: Path) -> bool:
+        """Whether there is a tree in the folder, in an item of it, or in a step."""
+        return find_tree(path) is not None
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the tree."""
+        from reshard.checkpoint.formats.orbax.reader import read
+
+        found = find_tree(path)
+        if found is None:
+            raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
+        return read(found)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint of the tree, with digests; its names are those of the tree."""
+        checkpoint = self.open(folder)
+        first: dict[tuple[str | int, ...], str] = {}
+        for name in checkpoint.tensors:
+            if name in manifest.tensors:
+                first.setdefault(checkpoint.paths[name], name)
+        tensors = dict(manifest.tensors)
+        for name in checkpoint.tensors:
+            path = checkpoint.paths[name]
+            # Other programs' weights are placed among `params`; a count of steps is written once.
+            for other in (name, ".".join(map(str, path[1:])), first.get(path, "")):
+                if other in manifest.tensors and (other == name or name not in manifest.tensors):
+                    tensors[name] = manifest.tensors[other]
+                    if other not in checkpoint.tensors:
+                        tensors.pop(other, None)
+                    break
+        return check_against_manifest(checkpoint, dataclasses.replace(manifest, tensors=tensors))
+
+    def has_file(self, name: str) -> bool:
+        """No names of files tell: they are hashes, or places in a grid."""
+        return False
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """What says where the arrays are, and the database."""
+        found: list[str] = []
+        arrays: list[str] = []
+        for parent, _, names in walk_folder(checkpoint.folder):
+            inside = parent.relative_to(checkpoint.folder).as_posix() + "/"
+            if ZARR2_NAME in names or ZARR3_NAME in names:
+                arrays.append(inside)
+            is_array = inside.startswith(tuple(arrays))
+            relative = [name if inside == "./" else inside + name for name in names]
+            found += [name for name in relative if is_array or _OWN.fullmatch(name)]
+        return tuple(found)
+
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
+        """Chunks in one file a rank."""
+        from reshard.checkpoint.formats.orbax.writer import arrange_chunks
+
+        return arrange_chunks(new)
+
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
+        """The tree, its shardings, and the database that says where the chunks are."""
+        from reshard.checkpoint.formats.orbax.writer import list_final_files
+
+        return list_final_files(write_plan)
+
+
+FORMAT = OrbaxFormat()
+MANIFEST_NAME = "manifest.ocdbt"
+METADATA_NAME = "_METADATA"
+ZARR2_NAME = ".zarray"
+ZARR3_NAME = "zarr.json"

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from reshard.checkpoint.formats.orbax.tree_metadata import TreePath
+from reshard.checkpoint.formats.orbax.tree import TreePath
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     STEP,
     split_state_name,
@@ -155,7 +155,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
 
 
 def _find_optimizer(path: TreePath) -> int | None:
-    """Where in a path the states of an optimizer begin; None for what is none of one."""
+    """Where in a path the states of an optimizer begin, or None for what is none of one."""
     for at, key in enumerate(path[:-1]):
         if isinstance(key, str) and _WORD.fullmatch(key):
             return at + 1

@@ -24,20 +24,17 @@ import numpy as np
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.orbax.aggregate import (
-    PLACEHOLDER,
-    PackedArray,
-    read_aggregate,
-)
-from reshard.checkpoint.formats.orbax.chunks import PackedChunks, list_chunks, read_scalar
-from reshard.checkpoint.formats.orbax.folders import (
+from reshard.checkpoint.formats.orbax import (
     AGGREGATE_NAME,
     FORMAT_NAME,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    ZARR2_NAME,
+    ZARR3_NAME,
     TreeFolder,
     is_aggregate,
 )
-from reshard.checkpoint.formats.orbax.key_values import (
-    MANIFEST_NAME,
+from reshard.checkpoint.formats.orbax.ocdbt import (
     MOST_READ_BYTES,
     KeyValues,
     StoredValue,
@@ -46,25 +43,28 @@ from reshard.checkpoint.formats.orbax.key_values import (
 )
 from reshard.checkpoint.formats.orbax.optax_states import name_states
 from reshard.checkpoint.formats.orbax.shardings import extend, find_mesh, read_shardings
-from reshard.checkpoint.formats.orbax.tree_metadata import (
+from reshard.checkpoint.formats.orbax.tree import (
     ARRAY,
-    METADATA_NAME,
     NUMPY,
+    PLACEHOLDER,
     SCALAR,
     STRING,
     Leaf,
+    PackedArray,
     TreeMetadata,
     TreePath,
     join_sequences,
+    read_aggregate,
     read_strings,
     read_tree,
 )
-from reshard.checkpoint.formats.orbax.zarr_metadata import (
-    ZARR2_NAME,
-    ZARR3_NAME,
+from reshard.checkpoint.formats.orbax.zarr import (
     ArrayMetadata,
+    PackedChunks,
     is_narrow,
+    list_chunks,
     read_array,
+    read_scalar,
 )
 from reshard.checkpoint.storage.json_text import parse_json
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard._validation import MAX_RANKS
-from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
+from reshard.checkpoint.formats.orbax.ocdbt import MOST_NODE_BYTES, read_range
 from reshard.errors import ReshardError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec, spec
@@ -54,7 +54,7 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
 
 
 def _read(text: str) -> ShardingSpec | None:
-    """A sharding as JAX has it; None where it is not known, or of another kind."""
+    """A sharding as JAX has it; None if it is not known, or of another kind."""
     try:
         described = json.loads(text)
         if described["sharding_type"] != "NamedSharding":
@@ -135,7 +135,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
 
 
 def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:
-    """The entries of a partition spec; None for a cut that JAX has no word for."""
+    """The entries of a partition spec, or None for a cut that JAX has no word for."""
     sharding = spec(mesh, text)
     entries: list[str | list[str] | None] = []
     for dimension in sharding.dim_specs:

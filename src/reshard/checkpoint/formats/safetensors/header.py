@@ -27,63 +27,330 @@ several empty tensors at one offset), what that package loads is accepted.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import reprlib
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, overload
 
 import numpy as np
 
-from reshard.checkpoint.formats.safetensors.header_text import (
-    JSON_SPACES,
-    find_metadata,
-    read_columns,
-    sorted_by_offset,
-)
-from reshard.checkpoint.formats.safetensors.new_header import (
-    LARGEST_HEADER_BYTES,
-    NewHeader,
-    aligned_rows,
-    number_kinds,
-    place_header,
-)
-from reshard.checkpoint.formats.safetensors.values import (
-    LARGEST_OFFSET,
-    LENGTH_BYTES,
-    FileHeader,
-    HeaderTensors,
-    TensorHeader,
-    is_text,
-    shown,
-    tensor_size_bytes,
-)
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.checkpoint.storage.json_text import first_duplicate
 from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.runs import IntArray
 
-__all__ = [
-    "CONVENTION_KEYS",
-    "FILES_KEY",
-    "LARGEST_HEADER_BYTES",
-    "OWN_METADATA",
-    "SHARDING_INFO_KEY",
-    "SUFFIX",
-    "VERSION_KEY",
-    "FileHeader",
-    "NamedTensor",
-    "TensorHeader",
-    "aligned_order",
-    "build_header",
-    "drop_convention",
-    "list_files",
-    "parse_header",
-    "read_header",
-    "read_metadata",
-    "tensor_size_bytes",
-]
+#: The length of the header, in front of it.
+LENGTH_BYTES = 8
 
+#: The largest header that the safetensors package accepts, without the 8 bytes of its length.
+LARGEST_HEADER_BYTES = 100_000_000
+
+#: Of a file, and of what NumPy can index.
+LARGEST_OFFSET = 2**63 - 1
+_MOST_DIMENSIONS = 32  # of an array, in the oldest NumPy supported
+
+# What a broken header holds may be of any size and depth; an error shows its beginning.
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = 200
+shown = _shortener.repr
+
+
+def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
+    """How many bytes a tensor of this type and `shape` takes; 0-d tensors hold one element.
+
+    >>> from reshard.dtypes import dtype
+    >>> tensor_size_bytes(dtype("bfloat16"), (2, 3)), tensor_size_bytes(dtype("I64"), ())
+    (12, 8)
+    """
+    return math.prod(shape) * element.itemsize_bytes
+
+
+#: Type and shape: what equal tensors have in common.
+HeaderKind = tuple[DType, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a file: its bytes are `start_bytes` to `stop_bytes` of the whole file.
+
+    Raises FormatError if the shape is impossible or the range does not hold exactly it.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    start_bytes: int
+    stop_bytes: int
+
+    def __post_init__(self) -> None:
+        check_shape(self.name, self.dtype, self.shape)
+        if not 0 <= self.start_bytes <= self.stop_bytes <= LARGEST_OFFSET:
+            raise FormatError(
+                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} are "
+                f"no range of a file, expected 0 <= start <= stop < 2**63"
+            )
+        expected = tensor_size_bytes(self.dtype, self.shape)
+        if self.size_bytes != expected:
+            raise FormatError(
+                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} of "
+                f"the file are {self.size_bytes}, expected {expected} for {self.dtype} of shape "
+                f"{list(self.shape)}"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes of the file the tensor takes."""
+        return self.stop_bytes - self.start_bytes
+
+
+class HeaderTensors(Sequence[TensorHeader]):
+    """The tensors of a file in the order of their offsets, as columns.
+
+    Args:
+        names: of the tensors.
+        kinds: the kinds that there are.
+        kind: the number of the kind of each, shape `(tensors,)`.
+        starts: where in the file each begins, in bytes: shape `(tensors,)`.
+
+    >>> from reshard.dtypes import dtype
+    >>> columns = HeaderTensors(["v", "w"], [(dtype("I8"), (4,))], [0, 0], [64, 68])
+    >>> columns[1].stop_bytes, columns.stops.tolist()
+    (72, [68, 72])
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        kinds: Sequence[HeaderKind],
+        kind: Sequence[int] | IntArray,
+        starts: Sequence[int] | IntArray,
+    ) -> None:
+        self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self.kind: IntArray = np.asarray(kind, dtype=np.int64)
+        self.starts: IntArray = np.asarray(starts, dtype=np.int64)
+
+    def without(self, names: Container[str]) -> HeaderTensors:
+        """Return all tensors but some."""
+        rows = [row for row, name in enumerate(self.names) if name not in names]
+        kept = [self.names[row] for row in rows]
+        return HeaderTensors(kept, self.kinds, self.kind[rows], self.starts[rows])
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
+        """The same tensors as columns."""
+        if isinstance(tensors, HeaderTensors):
+            return tensors
+        tensors = tuple(tensors)
+        numbers: dict[HeaderKind, int] = {}
+        kind = [numbers.setdefault((one.dtype, one.shape), len(numbers)) for one in tensors]
+        starts = [one.start_bytes for one in tensors]
+        return cls([one.name for one in tensors], tuple(numbers), kind, starts)
+
+    @cached_property
+    def sizes(self) -> IntArray:
+        """How many bytes of the file each tensor takes, shape `(tensors,)`."""
+        sizes = [tensor_size_bytes(element, shape) for element, shape in self.kinds]
+        each: IntArray = np.array(sizes or [0], dtype=np.int64)[self.kind]
+        return each
+
+    @cached_property
+    def stops(self) -> IntArray:
+        """Where each tensor ends, shape `(tensors,)`."""
+        stops: IntArray = self.starts + self.sizes
+        return stops
+
+    @overload
+    def __getitem__(self, index: int) -> TensorHeader: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TensorHeader, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> TensorHeader | tuple[TensorHeader, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        element, shape = self.kinds[int(self.kind[index])]
+        start, stop = int(self.starts[index]), int(self.stops[index])
+        return TensorHeader(self.names[index], element, shape, start, stop)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What one safetensors file holds, proven: every byte of data belongs to one tensor.
+
+    `label` names the file in errors (its path, if it has one). `tensors` are in the order
+    of their offsets, `metadata` cannot be changed. `unreadable` has a reason for each tensor of
+    an unknown element type; in `tensors` it stands as that many bytes.
+
+    Raises FormatError if the tensors overlap, leave holes or lie outside the file, if the
+    file ends too early or goes on after them, or if two share a name.
+    """
+
+    label: str
+    metadata: Mapping[str, str] = field(hash=False)
+    tensors: Sequence[TensorHeader]
+    data_start_bytes: int
+    file_size_bytes: int
+    unreadable: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_metadata(self.label, self.metadata)
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        names = self.columns.names
+        if len(set(names)) != len(names):
+            twice = first_duplicate(names)
+            raise FormatError(
+                f"{self.label}: tensor {shown(twice)} is there twice, expected every name once"
+            )
+        _check_coverage(self)
+
+    @property
+    def columns(self) -> HeaderTensors:
+        """The tensors as columns."""
+        return HeaderTensors.of(self.tensors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only view of a dictionary cannot be pickled, the dictionary can.
+        metadata = dict(self.metadata)
+        places = (self.data_start_bytes, self.file_size_bytes)
+        return FileHeader, (self.label, metadata, self.tensors, *places, dict(self.unreadable))
+
+
+def is_text(value: object) -> bool:
+    """Whether UTF-8 can encode `value`: Python's text may hold halves of UTF-16 pairs."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_metadata(label: str, metadata: object) -> None:
+    if not isinstance(metadata, Mapping):
+        raise FormatError(
+            f"{label}: __metadata__ is {shown(metadata)}, expected an object of texts"
+        )
+    for key, value in metadata.items():
+        if not is_text(key) or not is_text(value):
+            raise FormatError(
+                f"{label}: __metadata__ key {shown(key)} has the value {shown(value)}, "
+                f"expected UTF-8 text for both"
+            )
+
+
+def check_shape(name: str, element: DType, shape: tuple[int, ...]) -> None:
+    if len(shape) > _MOST_DIMENSIONS:
+        raise FormatError(
+            f"tensor {shown(name)}: {len(shape)} dimensions, expected at most {_MOST_DIMENSIONS}"
+        )
+    for length in shape:
+        if type(length) is not int or length < 0:
+            raise FormatError(
+                f"tensor {shown(name)}: shape {shown(list(shape))}, expected integers from 0 up"
+            )
+    # NumPy's own limit: it counts a dimension of 0 as 1 here, since it strides over the others.
+    elements = math.prod(shape) or math.prod(length or 1 for length in shape)
+    if elements * element.itemsize_bytes > LARGEST_OFFSET:
+        raise FormatError(
+            f"tensor {shown(name)}: shape {shown(list(shape))} of {element} is too large, "
+            f"expected fewer than 2**63 bytes"
+        )
+
+
+def _check_coverage(header: FileHeader) -> None:
+    """Raise FormatError unless the tensors follow each other from the data's start to the end."""
+    label, tensors, size = header.label, header.tensors, header.file_size_bytes
+    if not LENGTH_BYTES <= header.data_start_bytes <= size:
+        raise FormatError(
+            f"{label}: the data starts at byte {header.data_start_bytes} of a file of {size} "
+            f"bytes, expected {LENGTH_BYTES} to {size}. If the file was cut off, copy it again"
+        )
+    starts, stops = header.columns.starts, header.columns.stops
+    expected = np.concatenate(([header.data_start_bytes], stops))
+    misplaced = np.flatnonzero(starts != expected[:-1])
+    if len(misplaced):
+        # Everything before the first misplaced tensor is in place, so it alone tells what is wrong.
+        first = int(misplaced[0])
+        raise _explain_place(header, first, int(expected[first]))
+    end = int(expected[-1])
+    if end > size:
+        cut = tensors[int(np.flatnonzero(stops > size)[0])]
+        raise FormatError(
+            f"{label}: the file is cut off: it has {size} bytes, expected {end}; {end - size} "
+            f"bytes are missing, from tensor {shown(cut.name)} on (bytes {cut.start_bytes} to "
+            f"{cut.stop_bytes}). Fetch or copy it again"
+        )
+    if end < size:
+        raise FormatError(
+            f"{label}: the file has {size} bytes, expected {end}: the last {size - end} bytes "
+            f"belong to no tensor"
+        )
+
+
+def _explain_place(header: FileHeader, index: int, expected: int) -> FormatError:
+    tensor = header.tensors[index]
+    found = (
+        f"{header.label}: tensor {shown(tensor.name)} takes bytes {tensor.start_bytes} to "
+        f"{tensor.stop_bytes} of the file"
+    )
+    if tensor.start_bytes > header.file_size_bytes:
+        return FormatError(
+            f"{found}, which lie outside it: it has {header.file_size_bytes} bytes. The tensor "
+            f"was expected at byte {expected}"
+        )
+    if tensor.start_bytes > expected:
+        return FormatError(
+            f"{found}, expected a start at {expected}: the {tensor.start_bytes - expected} bytes "
+            f"from {expected} to {tensor.start_bytes} belong to no tensor"
+        )
+    if index == 0:
+        return FormatError(f"{found}, but the data starts at byte {header.data_start_bytes}")
+    other = header.tensors[index - 1]
+    return FormatError(
+        f"{found} and overlaps tensor {shown(other.name)}, which takes bytes "
+        f"{other.start_bytes} to {other.stop_bytes}. Expected no byte in two tensors"
+    )
+
+
+_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+
+_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_a-z]{1,32})",'
+    rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}},'
+)
+
+# An entry of the sharding information, as PyTorch and this package write it.
+_OFFSETS = re.compile(
+    r'"([^"\\\x00-\x1f]*)": \{"saved_offsets": '
+    r"\[((?:(?:0|[1-9][0-9]{0,18})(?:, (?:0|[1-9][0-9]{0,18}))*)?)\]\}(?:, (?=\")|\}$)"
+)
+_FIXED_CHARACTERS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
+_PIECE_CHARACTERS = 1 << 20
+
+#: Characters that may stand around JSON.
+JSON_SPACES = " \t\n\r"
 SUFFIX = ".safetensors"
 
 #: Keys of text metadata in PyTorch's convention for a rank's shards, and one of ours.
@@ -91,12 +358,9 @@ SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
 VERSION_KEY = "DCP_VERSION"
 FILES_KEY = "RESHARD_FILES"
 CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY, FILES_KEY)
+
 #: All keys of text metadata that belong to the formats, not to the user.
 OWN_METADATA = frozenset(["format", *CONVENTION_KEYS])
-
-#: (name, dtype, shape): what a header says of a tensor before it has a place in a file.
-NamedTensor = tuple[str, DType, tuple[int, ...]]
-
 _LONGEST_TAG = 32  # characters; beyond that it is not worth looking for near matches
 _ENTRY_KEYS = frozenset(["dtype", "shape", "data_offsets"])
 
@@ -317,54 +581,143 @@ def _tensor(
         raise FormatError(f"{label}: {error}. Its data_offsets are {shown(offsets)}") from error
 
 
-def aligned_order(
-    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
-) -> tuple[NamedTensor, ...]:
-    """The tensors whose size is a multiple of `alignment_bytes` first, otherwise as given.
-
-    Laid out in that order by `build_header`, each of those starts at such a multiple, and
-    whole blocks of the file system can be written without reading what is beside them.
-
-    >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
-    >>> [name for name, _, _ in aligned_order([small, large])]
-    ['w', 'b']
-    """
-    tensors = tuple(tensors)
-    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
-    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
-
-
-def build_header(
-    tensors: Iterable[NamedTensor],
-    metadata: Mapping[str, str] | None = None,
-    alignment_bytes: int = 4096,
-    label: str = "new file",
-) -> tuple[bytes, FileHeader]:
-    """The first bytes of a file that holds `tensors` in this order, and the header they encode.
-
-    The bytes (length, JSON and padding) end where the data starts, at a multiple of
-    `alignment_bytes`; `FileHeader.tensors` gives each tensor's place, in the order given,
-    and `FileHeader.file_size_bytes` the size of the whole file.
-
-    >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
-    >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
-    (4096, [(4096, 4104), (4104, 4105)])
-
-    Raises UsageError for what such a file cannot say: a type without a tag, a name given
-    twice or reserved, an impossible shape, metadata that is not text, a header over 100 MB.
-    """
-    tensors = tuple(tensors)
-    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
-    names = tuple(name for name, _, _ in tensors)
-    rows = np.arange(len(names))
-    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
-    place_header(new, label)
-    placed = HeaderTensors(names, kinds, kind, new.starts)
-    return b"".join(new.pieces()), FileHeader(
-        label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
-    )
-
-
 def _are_integers(value: object) -> bool:
     # type, not isinstance: True is an integer to Python and not to JSON.
     return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mapping[str, object]]:
+    """The tensors in the JSON text of a header, in the order of their offsets, and its metadata.
+
+    Raises ValueError for text that is not as the package writes it, or that is wrong.
+    """
+    end = _find_end(text)
+    at = 1
+    metadata: dict[str, object] = {}
+    if not text.startswith("{") or text[end - 1 : end] != "}":
+        raise ValueError("no object")
+    if text.startswith('{"__metadata__":{'):
+        # A key that is there twice is for the other reader.
+        metadata, at = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
+        if at == end - 1:
+            return HeaderTensors((), (), (), ()), metadata
+        if text[at : at + 1] != ",":
+            raise ValueError("no comma")
+        at += 1
+    names: list[str] = []
+    numbers: dict[tuple[str, str], int] = {}
+    kind: list[IntArray] = []
+    starts: list[IntArray] = []
+    stops: list[IntArray] = []
+    for piece in _cut_pieces(text, at, end - 1):
+        found = _ENTRY.findall(piece)
+        if not found:
+            raise ValueError("no entries")
+        columns = list(zip(*found, strict=True))
+        # Entries do not overlap: if they have all characters, nothing lies between them.
+        characters = sum(sum(map(len, column)) for column in columns)
+        if characters + len(found) * _FIXED_CHARACTERS != len(piece):
+            raise ValueError("other entries")
+        names += columns[0]
+        pairs = zip(columns[1], columns[2], strict=True)
+        kind.append(np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs]))
+        starts.append(np.array(list(map(int, columns[3])), dtype=np.int64))
+        stops.append(np.array(list(map(int, columns[4])), dtype=np.int64))
+    kinds = [_read_kind(*pair) for pair in numbers]
+    if stops and max(int(stop.max()) for stop in stops) > LARGEST_OFFSET - data_start_bytes:
+        raise ValueError("offsets beyond any file")
+    tensors = HeaderTensors(names, kinds, _join(kind), _join(starts) + data_start_bytes)
+    is_wrong = (tensors.stops != _join(stops) + data_start_bytes).any()
+    if is_wrong or "__metadata__" in names:
+        raise ValueError("offsets that do not fit, or metadata")
+    return sorted_by_offset(tensors), metadata
+
+
+def _find_end(text: str) -> int:
+    """Where the spaces behind a text begin; without a copy of it, which may be long."""
+    end = len(text)
+    while end and text[end - 1] in JSON_SPACES:
+        begin = max(end - _PIECE_CHARACTERS, 0)
+        end = begin + len(text[begin:end].rstrip(JSON_SPACES))
+    return end
+
+
+def find_metadata(text: str) -> Mapping[str, object] | None:
+    """The metadata of a header, read by itself; None if it does not come first.
+
+    >>> find_metadata('{"__metadata__":{"format":"pt"},"w":...')
+    {'format': 'pt'}
+    """
+    if '"__metadata__"' not in text:
+        return {}
+    if not text.startswith('{"__metadata__":{'):
+        return None
+    try:
+        found: dict[str, object]
+        found, _ = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """The offsets of these tensors in text as it is mostly written, of few objects for very many.
+
+    None for text that has others, or another order: it may be right all the same.
+    """
+    offsets: dict[str, tuple[int, ...]] = {}
+    by_text: dict[str, tuple[int, ...]] = {}
+    at = 1 if text.startswith("{") else len(text)
+    for name in names:
+        entry = _OFFSETS.match(text, at)
+        if entry is None or entry[1] != name:
+            return None
+        found = by_text.get(entry[2])
+        if found is None:
+            found = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
+            by_text[entry[2]] = found
+        offsets[name] = found
+        at = entry.end()
+    return offsets if names and at == len(text) and text.endswith("}}") else None
+
+
+def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:
+    """The tensors in the order of their offsets; empty ones come before another at their place."""
+    if (np.diff(tensors.starts) > 0).all():
+        return tensors
+    order = np.lexsort((tensors.stops, tensors.starts))
+    names = [tensors.names[row] for row in order.tolist()]
+    return HeaderTensors(names, tensors.kinds, tensors.kind[order], tensors.starts[order])
+
+
+def _cut_pieces(text: str, begin: int, end: int) -> Iterator[str]:
+    """The text in pieces of whole entries, each with the comma behind its last."""
+    while begin < end:
+        # No name has a quotation mark in it.
+        cut = text.find(']},"', begin + _PIECE_CHARACTERS, end)
+        stop = end if cut < 0 else cut + 2
+        yield text[begin:stop] + ","
+        begin = stop + 1
+
+
+def _read_kind(tag: str, shape: str) -> HeaderKind:
+    try:
+        element = dtype(tag)
+        lengths = tuple(map(int, shape.split(","))) if shape else ()
+        check_shape("any", element, lengths)
+    except (UsageError, FormatError) as error:
+        raise ValueError(str(error)) from error
+    if element.safetensors_tag != tag:
+        raise ValueError(tag)
+    return element, lengths
+
+
+def _expect_unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _join(columns: list[IntArray]) -> IntArray:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)

@@ -30,25 +30,26 @@ from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.safetensors.header import (
     FILES_KEY,
+    LARGEST_OFFSET,
     OWN_METADATA,
     SHARDING_INFO_KEY,
     SUFFIX,
     VERSION_KEY,
     FileHeader,
+    HeaderTensors,
     TensorHeader,
     drop_convention,
+    find_offsets,
     list_files,
     read_header,
     read_metadata,
 )
-from reshard.checkpoint.formats.safetensors.header_text import find_offsets
-from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
-from reshard.checkpoint.formats.safetensors.new_header import (
+from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
     place_header,
     place_rows,
 )
-from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET, HeaderTensors
+from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     WritePlan,

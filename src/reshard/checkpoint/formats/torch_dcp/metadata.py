@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.checkpoint.formats.safetensors.header import check_shape
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Pairs, shortened
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes

@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
-from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
+from reshard.checkpoint.formats.safetensors.header import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.storage.filesystem import read_range
 from reshard.dtypes import DType

@@ -12,10 +12,15 @@ import pytest
 
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.megatron.torch_dist import reader
+from reshard.checkpoint.formats.megatron.torch_dist.reader import bind_flat_ranges
 from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.dtypes import dtype
 from reshard.errors import CheckpointError, FormatError
+from reshard.layout import Box, Layout
 
 NAMES = ["tensor", "stages", "experts", "undistributed", "virtual", "singleton", "grouped"]
 
@@ -130,3 +135,47 @@ def test_paths_of_items_and_tensors_are_kept() -> None:
     )
     kept = reader._keep_paths(found, {"weight": object(), "new": object()})  # type: ignore[arg-type]
     assert kept == {"rng": ("rng",), "weight": ("model", "weight")}
+
+
+KEY = "nd_reformulated_orig_global_shape"
+
+
+def flat_tensor(folder: Path, whole: np.ndarray) -> tuple[StoredTensor, Checkpoint]:
+    """A tensor of (4, 6) in two blocks of rows, of which the first is shared by two ranks."""
+    flat = whole.reshape(2, 1, 12)
+    boxes = [
+        (0, Box((0, 0, 0), (1, 1, 7))),
+        (0, Box((1, 0, 0), (2, 1, 12))),
+        (1, Box((0, 0, 7), (1, 1, 12))),
+    ]
+    addresses: dict[int, list[FileRange]] = {0: [], 1: []}
+    content = b""
+    for rank, box in boxes:
+        addresses[rank].append(FileRange("data", len(content)))
+        index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        content += flat[index].tobytes()
+    (folder / "data").write_bytes(content)
+    binding = Binding(
+        Layout.from_boxes((2, 1, 12), boxes, 2), {r: tuple(a) for r, a in addresses.items()}, {}
+    )
+    tensor = StoredTensor("w", dtype("float32"), binding)
+    files = (StoredFile("data", len(content), 0),)
+    return tensor, Checkpoint(folder, "torch-dist", {"w": tensor}, files)
+
+
+def test_ranges_are_boxes_of_the_parameter(tmp_path: Path) -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    tensor, _ = flat_tensor(tmp_path, whole)
+    bound = bind_flat_ranges(tensor, {KEY: (4, 6)})
+    assert bound.shape == (4, 6)
+    files = (StoredFile("data", 96, 0),)
+    found = checkpoint.read_tensor(Checkpoint(tmp_path, "torch-dist", {"w": bound}, files), "w")
+    assert np.array_equal(found, whole)
+
+
+def test_blocks_that_do_not_make_the_shape(tmp_path: Path) -> None:
+    tensor, _ = flat_tensor(tmp_path, np.zeros((4, 6), np.float32))
+    with pytest.raises(FormatError, match="they do not make the shape"):
+        bind_flat_ranges(tensor, {KEY: (4, 5)})
+    # Of a tensor that was not flattened, nothing is said.
+    assert bind_flat_ranges(tensor, {}) is tensor

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.megatron.buckets import plan_buffer
+from reshard.checkpoint.formats.megatron import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.common_state import (
     DEFAULTS,
     arguments_of,
@@ -37,7 +37,6 @@ from reshard.checkpoint.formats.megatron.common_state import (
     with_parallelism,
     without_steps,
 )
-from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     FORMAT_NAME,
     MODEL_NAMES,
@@ -50,8 +49,13 @@ from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
     list_buffers,
 )
 from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
-from reshard.checkpoint.formats.megatron.module_names import expect_mixers, grouped_name, local_name
-from reshard.checkpoint.formats.megatron.module_order import order_key
+from reshard.checkpoint.formats.megatron.parameters import (
+    expect_mixers,
+    grouped_name,
+    local_name,
+    order_key,
+)
+from reshard.checkpoint.formats.megatron.rank_blocks import plan_buffer
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global

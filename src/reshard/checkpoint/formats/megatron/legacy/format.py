@@ -12,7 +12,7 @@ from reshard.checkpoint.formats.format import (
     CheckpointFormat,
     check_against_manifest,
 )
-from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, find_iteration
+from reshard.checkpoint.formats.megatron import TRACKER_NAME, find_iteration
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     FORMAT_NAME,
     MODEL_NAMES,
@@ -80,7 +80,7 @@ class MegatronLegacyFormat(CheckpointFormat):
 
     def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
         """Name norms and experts as the reader does, by whichever layers they were written."""
-        from reshard.checkpoint.formats.megatron.module_names import find_read_names
+        from reshard.checkpoint.formats.megatron.parameters import find_read_names
 
         return find_read_names(names)
 

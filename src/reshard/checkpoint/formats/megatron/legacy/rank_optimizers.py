@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredBox, split_stack, swap_last_dimensions
 from reshard.checkpoint.blocks.spans import is_dense
-from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_plan
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism
 from reshard.checkpoint.formats.megatron.legacy.rank_models import RankFiles
-from reshard.checkpoint.formats.megatron.optimizer_names import common_key
-from reshard.checkpoint.formats.megatron.rank_parts import dense_block, flat_block
+from reshard.checkpoint.formats.megatron.parameters import common_key
+from reshard.checkpoint.formats.megatron.rank_blocks import (
+    BufferedParameter,
+    dense_block,
+    find_plan,
+    flat_block,
+)
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import DType
 

@@ -34,9 +34,8 @@ from reshard.checkpoint.formats.megatron.legacy.rank_models import (
     number_chunks,
 )
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import RankOptimizer, StateBlock
-from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
-from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace, WholeTensors, dense_block
+from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
+from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors, dense_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name

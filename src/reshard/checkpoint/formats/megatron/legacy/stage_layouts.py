@@ -22,9 +22,8 @@ from typing import Any
 
 from reshard.checkpoint.formats.megatron.common_state import is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
-from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.parameter_cuts import find_cut
-from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace
+from reshard.checkpoint.formats.megatron.parameters import engine_name, find_cut
+from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout

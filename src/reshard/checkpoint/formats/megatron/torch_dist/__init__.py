@@ -1,5 +1,107 @@
-"""`torch_dist`, the format of Megatron-core's `dist_checkpointing`: read and written.
+"""The format `torch-dist`: checkpoints of Megatron-core's `dist_checkpointing`.
 
-`reader` reads a distributed checkpoint of PyTorch with Megatron's `stacked_names`, states and
-`flat_ranges`; `arrangement` lays out new ones. `format` is the face to the registry.
+They are distributed checkpoints of PyTorch (`torch_dcp`) in which layers and experts are stacked
+(`stacked_names`), and optimizer state may be in buckets (`bucket_space`). `reader` opens them,
+`writer` plans new ones.
 """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.megatron import find_iteration
+from reshard.checkpoint.formats.torch_dcp import METADATA_NAME, SUFFIX
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
+from reshard.checkpoint.manifest import Manifest
+
+FORMAT_NAME = "torch-dist"
+BACKEND = "torch_dist"
+CONFIG_NAME = "metadata.json"
+COMMON_NAME = "common.pt"
+_LARGEST_CONFIG_BYTES = 1 << 20
+
+
+def backend_of(folder: Path) -> str | None:
+    """The backend that `metadata.json` names; None if there is none of Megatron's."""
+    path = folder / CONFIG_NAME
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+class TorchDistFormat(CheckpointFormat):
+    """A folder with `metadata.json` of Megatron and a distributed checkpoint of PyTorch."""
+
+    name = FORMAT_NAME
+    training = "megatron"
+    evidence = f"`{CONFIG_NAME}` of Megatron beside `{METADATA_NAME}`"
+    suffixes = (SUFFIX,)
+    capabilities = frozenset(
+        {
+            Capability.WHOLE,
+            Capability.SHARDS,
+            Capability.ITEMS,
+            Capability.ATTRIBUTES,
+            Capability.VALUES,
+        }
+    )
+
+    def detect(self, path: Path) -> bool:
+        """Whether Megatron wrote it: the folder of a step, or the one with all steps."""
+        folder = find_iteration(path)
+        if folder is None or not folder.is_dir():
+            return False
+        has_metadata = (folder / METADATA_NAME).exists()
+        return backend_of(folder) is not None or (has_metadata and (folder / COMMON_NAME).exists())
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the step that is asked for, or of the last one."""
+        from reshard.checkpoint.formats.megatron.torch_dist.reader import read
+
+        return read(find_iteration(path) or path)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint in the layouts of the manifest."""
+        from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
+
+        return bind_to_manifest(self.open(folder), manifest)
+
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Name norms and experts as the reader does, by whichever layers they were written."""
+        from reshard.checkpoint.formats.megatron.parameters import find_read_names
+
+        return find_read_names(names)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether Megatron's files have such a value of their own."""
+        from reshard.checkpoint.formats.megatron.common_state import is_own_value
+
+        return is_own_value(name, value)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The states beside the tensors."""
+        return (COMMON_NAME, CONFIG_NAME)
+
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
+        """Chunks in one file a rank."""
+        from reshard.checkpoint.formats.megatron.torch_dist.writer import plan_files
+
+        return plan_files(new)
+
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
+        """The states beside the tensors, and `.metadata`."""
+        from reshard.checkpoint.formats.megatron.torch_dist.writer import list_final_files
+
+        return list_final_files(write_plan)
+
+
+FORMAT = TorchDistFormat()

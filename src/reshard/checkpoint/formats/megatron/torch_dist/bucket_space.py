@@ -27,12 +27,12 @@ from typing import Any
 
 from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
-from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, BufferPlan, find_plan
 from reshard.checkpoint.formats.megatron.common_state import (
     CommonState,
     arguments_of,
     has_stacked_experts,
     is_expert,
+    read_object,
 )
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
@@ -46,10 +46,15 @@ from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
     RankGrid,
     StageLayouts,
 )
-from reshard.checkpoint.formats.megatron.module_order import order_key
-from reshard.checkpoint.formats.megatron.object_items import read_object
-from reshard.checkpoint.formats.megatron.optimizer_names import common_key
-from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
+from reshard.checkpoint.formats.megatron.parameters import common_key, order_key
+from reshard.checkpoint.formats.megatron.rank_blocks import (
+    BufferedParameter,
+    BufferPlan,
+    WholeTensors,
+    dense_block,
+    find_plan,
+    flat_block,
+)
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name

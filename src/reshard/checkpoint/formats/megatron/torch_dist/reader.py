@@ -23,38 +23,41 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import CommonState
-from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.optimizer_names import split_megatron_name
-from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
-    BucketSpace,
-    is_of_buckets,
-)
-from reshard.checkpoint.formats.megatron.torch_dist.files import (
+from reshard.checkpoint.formats.megatron.parameters import engine_name, split_megatron_name
+from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
     COMMON_NAME,
     CONFIG_NAME,
     FORMAT_NAME,
     backend_of,
 )
-from reshard.checkpoint.formats.megatron.torch_dist.flat_ranges import bind_flat_ranges
+from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
+    BucketSpace,
+    is_of_buckets,
+)
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     has_stacks,
     join_halves,
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_files.archived_tensors import as_sizes
 from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.errors import CheckpointError, FormatError
+from reshard.layout import Box, flat_range_boxes
 
 # How tensors are stored, in `content_metadata`: of this checkpoint only.
 CONTENT_KEYS = (
@@ -187,3 +190,50 @@ def _name_checksums(
         owner = names.get((checksum.place.path, checksum.place.start_bytes))
         if owner is not None:
             yield dataclasses.replace(checksum, tensor=owner)
+
+
+_SHAPE_KEY = "nd_reformulated_orig_global_shape"
+
+
+def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
+    """A tensor of blocks and elements as the tensor that it was; `described` has its shape.
+
+    Raises:
+        FormatError: a shape that its blocks do not make.
+    """
+    shape = as_sizes(described.get(_SHAPE_KEY)) if isinstance(described, dict) else None
+    stored = tensor.shape
+    if shape is None:
+        return tensor
+    blocks = tuple(n // max(count, 1) for n, count in zip(shape, stored, strict=False))
+    if (
+        len(stored) != len(shape) + 1
+        or any(n != size * count for n, size, count in zip(shape, blocks, stored, strict=False))
+        or math.prod(blocks) != stored[-1]
+    ):
+        raise FormatError(
+            f"tensor {tensor.name!r} is stored as {list(stored)}, blocks and the elements of one; "
+            f"they do not make the shape {list(shape)} that its metadata says"
+        )
+    return bind_boxes(tensor.name, tensor, shape, _list_boxes(tensor, blocks))
+
+
+def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[StoredBox]:
+    """The boxes of the true tensor, block by block."""
+    itemsize_bytes = tensor.dtype.itemsize_bytes
+    for one in list_stored_boxes(tensor):
+        # A chunk is of one block, but a tensor that is put together may have boxes of several.
+        for index in product(*map(range, one.box.start[:-1], one.box.stop[:-1])):
+            steps = zip(index, one.box.start, one.strides, strict=False)
+            ahead = sum((at - start) * stride for at, start, stride in steps)
+            first = [at * size for at, size in zip(index, block, strict=True)]
+            done = 0
+            for box in flat_range_boxes(block, one.box.start[-1], one.box.stop[-1]):
+                start = tuple(map(sum, zip(first, box.start, strict=True)))
+                stop = tuple(map(sum, zip(first, box.stop, strict=True)))
+                further = (ahead + done * one.strides[-1]) * itemsize_bytes
+                strides = tuple(
+                    math.prod(box.shape[d + 1 :]) * one.strides[-1] for d in range(len(block))
+                )
+                yield one.moved(Box(start, stop), further, strides)
+                done += box.elements

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reshard.checkpoint.formats.orbax.zarr_metadata import array_bytes, name_type, read_array
+from reshard.checkpoint.formats.orbax.zarr import array_bytes, name_type, read_array
 from reshard.dtypes import ALL_DTYPES, dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box
@@ -24,6 +24,7 @@ ZARR2: dict[str, Any] = {
     "zarr_format": 2,
 }
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
 ZARR3: dict[str, Any] = {
     "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 8]}},
     "chunk_key_encoding": {"name": "default"},

@@ -33,13 +33,13 @@ from reshard.checkpoint.formats.megatron.common_state import (
     with_parallelism,
     without_steps,
 )
-from reshard.checkpoint.formats.megatron.module_names import (
+from reshard.checkpoint.formats.megatron.parameters import (
     engine_name,
     expect_mixers,
     keyed_name,
+    megatron_name,
 )
-from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name
-from reshard.checkpoint.formats.megatron.torch_dist.files import (
+from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
     COMMON_NAME,
     CONFIG_NAME,
@@ -61,7 +61,7 @@ OBJECTS_NAME = "__0_1.distcp"
 _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
 
 
-def arrange(new: NewCheckpoint) -> WritePlan:
+def plan_files(new: NewCheckpoint) -> WritePlan:
     """Chunks in one file a rank, and extra states that the source lacks in one more.
 
     Raises:
@@ -86,7 +86,7 @@ def arrange(new: NewCheckpoint) -> WritePlan:
     )
 
 
-def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
+def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """`common.pt`, `metadata.json`, and `.metadata` last."""
     places = _find_all_places(write_plan.tensors, write_plan.values)
     _, objects = _extra_states(places, write_plan.items)

@@ -23,14 +23,13 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
-from reshard.checkpoint.formats.orbax.folders import FORMAT_NAME
+from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
 from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
 from reshard.checkpoint.formats.orbax.reader import NARROW_TYPES, RANDOM_KEYS
 from reshard.checkpoint.formats.orbax.shardings import SHARDING_NAME, sharding_bytes
-from reshard.checkpoint.formats.orbax.tree_metadata import (
+from reshard.checkpoint.formats.orbax.tree import (
     ARRAY,
-    METADATA_NAME,
     NUMPY,
     SCALAR,
     STRING,
@@ -42,12 +41,7 @@ from reshard.checkpoint.formats.orbax.tree_metadata import (
     strings_bytes,
     tree_bytes,
 )
-from reshard.checkpoint.formats.orbax.zarr_metadata import (
-    ZARR2_NAME,
-    array_bytes,
-    is_narrow,
-    name_type,
-)
+from reshard.checkpoint.formats.orbax.zarr import array_bytes, is_narrow, name_type
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,
@@ -64,6 +58,7 @@ from reshard.runs import OWNED, PAD, RunTable
 
 # A cut that is not regular is kept in chunks if they are at most so many for each part.
 _MOST_CHUNKS_A_PART = 8
+
 # Smaller chunks lie one behind the other.
 _LEAST_ALIGNED_BYTES = 16 << 10
 _MISSING_TYPES = ("complex32", "float8_e4m3")

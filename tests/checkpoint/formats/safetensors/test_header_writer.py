@@ -1,5 +1,7 @@
 """Headers that are made when they are written, against those made by JSON, and cut into files."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -10,9 +12,9 @@ from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
-from reshard.checkpoint.formats.safetensors import new_header
+from reshard.checkpoint.formats.safetensors import header_writer
 from reshard.checkpoint.formats.safetensors.header import parse_header
-from reshard.checkpoint.formats.safetensors.new_header import (
+from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
     NewHeader,
     place_header,
@@ -22,6 +24,7 @@ from reshard.dtypes import dtype
 from reshard.errors import UsageError
 
 KINDS = ((dtype("F32"), (2, 3)), (dtype("U8"), (5,)), (dtype("BF16"), ()))
+
 names_of_tensors = st.lists(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
         lambda name: name != "__metadata__"
@@ -64,8 +67,8 @@ def test_a_file_has_its_header_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     kind = np.arange(100) % len(KINDS)
     header = NewHeader(names, np.arange(100), KINDS, kind, {"OFFSETS": ""}, "OFFSETS", ((),) * 3)
     whole = b"".join(header.pieces())
-    monkeypatch.setattr(new_header, "_TENSORS_A_PIECE", 7)
-    monkeypatch.setattr(new_header, "_WRITTEN_BYTES", 300)
+    monkeypatch.setattr(header_writer, "_TENSORS_A_PIECE", 7)
+    monkeypatch.setattr(header_writer, "_WRITTEN_BYTES", 300)
     file = HeaderFile.of("a", 0, header)
     at = 0
     for begin, piece in file.known_bytes():
@@ -83,7 +86,7 @@ def test_headers_that_would_be_too_long_are_those_of_several_files(
         f"layers.{number:03}.weight": tensor("float32", (8, 2), number) for number in range(99)
     }
     write_file(tmp_path / "model.safetensors", source)
-    monkeypatch.setattr(new_header, "LARGEST_HEADER_BYTES", 2 * 4096)
+    monkeypatch.setattr(header_writer, "LARGEST_HEADER_BYTES", 2 * 4096)
     checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "full", to="full")
     checkpoint.convert(tmp_path / "full", tmp_path / "cut", to="tp=2", rules=["*=tp, -"])
     files = sorted(path.name for path in (tmp_path / "cut").glob("*.safetensors"))
@@ -102,7 +105,7 @@ def test_headers_that_would_be_too_long_are_those_of_several_files(
 
 
 def test_one_tensor_whose_name_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_header, "LARGEST_HEADER_BYTES", 2 * 4096)
+    monkeypatch.setattr(header_writer, "LARGEST_HEADER_BYTES", 2 * 4096)
     names = ["w" * 10_000, "b"]
     headers = place_rows(names, np.arange(2), KINDS, np.zeros(2, np.int64), {})
     assert len(headers) == 2

@@ -1,14 +1,12 @@
-"""The header of a file that is to be written, as columns; its text is made when it is asked for.
+"""The text of a header as everybody writes it, read and written as columns.
 
-A checkpoint of 100,000 tensors over 8 ranks has 8 headers of 20 MB each. A conversion makes them
-when it plans, to know how long they are, and again when it writes them, a piece at a time::
+Files have headers of 100,000 tensors and more. The safetensors package and this one write entries
+with their keys in one order and without spaces::
 
-    |length |{"__metadata__":{...,"DCP_SHARDING_INFO":"{\"w\": ... | \"x\": ..."},"w":{ | ...
+    "w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}
 
-1. `place_header` checks what such a file can say, and finds where each tensor begins.
-2. `NewHeader.pieces` are the bytes, from columns alone: what equal tensors have in common is made
-   once.
-3. `HeaderFile` is a file of a new checkpoint that begins with them.
+Such text is read by a pattern, a megabyte at a time. Anything else, also all that is wrong, is left
+to the reader of JSON in `header`, which says what it is.
 """
 
 from __future__ import annotations
@@ -22,11 +20,13 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 import numpy as np
 
 from reshard.checkpoint.contents import StoredFile
-from reshard.checkpoint.formats.safetensors.header_text import write_entries
-from reshard.checkpoint.formats.safetensors.values import (
+from reshard.checkpoint.formats.safetensors.header import (
+    LARGEST_HEADER_BYTES,
     LARGEST_OFFSET,
     LENGTH_BYTES,
+    FileHeader,
     HeaderKind,
+    HeaderTensors,
     check_metadata,
     check_shape,
     is_text,
@@ -34,11 +34,30 @@ from reshard.checkpoint.formats.safetensors.values import (
     tensor_size_bytes,
 )
 from reshard.checkpoint.formats.write_plan import NewFile
+from reshard.dtypes import DType
 from reshard.errors import FormatError, UsageError
 from reshard.runs import IntArray
 
-#: What the safetensors package refuses to exceed, the 8 bytes of the length not counted.
-LARGEST_HEADER_BYTES = 100_000_000
+
+def write_entries(
+    names: Sequence[str], kinds: Sequence[HeaderKind], kind: IntArray, begin: int = 0
+) -> str:
+    """The entries of tensors that follow each other from offset `begin` on, as JSON text."""
+    sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
+    stops = begin + np.cumsum(np.array(sizes or [0], dtype=np.int64)[kind])
+    starts = [begin, *stops[:-1].tolist()]
+    texts = [
+        f'":{{"dtype":"{element.safetensors_tag}","shape":[{",".join(map(str, shape))}],'
+        for element, shape in kinds
+    ]
+    quoted = map(json.encoder.encode_basestring, names)
+    return ",".join(
+        f'{name[:-1]}{texts[number]}"data_offsets":[{start},{stop}]}}'
+        for name, number, start, stop in zip(
+            quoted, kind.tolist(), starts, stops.tolist(), strict=True
+        )
+    )
+
 
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
@@ -285,3 +304,55 @@ def _check_names(label: str, names: Sequence[str]) -> None:
                 f"that UTF-8 can say, not '__metadata__', and every name once"
             )
         seen.add(name)
+
+
+def aligned_order(
+    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
+) -> tuple[NamedTensor, ...]:
+    """The tensors whose size is a multiple of `alignment_bytes` first, otherwise as given.
+
+    Laid out in that order by `build_header`, each of those starts at such a multiple, and
+    whole blocks of the file system can be written without reading what is beside them.
+
+    >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
+    >>> [name for name, _, _ in aligned_order([small, large])]
+    ['w', 'b']
+    """
+    tensors = tuple(tensors)
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
+
+
+def build_header(
+    tensors: Iterable[NamedTensor],
+    metadata: Mapping[str, str] | None = None,
+    alignment_bytes: int = 4096,
+    label: str = "new file",
+) -> tuple[bytes, FileHeader]:
+    """The first bytes of a file that holds `tensors` in this order, and the header they encode.
+
+    The bytes (length, JSON and padding) end where the data starts, at a multiple of
+    `alignment_bytes`; `FileHeader.tensors` gives each tensor's place, in the order given,
+    and `FileHeader.file_size_bytes` the size of the whole file.
+
+    >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
+    >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
+    (4096, [(4096, 4104), (4104, 4105)])
+
+    Raises UsageError for what such a file cannot say: a type without a tag, a name given
+    twice or reserved, an impossible shape, metadata that is not text, a header over 100 MB.
+    """
+    tensors = tuple(tensors)
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    names = tuple(name for name, _, _ in tensors)
+    rows = np.arange(len(names))
+    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
+    place_header(new, label)
+    placed = HeaderTensors(names, kinds, kind, new.starts)
+    return b"".join(new.pieces()), FileHeader(
+        label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
+    )
+
+
+#: (name, dtype, shape): what a header says of a tensor before it has a place in a file.
+NamedTensor = tuple[str, DType, tuple[int, ...]]

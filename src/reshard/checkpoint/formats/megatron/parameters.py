@@ -1,0 +1,284 @@
+"""Names of Megatron's modules: those of its two implementations of a layer, and of experts.
+
+The local implementation has norms of their own, Transformer Engine has them inside of the layer
+behind; `dist_checkpointing` keys both as Transformer Engine does. Experts are named by who computes
+them::
+
+    local                               Transformer Engine, torch_dist
+    input_layernorm.weight              self_attention.linear_qkv.layer_norm_weight
+    pre_mlp_layernorm.weight            mlp.linear_fc1.layer_norm_weight       in dense layers
+                                        pre_mlp_layernorm.weight               in layers of experts
+    experts.local_experts.3.linear_fc1.weight     experts.linear_fc1.weight3   grouped
+
+Of a Mamba layer `torch_dist` has the parts of two weights (`mixer.in_proj.weight.z`, `.x` and so
+on), and ranks' folders the weights; neither is made of the other here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
+from reshard.errors import RecipeError
+
+_NORM = re.compile(r"^(.*layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
+
+_FUSED_NORM = re.compile(
+    r"^(.*layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias)$"
+)
+
+_LAYER_OF_NORM = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+}
+_NORM_OF = {layer: norm for norm, layer in _LAYER_OF_NORM.items()}
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_MIXER = re.compile(r"^decoder\.layers\.\d+\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias)(\.\w+)?$")
+_SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+
+
+def engine_name(name: str, names: Collection[str]) -> str:
+    """A parameter as Transformer Engine's layers and separate experts have it.
+
+    `names` are those of the model: a norm goes into the layer behind it where there is one.
+
+    >>> engine_name("decoder.layers.0.input_layernorm.weight",
+    ...             {"decoder.layers.0.self_attention.linear_qkv.weight"})
+    'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
+    """
+    inside = _FUSED_NORM.match(name)
+    if inside is not None and f"{inside[1]}{inside[2]}.weight" not in names:
+        # Layers of experts have no layer behind the norm; the local implementation keys it alike.
+        return f"{inside[1]}{_NORM_OF[inside[2]]}.{inside[3]}"
+    match = _NORM.match(name)
+    if match is not None:
+        behind = f"{match[1]}{_LAYER_OF_NORM[match[2]]}"
+        if f"{behind}.weight" in names:
+            return f"{behind}.layer_norm_{match[3]}"
+        return name
+    return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
+
+
+def find_read_names(names: Collection[str]) -> dict[str, str]:
+    """Map names of weights and optimizer state to those that a reader of Megatron's files gives.
+
+    Files have one name for the norm of a layer, and one for an expert's weight, by whichever
+    implementation of layers they were called before.
+
+    >>> find_read_names(["decoder.layers.0.input_layernorm.weight",
+    ...                  "decoder.layers.0.self_attention.linear_qkv.weight"])
+    {'decoder.layers.0.input_layernorm.weight': \
+'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'}
+    """
+    parts = {name: split_state_name(name) or (name, "") for name in names}
+    known = {parameter for parameter, _ in parts.values()}
+    found = {}
+    for name, (parameter, key) in parts.items():
+        read = engine_name(parameter, known)
+        if read != parameter:
+            found[name] = state_name(read, key) if key else read
+    return found
+
+
+def local_name(name: str) -> str:
+    """A parameter as the local implementation of a layer has it.
+
+    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    'decoder.layers.0.pre_mlp_layernorm.weight'
+    """
+    match = _FUSED_NORM.match(name)
+    return name if match is None else f"{match[1]}{_NORM_OF[match[2]]}.{match[3]}"
+
+
+def keyed_name(name: str, *, is_local: bool) -> str:
+    """The key of a parameter of `engine_name` in `torch_dist`, by the implementation of layers.
+
+    >>> keyed_name("decoder.layers.0.pre_mlp_layernorm.weight", is_local=True)
+    'decoder.layers.0.mlp.linear_fc1.layer_norm_weight'
+    """
+    match = _NORM.match(name) if is_local else None
+    return name if match is None else f"{match[1]}{_LAYER_OF_NORM[match[2]]}.layer_norm_{match[3]}"
+
+
+def grouped_name(name: str) -> str:
+    """An expert's parameter as grouped experts have it.
+
+    >>> grouped_name("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    'decoder.layers.0.mlp.experts.linear_fc1.weight3'
+    """
+    return _SEPARATE.sub(r".experts.\2.\3\1", name)
+
+
+def expect_mixers(names: Iterable[str], *, in_parts: bool) -> None:
+    """Raise RecipeError for weights of Mamba layers that are not as a format has them.
+
+    `in_parts` is whether it has their parts.
+    """
+    for name in names:
+        match = _MIXER.match(name)
+        if match is None or (match[1] is not None) == in_parts:
+            continue
+        if in_parts:
+            raise RecipeError(
+                f"{name!r} is a weight of a Mamba layer as folders of ranks have it; torch_dist "
+                "has its parts (z, x, B, C, dt), which it is not taken apart into. Load the "
+                "folders with Megatron-core and save them as torch_dist"
+            )
+        raise RecipeError(
+            f"{name!r} is a part of a Mamba layer's weight, as torch_dist has it; folders of ranks "
+            "have the whole weight, which it is not put together to. Convert to torch-dist"
+        )
+
+
+_MEGATRON = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z_]\w*)\.(.+)$")
+
+# How the weights of 32 bits are called, by what the optimizer's state is called in code.
+MASTER_KEYS = ("param", "fp32_param", "master_param")
+
+
+def split_megatron_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key in a name of `torch_dist`, or None for what is no optimizer state.
+
+    >>> split_megatron_name("chained_0.optimizer.state.fp32_param.output_layer.weight")
+    ('output_layer.weight', 'master')
+    """
+    match = _MEGATRON.match(name)
+    if match is None:
+        return None
+    return match[2], common_key(match[1])
+
+
+def common_key(key: str) -> str:
+    """What a key of Megatron's optimizer is called in every training format.
+
+    >>> common_key("fp32_param"), common_key("exp_avg")
+    ('master', 'exp_avg')
+    """
+    return "master" if key in MASTER_KEYS else key
+
+
+def megatron_name(parameter: str, key: str, master: str) -> str:
+    """The name in `torch_dist`, where weights of 32 bits are called `master`.
+
+    >>> megatron_name("output_layer.weight", "master", "param")
+    'optimizer.state.param.output_layer.weight'
+    """
+    return f"optimizer.state.{master if key == 'master' else key}.{parameter}"
+
+
+_ROWS = re.compile(
+    r"(?:word_embeddings\.weight|output_layer\.(?:weight|bias)|"
+    r"linear_(?:qkv|fc1|q_proj|q_up_proj|kv_up_proj)\.(?:weight|bias)\d*)$"
+)
+_COLUMNS = re.compile(r"linear_(?:proj|fc2)\.weight\d*$")
+
+_WHOLE = re.compile(
+    r"(?:norm\w*\.(?:weight|bias)|layer_norm_(?:weight|bias)|linear_(?:proj|fc2)\.bias\d*|"
+    r"router\.\w+|position_embeddings\.weight|tokentype_embeddings\.weight|"
+    r"linear_kv_down_proj\.\w+|gate_weight|eh_proj\.weight)$"
+)
+_Q_DOWN = re.compile(r"linear_q_down_proj\.weight$")
+_FIRST = re.compile(r"linear_fc1\.(weight|bias)(\d*)$")
+
+
+class ParameterCut(NamedTuple):
+    """The dimension that is cut, None for none, and the stretches of each part."""
+
+    dimension: int | None
+    stride: int = 1
+
+
+def find_cut(
+    name: str, shapes: Mapping[str, tuple[int, ...]], q_rank: int | None = None
+) -> ParameterCut | None:
+    """How a parameter is cut, or None for one that is not known.
+
+    Args:
+        name: of the parameter, in the model or on its rank.
+        shapes: of the parameters on one rank, by such names.
+        q_rank: the rank of compressed queries, where there is one.
+
+    >>> find_cut("mlp.linear_fc1.weight", {"mlp.linear_fc1.weight": (16, 8),
+    ...                                    "mlp.linear_fc2.weight": (8, 8)})
+    ParameterCut(dimension=0, stride=2)
+    """
+    first = _FIRST.search(name)
+    if first is not None:
+        behind = f"{name[: first.start()]}linear_fc2.weight{first[2]}"
+        # A gated layer has two rows for each column of the next one.
+        is_gated = behind in shapes and shapes[name][0] == 2 * shapes[behind][1]
+        return ParameterCut(0, 2 if is_gated else 1)
+    if _ROWS.search(name):
+        return ParameterCut(0)
+    if _COLUMNS.search(name):
+        return ParameterCut(1)
+    if _Q_DOWN.search(name) and q_rank is not None:
+        return ParameterCut(None if shapes[name][0] == q_rank else 0)
+    return ParameterCut(None) if _WHOLE.search(name) else None
+
+
+_FIRST_MODULES = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.layers.")
+_LAST_MODULES = ("decoder.final_layernorm.", "output_layer.")
+_LAYER_PARAMETER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+
+_LAYER_MODULES = (
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.experts.",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+    "mlp.shared_experts.gate_weight",
+)
+_LAST_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+OrderKey = tuple[int, ...]
+
+
+def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKey | None:
+    """What sorts parameters of the whole model, or None for one whose place is not known.
+
+    >>> names = ["output_layer.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    ...          "decoder.layers.0.self_attention.linear_proj.weight"]
+    >>> sorted(names, key=lambda name: order_key(name, is_local=True))[0]
+    'decoder.layers.0.self_attention.linear_proj.weight'
+    """
+    match = _LAYER_PARAMETER.match(name)
+    if match is None:
+        tops = (*_FIRST_MODULES, *_LAST_MODULES)
+        place = next((n for n, top in enumerate(tops) if name.startswith(top)), None)
+        return None if place is None else (place, 0, *_order_in_module(name))
+    inner = match[2]
+    if is_local:
+        for inside, norm in _FUSED_NORMS.items():
+            if inner.startswith(inside):
+                inner = norm + inner[len(inside) :]
+    place = next((n for n, part in enumerate(_LAYER_MODULES) if inner.startswith(part)), None)
+    if place is None:
+        return None
+    expert = _EXPERT.match(inner)
+    if expert is not None:
+        layer = int(".linear_fc2." in inner)
+        number = int(expert[1])
+        which = (layer, number) if is_grouped else (number, layer)
+        return (2, int(match[1]), place, *which, *_order_in_module(inner))
+    return (2, int(match[1]), place, *_order_in_module(inner))
+
+
+def _order_in_module(name: str) -> OrderKey:
+    """The place of a parameter among those of one module."""
+    last = name.rpartition(".")[2]
+    return (_LAST_PARAMETERS.index(last),) if last in _LAST_PARAMETERS else (len(_LAST_PARAMETERS),)

@@ -1,0 +1,638 @@
+"""What Zarr says of an array: its type, its grid of chunks, and what a chunk's bytes are.
+
+Zarr 2 has `.zarray`, Zarr 3 `zarr.json`. An array is cut into a grid of equal chunks; those at its
+end reach beyond it, and are stored as long as the others::
+
+    shape 10, chunks 4      0.  [0 1 2 3]   1.  [4 5 6 7]   2.  [8 9 . .]
+
+In Zarr 3, Orbax puts each chunk into a *shard*: the chunk's bytes, and behind them an index of
+where they are.
+
+Sources: the specifications of Zarr 2 and Zarr 3; Zarr 3's `sharding-indexed` codec.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.binding import FileRange
+from reshard.checkpoint.formats.orbax import METADATA_NAME
+from reshard.checkpoint.formats.orbax.ocdbt import KeyValues, StoredValue, crc32c
+from reshard.checkpoint.storage.byte_streams import (
+    ByteStream,
+    DeflateStream,
+    RangeStream,
+    ZStandardStream,
+)
+from reshard.checkpoint.storage.json_text import parse_json
+from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
+from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart, next_start_bytes
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import (
+    CheckpointError,
+    CoverageError,
+    DigestError,
+    FormatError,
+    UnreadableTensorError,
+    UsageError,
+)
+from reshard.layout import Box
+
+MOST_CHUNKS = 1_000_000
+_LARGEST = 2**62
+_NUMPY_TYPE = re.compile(r"([<>|=])([biufc])(\d{1,2})")
+_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+_OWN_TYPE = re.compile(r"(bool|int|uint|float|complex)\d*")
+
+# Types of less than a byte, which TensorStore has in the lower bits of one: their bits are read.
+_NARROW = ("int4", "int2", "uint4", "float4_e2m1fn")
+
+# Codecs whose streams are decoded, by the names of Zarr.
+CODECS = {"zstd": "zstd", "gzip": "deflate", "zlib": "deflate"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """The index of a Zarr 3 shard: of which chunks, and where it stands."""
+
+    counts: tuple[int, ...]
+    is_at_end: bool
+    has_checksum: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes: a start and a length for each chunk."""
+        return 16 * math.prod(self.counts) + 4 * self.has_checksum
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMetadata:
+    """One array.
+
+    Attributes:
+        dtype: of its elements as they are read.
+        stored_type: what Zarr calls it.
+        shape: of the array.
+        chunk: the shape of all chunks; of those in shards, where there are such.
+        shard: the shape of what a key has.
+        codec: `""`, `"zstd"` or `"deflate"`.
+        order: the order of a chunk's dimensions in its bytes, outermost first.
+        has_checksum: whether a CRC-32C follows a chunk's bytes.
+        separator: between the indices of a key; in Zarr 3 they begin with `c`.
+        index: of shards.
+        fills_zeros: whether what is not stored is zero.
+    """
+
+    dtype: DType
+    stored_type: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+    codec: str
+    order: tuple[int, ...]
+    has_checksum: bool
+    separator: str
+    prefix: str
+    index: ShardIndex | None
+    fills_zeros: bool
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk, as elements."""
+        return math.prod(self.chunk) * self.dtype.itemsize_bytes
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of a chunk's dimensions, in elements."""
+        found = [0] * len(self.chunk)
+        step = 1
+        for dimension in reversed(self.order):
+            found[dimension] = step
+            step *= self.chunk[dimension]
+        return tuple(found)
+
+    def list_keys(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The keys of the array, and where in it each begins."""
+        counts = [-(-size // step) for size, step in zip(self.shape, self.shard, strict=True)]
+        for at in itertools.product(*map(range, counts)):
+            start = tuple(i * step for i, step in zip(at, self.shard, strict=True))
+            parts = [self.prefix, *map(str, at)] if self.prefix else list(map(str, at))
+            yield self.separator.join(parts) or "0", start
+
+    def box(self, start: tuple[int, ...]) -> Box | None:
+        """What of the array is in the chunk that begins at `start`; None if nothing is."""
+        stop = tuple(
+            min(a + step, n) for a, step, n in zip(start, self.chunk, self.shape, strict=True)
+        )
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+
+def read_array(content: bytes, label: str) -> ArrayMetadata:
+    """What `.zarray` or `zarr.json` says; `label` names it in errors.
+
+    Raises:
+        FormatError: what is no description of an array.
+        CheckpointError: a codec or a type that is not known.
+    """
+    try:
+        described = parse_json(content.decode())
+        version = described["zarr_format"]
+        if version not in (2, 3):
+            raise FormatError(f"{label} is of Zarr {version!r}; known are 2 and 3")
+        found = (_read_zarr2 if version == 2 else _read_zarr3)(described, label)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError) as error:
+        if isinstance(error, FormatError | CheckpointError):
+            raise
+        raise FormatError(
+            f"{label} does not describe an array ({type(error).__name__}: {str(error)[:100]}); it "
+            "is damaged"
+        ) from None
+    _check(found, label)
+    return found
+
+
+def _check(found: ArrayMetadata, label: str) -> None:
+    dims = len(found.shape)
+    for what in (found.chunk, found.shard):
+        if len(what) != dims or any(step < 1 for step in what):
+            raise FormatError(f"{label} has chunks {list(what)} of shape {list(found.shape)}")
+    grid = math.prod(-(-n // step) for n, step in zip(found.shape, found.shard, strict=True))
+    inner = math.prod(found.index.counts) if found.index else 1
+    if grid * inner > MOST_CHUNKS:
+        raise FormatError(
+            f"{label} has {grid * inner} chunks, {MOST_CHUNKS} are the most that are read; save it "
+            "with larger chunks"
+        )
+    if found.chunk_bytes > _LARGEST or math.prod(found.shape) > _LARGEST // 16:
+        raise FormatError(f"{label} has the shape {list(found.shape)}, more than any file holds")
+
+
+def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
+    compressor = described.get("compressor")
+    if described.get("filters"):
+        raise UnreadableTensorError(
+            f"an array whose {label} has filters ({str(described['filters'])[:100]}), which are "
+            "not known here; save it without"
+        )
+    shape, chunk = _read_shape(described["shape"]), _read_shape(described["chunks"])
+    order = str(described.get("order", "C"))
+    if order not in ("C", "F"):
+        raise FormatError(f"{label} has the order {order!r}, expected C or F")
+    dimensions = tuple(range(len(shape)))
+    name = str(described["dtype"])
+    return ArrayMetadata(
+        _find_type(name, label),
+        name,
+        shape,
+        chunk,
+        chunk,
+        "" if compressor is None else _find_codec(compressor["id"], label),
+        dimensions if order == "C" else dimensions[::-1],
+        False,
+        _read_separator(described.get("dimension_separator", "."), label),
+        "",
+        None,
+        _is_zero(described.get("fill_value")),
+    )
+
+
+def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
+    if described["node_type"] != "array" or described["chunk_grid"]["name"] != "regular":
+        raise FormatError(f"{label} is no array with a regular grid")
+    encoding = described.get("chunk_key_encoding", {"name": "default"})
+    default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if default else ".")
+    shape = _read_shape(described["shape"])
+    shard = _read_shape(described["chunk_grid"]["configuration"]["chunk_shape"])
+    codecs, chunk, index = described["codecs"], shard, None
+    if codecs[0]["name"] == "sharding_indexed":
+        sharding = codecs[0]["configuration"]
+        if len(codecs) > 1:
+            raise _refuse_codec([one["name"] for one in codecs[1:]], label)
+        chunk, codecs = _read_shape(sharding["chunk_shape"]), sharding["codecs"]
+        counts = tuple(a // b for a, b in zip(shard, chunk, strict=True))
+        if any(a % b for a, b in zip(shard, chunk, strict=True)):
+            raise FormatError(f"{label} has chunks {list(chunk)} in shards {list(shard)}")
+        names = [one["name"] for one in sharding["index_codecs"]]
+        if names not in (["bytes"], ["bytes", "crc32c"]):
+            raise _refuse_codec(names, label)
+        place = sharding.get("index_location", "end")
+        index = ShardIndex(counts, place == "end", "crc32c" in names)
+    order = tuple(range(len(shape)))
+    codec, has_checksum = "", False
+    for number, one in enumerate(codecs):
+        name, given = one["name"], one.get("configuration") or {}
+        if name == "transpose" and number == 0:
+            order = tuple(map(int, given["order"]))
+            if sorted(order) != list(range(len(shape))):
+                raise FormatError(f"{label} has dimensions in the order {order}")
+        elif name == "bytes":
+            if given.get("endian", "little") != "little":
+                raise _refuse_codec(["bytes, big-endian"], label)
+        elif name in CODECS and not codec and not has_checksum:
+            codec = CODECS[name]
+        elif name == "crc32c" and number == len(codecs) - 1:
+            has_checksum = True
+        else:
+            raise _refuse_codec([name], label)
+    name = str(described["data_type"])
+    return ArrayMetadata(
+        _find_type(name, label),
+        name,
+        shape,
+        chunk,
+        shard,
+        codec,
+        order,
+        has_checksum,
+        _read_separator(separator, label),
+        "c" if default else "",
+        index,
+        _is_zero(described.get("fill_value")),
+    )
+
+
+def _read_shape(value: Any) -> tuple[int, ...]:
+    found = tuple(value)
+    if len(found) > 32 or any(type(n) is not int or not 0 <= n <= _LARGEST for n in found):
+        raise ValueError(f"shape {str(value)[:100]}")
+    return found
+
+
+def _read_separator(value: Any, label: str) -> str:
+    if value not in (".", "/"):
+        raise FormatError(f"{label} has keys with {value!r} between indices, expected . or /")
+    return str(value)
+
+
+def _is_zero(value: Any) -> bool:
+    return value is None or value is False or (type(value) in (int, float) and value == 0)
+
+
+def _find_codec(name: Any, label: str) -> str:
+    if name not in CODECS:
+        raise _refuse_codec([str(name)], label)
+    return CODECS[name]
+
+
+def _refuse_codec(names: list[str], label: str) -> UnreadableTensorError:
+    return UnreadableTensorError(
+        f"an array that by {label} is encoded by {', '.join(names)[:100]}; known are "
+        f"{', '.join(CODECS)}, and no compression. Save it with one of these"
+    )
+
+
+def _find_type(name: str, label: str) -> DType:
+    """The type that a name of Zarr means.
+
+    >>> _find_type("<f4", "w"), _find_type("bfloat16", "w"), _find_type("int4", "w")
+    (DType('float32'), DType('bfloat16'), DType('uint8'))
+    """
+    match = _NUMPY_TYPE.fullmatch(name)
+    if match and match[1] == ">" and match[3] != "1":
+        raise UnreadableTensorError(
+            f"an array whose {label} has elements {name!r}, with the greatest byte first; save it "
+            "on this machine"
+        )
+    spelling = name
+    if match:
+        width = "" if match[2] == "b" else str(8 * int(match[3]))
+        spelling = f"{_KINDS[match[2]]}{width}"
+    try:
+        return as_dtype("uint8" if spelling in _NARROW else spelling)
+    except UsageError:
+        raise UnreadableTensorError(
+            f"an array whose {label} has elements of the type {name[:50]!r}, which is not known "
+            "here"
+        ) from None
+
+
+def is_narrow(stored_type: str) -> bool:
+    """Whether a type of Zarr has less than a byte, and is read as one of a byte."""
+    return stored_type in _NARROW
+
+
+def array_bytes(stored_type: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
+    """The `.zarray` of an array without compression."""
+    content = {
+        "chunks": list(chunk),
+        "compressor": None,
+        "dimension_separator": ".",
+        "dtype": stored_type,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(shape),
+        "zarr_format": 2,
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def name_type(dtype: DType) -> str:
+    """What Zarr 2, as TensorStore has it, calls a type.
+
+    >>> name_type(as_dtype("float32")), name_type(as_dtype("bfloat16"))
+    ('<f4', 'bfloat16')
+    """
+    match = _OWN_TYPE.fullmatch(dtype.name)
+    if match is None:
+        return dtype.name
+    letter = next(letter for letter, kind in _KINDS.items() if kind == match[1])
+    return f"{'|' if dtype.itemsize_bytes == 1 else '<'}{letter}{dtype.itemsize_bytes}"
+
+
+_PIECE_BYTES = 1 << 20
+_LARGEST_OFFSET = 2**62
+_NOTHING = 2**64 - 1
+_CHECKSUM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """A chunk that is not read where it lies: `size_bytes` when it is unpacked.
+
+    Attributes:
+        label: in errors.
+        packed: where its bytes are, or these, or None for a chunk of zeros, which is not stored.
+        codec: what unpacks it.
+        size_bytes: of its elements.
+        has_checksum: whether a CRC-32C follows the packed bytes.
+        start_bytes: where it has its place in the file without a name.
+    """
+
+    label: str
+    packed: StoredValue | None
+    codec: str
+    size_bytes: int
+    has_checksum: bool
+    start_bytes: int = 0
+
+
+@dataclass
+class PackedChunks:
+    """The packed chunks of a checkpoint while it is opened: a file without a name for each file.
+
+    `anchor` is a file of the checkpoint, for chunks that are in none.
+    """
+
+    anchor: str = METADATA_NAME
+    by_file: dict[str, list[PackedChunk]] = field(default_factory=dict)
+
+    def add(self, chunk: PackedChunk) -> FileRange:
+        """Where the chunk will be when it is unpacked.
+
+        Raises FormatError where so much cannot be.
+        """
+        place = chunk.packed.place if chunk.packed is not None else None
+        source = place.path if place is not None else self.anchor
+        others = self.by_file.setdefault(source, [])
+        start = 0
+        if others:
+            start = next_start_bytes(others[-1].start_bytes + others[-1].size_bytes)
+        if start + chunk.size_bytes > _LARGEST_OFFSET:
+            raise FormatError(
+                f"{chunk.label} would be unpacked to {chunk.size_bytes} bytes, more than any disk "
+                "has; the checkpoint is damaged"
+            )
+        others.append(replace(chunk, start_bytes=start))
+        return FileRange(f"{source}/unpacked", start)
+
+    @property
+    def derived(self) -> dict[str, PackedChunkFile]:
+        """The files, by the name under which tensors find them."""
+        return {
+            f"{source}/unpacked": PackedChunkFile(source, tuple(chunks))
+            for source, chunks in self.by_file.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunkFile:
+    """The chunks of one file, in the order in which they lie in the file without a name."""
+
+    source: str
+    chunks: tuple[PackedChunk, ...]
+
+    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
+        """Open the unpacked contents for reading."""
+        return _ChunkFile(path, self.chunks, source, scratch)
+
+
+class _ChunkFile(ScratchFile):
+    """The unpacked chunks of one file."""
+
+    def __init__(
+        self,
+        path: Path,
+        chunks: tuple[PackedChunk, ...],
+        packed: SourceFile,
+        scratch: Path | None,
+    ) -> None:
+        self._chunks = chunks
+        parts = []
+        for one in chunks:
+            place = one.packed.place if one.packed is not None else None
+            size = one.packed.size_bytes if one.packed is not None else 0
+            start = place.start_bytes if place is not None else 0
+            parts.append(
+                ScratchPart(one.start_bytes, one.size_bytes, packed.path.name, start, size)
+            )
+        super().__init__(path, parts, packed, scratch)
+
+    def make_part(self, number: int) -> None:
+        """Unpack a chunk; one of zeros stays a hole."""
+        chunk = self._chunks[number]
+        if chunk.packed is None:
+            return
+        at = chunk.start_bytes
+        for piece in _unpack(chunk, self._open(chunk)):
+            self.write(piece, at)
+            at += len(piece)
+
+    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
+        """As `ScratchFile.read_into`; what is asked for as a whole is unpacked where it is asked
+        for, if it is not unpacked yet."""
+        memory = region.memory if isinstance(region, BufferRegion) else region
+        number = self.find_whole(offset_bytes, memory.nbytes)
+        if number is None or self._chunks[number].packed is None:
+            super().read_into(region, offset_bytes)
+            return
+        at, view = 0, memory.cast("B")
+        for piece in _unpack(self._chunks[number], self._open(self._chunks[number])):
+            view[at : at + len(piece)] = piece
+            at += len(piece)
+
+    def _open(self, chunk: PackedChunk) -> ByteStream:
+        packed = chunk.packed
+        if packed is None:
+            raise FormatError(f"{chunk.label} is not stored")
+        size = packed.size_bytes - _CHECKSUM_BYTES * chunk.has_checksum
+        if packed.place is not None:
+            self._check(chunk, self.read_packed, packed.place.start_bytes, size)
+            return RangeStream(self.read_packed, packed.place.start_bytes, size)
+        content = packed.content or b""
+
+        def read(offset: int, size: int) -> bytes:
+            return content[offset : offset + size]
+
+        self._check(chunk, read, 0, size)
+        return RangeStream(read, 0, size)
+
+    def _check(
+        self, chunk: PackedChunk, read: Callable[[int, int], bytes], start: int, size: int
+    ) -> None:
+        """Compare the CRC-32C behind the packed bytes, where there is one."""
+        if not chunk.has_checksum:
+            return
+        found = 0
+        # A chunk may be a shard of any size.
+        for at in range(0, size, _PIECE_BYTES):
+            found = crc32c(read(start + at, min(_PIECE_BYTES, size - at)), found)
+        said = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
+        if found != said:
+            raise DigestError(
+                f"{chunk.label} is not what was written: its CRC-32C is {found:08x}, the file says "
+                f"{said:08x}; fetch it again"
+            )
+
+
+def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
+    """The elements of a chunk, in pieces that together are `size_bytes`."""
+    stream = packed
+    if chunk.codec:
+        kind = ZStandardStream if chunk.codec == "zstd" else DeflateStream
+        stream = kind(packed, chunk.size_bytes, chunk.label, "its array's metadata")
+    left = chunk.size_bytes
+    while left:
+        piece = stream.read(min(_PIECE_BYTES, left))
+        if not piece:
+            raise FormatError(
+                f"{chunk.label} ends early: {chunk.size_bytes - left} bytes come out, expected "
+                f"{chunk.size_bytes}; it was cut off, fetch it again"
+            )
+        left -= len(piece)
+        yield piece
+    if stream.read(1):
+        raise FormatError(
+            f"{chunk.label} goes on behind its {chunk.size_bytes} bytes; it is damaged, or of "
+            "another save"
+        )
+
+
+def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Path) -> bytes:
+    """The bytes of the one chunk of an array without dimensions.
+
+    Raises FormatError for what is damaged.
+    """
+    content = value.read(folder)
+    if array.index is not None:
+        chunk = _list_inner(value, array, label, folder)[0][1]
+        if chunk is None:
+            raise CoverageError(f"{label} has an empty shard")
+        content = chunk.read(folder)
+    if array.has_checksum:
+        content = content[:-_CHECKSUM_BYTES]
+    packed = PackedChunk(label, StoredValue(len(content)), array.codec, array.chunk_bytes, False)
+    stream = RangeStream(lambda at, size: content[at : at + size], 0, len(content))
+    return b"".join(_unpack(packed, stream))
+
+
+def list_chunks(
+    name: str, array: ArrayMetadata, values: KeyValues, packed: PackedChunks, *, has_all: bool
+) -> Iterator[tuple[Box, FileRange]]:
+    """The chunks of an array: what each has of it, and where its bytes begin.
+
+    Raises:
+        CoverageError: a chunk that is missing, where all should be there.
+        FormatError: one that is not as long as it should be.
+    """
+    for key, start in array.list_keys():
+        value = values.find(f"{name}/{key}")
+        label = f"{values.folder / name / key}"
+        inner: list[tuple[tuple[int, ...], StoredValue | None]]
+        if array.index is None or value is None:
+            inner = [(start, value)]
+            if array.index is not None:
+                inner = [(at, None) for at in _list_starts(start, array)]
+        else:
+            inner = [
+                (tuple(a + b for a, b in zip(start, at, strict=True)), one)
+                for at, one in _list_inner(value, array, label, values.folder)
+            ]
+        for at, one in inner:
+            box = array.box(at)
+            if box is None:
+                continue
+            if one is None:
+                # What is left out is zero, in a checkpoint that leaves it out.
+                if has_all or not array.fills_zeros:
+                    raise CoverageError(
+                        f"{label} is missing, which has {box} of tensor {name!r}; the checkpoint "
+                        "was not written completely"
+                    )
+                yield box, packed.add(PackedChunk(label, None, "", array.chunk_bytes, False))
+            elif one.place is not None and not array.codec and not array.has_checksum:
+                if one.size_bytes != array.chunk_bytes:
+                    raise FormatError(
+                        f"{label} has {one.size_bytes} bytes, expected {array.chunk_bytes} for "
+                        f"chunks {list(array.chunk)} of {array.dtype.name}"
+                    )
+                yield box, one.place
+            else:
+                chunk = PackedChunk(label, one, array.codec, array.chunk_bytes, array.has_checksum)
+                yield box, packed.add(chunk)
+
+
+def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple[int, ...]]:
+    counts = array.index.counts if array.index else ()
+    for at in itertools.product(*map(range, counts)):
+        yield tuple(a + i * n for a, i, n in zip(start, at, array.chunk, strict=True))
+
+
+def _list_inner(
+    value: StoredValue, array: ArrayMetadata, label: str, folder: Path
+) -> list[tuple[tuple[int, ...], StoredValue | None]]:
+    """The chunks in a shard: where each begins in it, and its bytes; None if it has none."""
+    index = array.index
+    if index is None or value.size_bytes < index.size_bytes:
+        raise FormatError(f"{label} has {value.size_bytes} bytes, too few for an index of chunks")
+    start = value.size_bytes - index.size_bytes if index.is_at_end else 0
+    content = value.read(folder, start, index.size_bytes)
+    if index.has_checksum:
+        content, said = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if crc32c(content) != int.from_bytes(said, "little"):
+            raise FormatError(
+                f"{label} is not what was written: the CRC-32C of its index of chunks is another; "
+                "fetch it again"
+            )
+    numbers = struct.unpack(f"<{2 * math.prod(index.counts)}Q", content)
+    found: list[tuple[tuple[int, ...], StoredValue | None]] = []
+    origin = (0,) * len(array.chunk)
+    for number, at in enumerate(_list_starts(origin, array)):
+        begin, size = numbers[2 * number : 2 * number + 2]
+        if begin == _NOTHING and size == _NOTHING:
+            found.append((at, None))
+            continue
+        if begin + size > value.size_bytes:
+            raise FormatError(
+                f"{label} has a chunk in bytes {begin}:{begin + size} of its "
+                f"{value.size_bytes}; it was cut off, or is damaged"
+            )
+        if value.place is None:
+            part = (value.content or b"")[begin : begin + size]
+            found.append((at, StoredValue(size, content=part)))
+        else:
+            place = FileRange(value.place.path, value.place.start_bytes + begin)
+            found.append((at, StoredValue(size, place)))
+    return found
