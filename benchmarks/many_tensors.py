@@ -147,7 +147,7 @@ def half_by_reshard(source: Path, target: Path) -> int:
 
 
 def convert_by_reshard(source: Path, target: Path, **asked: Any) -> int:
-    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
 
     conversion = plan_conversion(source, target, **asked)

@@ -15,7 +15,7 @@ import pytest
 
 from checkpoint.checkpoint_files import MANIFEST, split_file, tensor, with_header, write_file
 from reshard import checkpoint
-from reshard.checkpoint.conversion.planning import unwritten_target
+from reshard.checkpoint.conversion.plan import unwritten_target
 from reshard.errors import CheckpointError, CoverageError, FormatError, ReshardError, UsageError
 
 WEIGHT, BIAS = tensor("float32", (6, 4), 1), tensor("float32", (6,), 2)

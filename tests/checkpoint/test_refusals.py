@@ -45,7 +45,7 @@ def refusing(
 def test_a_source_that_may_not_be_looked_at_again(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.checkpoint.conversion.planning.open_checkpoint", lambda path: None)
+    monkeypatch.setattr("reshard.checkpoint.conversion.plan.open_checkpoint", lambda path: None)
     monkeypatch.setattr(os, "stat", refusing(source))
     with pytest.raises(RunError, match=f"look at the target: {source}: Permission denied"):
         plan_conversion(source, source.with_name("target"), to="full")

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     )
     from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
     from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
-    from reshard.checkpoint.conversion.source_selection import open_selected, select
     from reshard.checkpoint.deltas.apply import apply, plan_application
     from reshard.checkpoint.deltas.create import DeltaReport, diff
     from reshard.checkpoint.deltas.delta_file import Delta, read_delta
-    from reshard.checkpoint.engines.loading import load_parameters
+    from reshard.checkpoint.engines.rank_parameters import load_parameters
     from reshard.checkpoint.formats.format import Capability, CheckpointFormat
     from reshard.checkpoint.formats.registry import register_format
     from reshard.checkpoint.formats.write_plan import (
@@ -48,10 +47,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint.loading.arrays import read_tensor
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.loading.rank_arrays import describe_ranks
-    from reshard.checkpoint.loading.requested import load
+    from reshard.checkpoint.loading.request import load
+    from reshard.checkpoint.naming.selection import open_selected, select
     from reshard.checkpoint.options import ConversionRequest, RunOptions
-    from reshard.checkpoint.pretrained.comparison import compare_pretrained
-    from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+    from reshard.checkpoint.pretrained.conversion import compare_pretrained, plan_for_pretrained
     from reshard.checkpoint.processes import OneProcess, running_processes
     from reshard.checkpoint.storage.threads import Progress, ProgressFunction
     from reshard.checkpoint.training.state import TrainingState, find_training_state
@@ -117,7 +116,7 @@ __getattr__, __dir__ = attach(
         "Checkpoint": "reshard.checkpoint.contents",
         "CheckpointFormat": "reshard.checkpoint.formats.format",
         "compare": "reshard.checkpoint.comparison",
-        "compare_pretrained": "reshard.checkpoint.pretrained.comparison",
+        "compare_pretrained": "reshard.checkpoint.pretrained.conversion",
         "Comparison": "reshard.checkpoint.comparison",
         "Conversion": "reshard.checkpoint.conversion.conversion",
         "ConversionReport": "reshard.checkpoint.conversion.conversion",
@@ -130,15 +129,15 @@ __getattr__, __dir__ = attach(
         "Difference": "reshard.checkpoint.comparison",
         "DigestReport": "reshard.checkpoint.comparison",
         "find_training_state": "reshard.checkpoint.training.state",
-        "load": "reshard.checkpoint.loading.requested",
-        "load_parameters": "reshard.checkpoint.engines.loading",
+        "load": "reshard.checkpoint.loading.request",
+        "load_parameters": "reshard.checkpoint.engines.rank_parameters",
         "NewCheckpoint": "reshard.checkpoint.formats.write_plan",
         "NewFile": "reshard.checkpoint.formats.write_plan",
         "OneProcess": "reshard.checkpoint.processes",
-        "open": "reshard.checkpoint.conversion.source_selection:open_selected",
+        "open": "reshard.checkpoint.naming.selection:open_selected",
         "open_checkpoint": "reshard.checkpoint.formats.opening",
         "plan_application": "reshard.checkpoint.deltas.apply",
-        "plan_conversion": "reshard.checkpoint.conversion.planning",
+        "plan_conversion": "reshard.checkpoint.conversion.plan",
         "plan_for_pretrained": "reshard.checkpoint.pretrained.conversion",
         "PlannedTensor": "reshard.checkpoint.formats.write_plan",
         "Progress": "reshard.checkpoint.storage.threads",
@@ -149,7 +148,7 @@ __getattr__, __dir__ = attach(
         "RunOptions": "reshard.checkpoint.options",
         "run_conversion": "reshard.checkpoint.conversion.run",
         "running_processes": "reshard.checkpoint.processes",
-        "select": "reshard.checkpoint.conversion.source_selection",
+        "select": "reshard.checkpoint.naming.selection",
         "shipped_formats": "reshard.checkpoint.formats.registry",
         "StoredFile": "reshard.checkpoint.contents",
         "StoredTensor": "reshard.checkpoint.contents",
@@ -182,7 +181,7 @@ def convert(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
-    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
     from reshard.checkpoint.options import RunOptions, split_arguments
 
@@ -205,7 +204,7 @@ def convert_async(
     `cancel()` of the handle ends it, instead of `stop`, and the same call continues where it
     stopped.
     """
-    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.options import split_arguments
@@ -227,6 +226,6 @@ def load_async(
 ) -> BackgroundWork[dict[str, NDArray[Any]]]:
     """Load in the background: `load` with the same arguments, whose arrays are the result."""
     from reshard.checkpoint.loading.background import BackgroundWork
-    from reshard.checkpoint.loading.requested import load
+    from reshard.checkpoint.loading.request import load
 
     return BackgroundWork(partial(load, checkpoint, layouts, rank, **arguments), progress)

@@ -41,26 +41,23 @@ from reshard.checkpoint.blocks.spans import target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import ComputedReader
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
-from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
-from reshard.checkpoint.conversion.file_checksums import (
+from reshard.checkpoint.conversion.checksums import (
     damaged_ranges,
     item_digest,
     source_checksums,
 )
-from reshard.checkpoint.conversion.moves import Batch, Moves
-from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems, size_workspace
 from reshard.checkpoint.copy_checks import compare_copies
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
-from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.naming.selection import TensorSelection, select_from
 from reshard.checkpoint.storage.byte_ranges import split_equal_steps, strided_arrays
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.remote_files import default_threads
 from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
-from reshard.checkpoint.training.plain_differences import differing_values
-from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
+from reshard.checkpoint.training.plain_state import decode_items, differing_values, in_plain_values
 from reshard.errors import FormatError, UsageError
 from reshard.recipes.overrides import DIFFERING_COPIES
 
@@ -238,10 +235,10 @@ def compare(
     rows = np.flatnonzero([name in others and name not in unequal for name in mine.names])
     computed = {*sides[0].computed, *sides[1].computed}
     only = (name for name in mine.names if name not in others)
-    blocks = DigestedBlocks(Moves(others, mine, {*unequal, *computed, *only}))
+    blocks = BlockDigests(WorkItems(others, mine, {*unequal, *computed, *only}))
     # What a conversion computes is computed block by block, in the memory that it asks for.
     is_stored = all(side.conversion is None for side in sides)
-    batch_bytes = blocks.moves.batched_bytes if is_stored else 0
+    batch_bytes = blocks.work_items.batched_bytes if is_stored else 0
 
     def work(batch: Batch, memory: _PairWorkspace) -> _Compared:
         read_a = sides[0].read(batch.written, memory.left)
@@ -295,7 +292,7 @@ def compare(
     # From the place in the block to the index in the tensor.
     for row, (count, block, at) in found.items():
         name, shape = mine.names[row], mine.kinds[int(mine.kind[row])].layout.shape
-        box = blocks.moves.grids[int(mine.kind[row])].box(block)
+        box = blocks.work_items.grids[int(mine.kind[row])].box(block)
         offset = np.unravel_index(at, box.shape) if box.shape else ()
         index = tuple(int(s + o) for s, o in zip(box.start, offset, strict=True))
         problem = f"{count} of {math.prod(shape)} elements differ, the first at {list(index)}"
@@ -435,14 +432,14 @@ def check_digests(
     ]
     seen = source_checksums(own)
     reader = BatchReader(columns, files, seen.add if own else None)
-    blocks = DigestedBlocks(Moves(columns, columns))
+    blocks = BlockDigests(WorkItems(columns, columns))
 
     def work(batch: Batch, memory: Workspace) -> tuple[Batch, bytes]:
         read = reader.read(batch.read, memory)
         return batch, b"".join(block_digest(block) for of in read for block in of)
 
     total, done = int(columns.tensor_bytes[rows].sum()), 0
-    batch_bytes = blocks.moves.batched_bytes
+    batch_bytes = blocks.work_items.batched_bytes
     size = size_workspace(reader, rows, batch_bytes)
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, size.new_workspace, threads)
     try:

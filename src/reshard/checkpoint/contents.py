@@ -93,7 +93,7 @@ class StoredTensor:
         return FileRange(address.path, address.start_bytes + offset * self.dtype.itemsize_bytes)
 
     def view(self, slot: int, cell: int) -> View | None:
-        """How a cell lies behind its address; None where it is dense and row major."""
+        """How a cell lies behind its address; None if it is dense and row major."""
         view = self.binding.views.get(slot)
         return view[cell] if isinstance(view, tuple) else view
 

@@ -391,7 +391,7 @@ class _Group(NamedTuple):
         return sum(box.elements for box in self.region.boxes) * itemsize_bytes
 
     def classify(self, storages: _Storages) -> tuple[tuple[int, ...], ...] | None:
-        """Group the ranks by the checksums of their files; None where these cannot decide."""
+        """Group the ranks by the checksums of their files; None if these cannot decide."""
         marks, are_exact, part_bytes = [], True, self.part_bytes
         for member, (file, start) in zip(self.region.members, self.places, strict=True):
             storage = storages.find(file, start)

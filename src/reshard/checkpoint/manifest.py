@@ -275,7 +275,7 @@ def manifest_of(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder, or None where it has none.
+    """The manifest of a checkpoint folder, or None if it has none.
 
     Raises:
         FormatError: a manifest that is damaged, of a later version, or contradicts itself.

@@ -25,7 +25,6 @@ from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.threads import check_stop_event
-from reshard.checkpoint.training.styles import STYLES, TrainingStyle, training_style
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.processes import Processes
     from reshard.checkpoint.storage.local_files import SourceFile
     from reshard.checkpoint.storage.threads import ProgressFunction
+    from reshard.checkpoint.training.state import TrainingStyle
     from reshard.dtypes import DType
     from reshard.recipes.engine_layouts import EngineLayout
     from reshard.recipes.recipe import Recipe
@@ -101,6 +101,12 @@ def option(
     command = CommandOption(help, flag, metavar, choices)
     metadata = {"command": command, "is_loaded": is_loaded}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _list_training_styles() -> Iterable[str]:
+    from reshard.checkpoint.training.state import STYLES
+
+    return STYLES
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,7 @@ class ConversionRequest:
         select: the prefix of a model among several, such as `ema_state_dict`: nothing else is
             taken, and names lose it before the four above look at them.
         training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
-            `optax` (`reshard.checkpoint.training.styles`); the format's own, or the source's, when
+            `optax` (`reshard.checkpoint.training.state`); the format's own, or the source's, when
             None.
         source_layout: of the engine whose ranks hold the source (`vllm-sharded-state`), or the
             file that has it: the target has the model's own tensors. By default the one that is
@@ -441,7 +447,7 @@ class ConversionRequest:
         None,
         "Convert training state to that of another program: names, 32-bit weights, steps, "
         "groups. fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
-        choices=STYLES,
+        choices=_list_training_styles,
         is_loaded=False,
     )
     adapters: Iterable[str | os.PathLike[str]] = option(
@@ -566,6 +572,8 @@ class ConversionRequest:
     @property
     def training_style(self) -> TrainingStyle | None:
         """How the target keeps training state, where that is not as the source does."""
+        from reshard.checkpoint.training.state import training_style
+
         name = self.training or self.target_format.training
         return None if name is None else training_style(name)
 

@@ -45,7 +45,7 @@ class ModuleCommands(Commands):
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A command, imported if it was not yet; None where there is none of that name."""
+        """A command, imported if it was not yet, or None if there is none of that name."""
         if cmd_name not in self.summaries:
             return None
         if cmd_name not in self.commands:

@@ -90,7 +90,7 @@ def explanation_of(
     steps: str = JOINT,
     machine: Preset | None = None,
 ) -> Explanation:
-    """The explanation of a change. `shape` may be None where one side has one.
+    """The explanation of a change. `shape` may be None if one side has one.
 
     `steps` says what a program may be made of: a key of `reshard.collectives.STEPS`. On a
     `machine` everything has its time.
@@ -164,7 +164,7 @@ class Explanation:
 
     @property
     def program(self) -> Program | None:
-        """The collectives that move the fewest elements; None where there are none."""
+        """The collectives that move the fewest elements; None if there are none."""
         return self._found_program if isinstance(self._found_program, Program) else None
 
     @property

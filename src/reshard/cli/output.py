@@ -165,7 +165,7 @@ def ellipsis() -> str:
 def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
     """The columns that a terminal has for names in the first column of a table.
 
-    `beside` are the other columns. None where stdout is no terminal: programs read whole names.
+    `beside` are the other columns. None if stdout is no terminal: programs read whole names.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return None

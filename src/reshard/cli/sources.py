@@ -73,8 +73,7 @@ def open_selected_source(path: str, select: str | None, **source_cut: Any) -> Ch
     opened = open_checkpoint(source) if isinstance(source, str) else source
     if select is None:
         return opened
-    from reshard.checkpoint.conversion.source_selection import select_from
-    from reshard.checkpoint.naming.selection import TensorSelection
+    from reshard.checkpoint.naming.selection import TensorSelection, select_from
 
     return select_from(opened, TensorSelection(select=select))
 

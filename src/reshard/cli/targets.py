@@ -66,10 +66,9 @@ def _plan_for_vllm(
     allow: tuple[str, ...] = (),
     **selected: Any,
 ) -> Conversion:
-    from reshard.checkpoint.conversion.source_selection import select_from
     from reshard.checkpoint.engines.conversion import plan_for_vllm
     from reshard.checkpoint.formats.opening import open_checkpoint
-    from reshard.checkpoint.naming.selection import TensorSelection
+    from reshard.checkpoint.naming.selection import TensorSelection, select_from
     from reshard.checkpoint.training.model_sets import expect_one_model, find_model_sets
     from reshard.checkpoint.training.state import shapes_without_state
     from reshard.elements import cast_type
@@ -158,7 +157,7 @@ def plan_from_options(
     Raises:
         UsageError: an option that the target does not take.
     """
-    from reshard.checkpoint.conversion.planning import plan_conversion
+    from reshard.checkpoint.conversion.plan import plan_conversion
 
     names = ("source_mesh", "source_rules", "source_recipe", "check_copies")
     source_cut = {name: arguments.pop(name) for name in names}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
+from reshard.checkpoint.architectures.records import Shape, TensorDifferences
 from reshard.torch.transformers import explain_errors, import_module_code, silence
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

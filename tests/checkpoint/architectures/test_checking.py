@@ -9,8 +9,7 @@ import pytest
 
 from reshard.checkpoint.architectures import checking
 from reshard.checkpoint.architectures.checking import check_architecture, check_sharded_model
-from reshard.checkpoint.architectures.differences import TensorDifferences
-from reshard.checkpoint.architectures.records import RecordedDifferences
+from reshard.checkpoint.architectures.records import RecordedDifferences, TensorDifferences
 from reshard.dtypes import dtype
 from reshard.errors import CheckpointError
 

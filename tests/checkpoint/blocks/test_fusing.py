@@ -12,7 +12,7 @@ from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from cli.command_runs import run_here
 from reshard import checkpoint
-from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError
 

@@ -178,4 +178,4 @@ def test_columns_of_casts_are_a_mapping_of_those_that_are_cast(tmp_path: Path) -
     assert casts["001.down"].sources[0] == stored["001.down"]
     with pytest.raises(KeyError):
         casts["ids"]
-    assert np.array_equal(conversion.moves.source_rows >= 0, np.ones(len(stored), bool))
+    assert np.array_equal(conversion.work_items.source_rows >= 0, np.ones(len(stored), bool))

@@ -27,7 +27,7 @@ from checkpoint.checkpoint_files import (
 from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint.blocks import fusing
-from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
 from reshard.checkpoint.training.plain_state import find_groups, in_plain_values
 from reshard.checkpoint.training.state import find_training_state

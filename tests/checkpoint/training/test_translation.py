@@ -15,7 +15,7 @@ from checkpoint.checkpoint_files import tensor as random_tensor
 from reshard import checkpoint
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.training.styles import training_style
+from reshard.checkpoint.training.state import training_style
 from reshard.checkpoint.training.translation import translate
 from reshard.errors import RecipeError, UsageError
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.checkpoint.architectures.terms import find_number, holds
+from reshard.checkpoint.architectures.records import find_number, holds
 
 Shapes = Mapping[str, tuple[int, ...]]
 Keys = Mapping[str, Any]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from reshard.checkpoint.architectures.differences import TensorDifferences
+from reshard.checkpoint.architectures.records import TensorDifferences
 from reshard.torch.model_classes import find_class_differences
 
 SMALL = {

@@ -21,8 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
-from reshard.checkpoint.architectures.records import find_recorded_differences
+from reshard.checkpoint.architectures.records import (
+    Shape,
+    TensorDifferences,
+    find_recorded_differences,
+)
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, MissingExtraError, RunError, UncomputableError
 from reshard.recipes.quantization import find_quantized, quantization_config

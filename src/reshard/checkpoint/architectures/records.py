@@ -1,6 +1,6 @@
 """Records of the tensors of public model classes, and comparisons with them.
 
-A file for each model type, written from transformers by `tests/engines/architectures`:
+There is a file for each model type, written from transformers by `tests/engines/architectures`:
 
     {"transformers": version, "prefix": of the base model, "defaults": {key: value},
      "types": {key of a nested config: its model type},
@@ -9,10 +9,20 @@ A file for each model type, written from transformers by `tests/engines/architec
                         "ignored": [expression, ...]}}}
 
 A row is a pattern of names: `*` is a number, from 0 up to a count. Counts and lengths are
-expressions of config.json, and `when` is a list of terms that all hold where there are such tensors
-(`terms`); `{"unless": [...]}` are terms that do not all hold. `?` is an open length, or a tensor
-that may be there or not; a form with such rows is not exact. Forms are the names in files that the
-class saves, and those of its module where they differ.
+expressions of config.json, and `when` is a list of terms that all hold if there are such tensors;
+`{"unless": [...]}` are terms that do not all hold. `?` is an open length, or a tensor that is
+optional; a form with such rows is not exact. Forms are the names in files that the class saves, and
+those of its module if they differ.
+
+A term is a number of a config.json, or a condition on it and on a name's first number::
+
+    head_dim|hidden_size//num_attention_heads      a number, as in `reshard.recipes.expressions`
+    attention_bias                                 a condition on the config, as there
+    num_heads<>kv_heads, a==b                      two numbers of the config compared
+    n>=first_k_dense_replace, n<max_window_layers  the first number of a name, compared
+    (n+1)%decoder_sparse_step=0                    its remainder
+    n in mlp_only_layers, n not in ...             whether a list has it
+    layer_types[n]=full_attention                  the entry of a list or a text for it
 """
 
 from __future__ import annotations
@@ -20,13 +30,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from reshard.checkpoint.architectures.differences import Shape, TensorDifferences
-from reshard.checkpoint.architectures.terms import find_number, holds, is_about_config
+from reshard.errors import RecipeError
+from reshard.recipes.expressions import Key, parse_condition, parse_expression
 
 OPEN = "?"
 _WORD = re.compile(r"[\w-]+")
@@ -54,7 +65,7 @@ def find_recorded_differences(
         any_class: whether the class of the model type counts that fits best.
 
     Returns:
-        The differences; None where there is no record of the class.
+        The differences; None if there is no record of the class.
     """
     record = _read_record(config.get("model_type"))
     if record is None:
@@ -96,7 +107,7 @@ def _read_record(model_type: object) -> Mapping[str, Any] | None:
 
 
 def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
-    """Return the class of a config that is recorded; None where it names others."""
+    """Return the class of a config that is recorded; None if it names others."""
     named = config.get("architectures")
     if isinstance(named, list) and named:
         return next((name for name in named if name in record["classes"]), None)
@@ -239,7 +250,7 @@ def _compare(
 def list_row(
     row: tuple[str, list[str], Any, Any], config: Mapping[str, Any]
 ) -> dict[str, tuple[int | None, ...]] | None:
-    """Return the tensors of a row for a config, by name; None where the row leaves them open."""
+    """Return the tensors of a row for a config, by name; None if the row leaves them open."""
     pattern, counts, shape, when = row
     sizes = [find_number(one, config) if one != OPEN else None for one in counts]
     if when == OPEN or shape == OPEN or None in sizes:
@@ -313,3 +324,111 @@ def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
 
 def _closed(shape: tuple[int | None, ...]) -> Shape | None:
     return None if None in shape else tuple(one or 0 for one in shape)
+
+
+Config = Mapping[str, Any]
+_COMPARED = re.compile(r"(?P<left>[^<>=!]+)(?P<sign><>|==|>=|<)(?P<right>[^<>=!]+)")
+_REMAINDER = re.compile(r"\(n\+(?P<plus>\d+)\)%(?P<by>[^=!]+)(?P<sign>!?=)(?P<rest>.+)")
+_MEMBER = re.compile(r"n (?P<is_not>not )?in (?P<key>.+)")
+_ENTRY = re.compile(r"(?P<key>.+)\[n\](?P<sign>!?=)(?P<value>.+)")
+
+
+def find_number(text: str, config: Config) -> int | None:
+    """Return the value of an expression; None if the config does not have its keys.
+
+    >>> find_number("head_dim|hidden_size//heads", {"hidden_size": 64, "heads": 4})
+    16
+    """
+    try:
+        return parse_expression(text).value(config)
+    except (RecipeError, ZeroDivisionError):
+        return None
+
+
+def holds(term: str, config: Config, numbers: Sequence[int] = ()) -> bool:
+    """Return whether a term holds for a config and the numbers of a name.
+
+    >>> config = {"layer_types": ["full", "linear"], "first": 1}
+    >>> [holds("layer_types[n]=full", config, (n,)) for n in (0, 1)]
+    [True, False]
+    >>> [holds("n>=first", config, (n,)) for n in (0, 1)]
+    [False, True]
+    """
+    kind, found = _read_term(term)
+    if kind == "config":
+        return parse_condition(term).holds(config)
+    first = numbers[0] if numbers else 0
+    if kind == "compared":
+        left = first if found["left"] == "n" else find_number(found["left"], config)
+        right = find_number(found["right"], config)
+        if found["sign"] in ("<>", "=="):
+            return (left == right) is (found["sign"] == "==")
+        if left is None or right is None:
+            return False
+        return left >= right if found["sign"] == ">=" else left < right
+    if kind == "remainder":
+        by, rest = find_number(found["by"], config), find_number(found["rest"], config)
+        is_so = bool(by) and (first + int(found["plus"])) % (by or 1) == rest
+        return is_so is (found["sign"] == "=")
+    values = _find_list(found["key"], config)
+    if kind == "member":
+        return (first in values) is not bool(found["is_not"])
+    entry = str(values[first]) if first < len(values) else None
+    return (entry == found["value"]) is (found["sign"] == "=")
+
+
+def is_about_config(term: str) -> bool:
+    """Return whether a term is a condition on the config alone.
+
+    >>> is_about_config("attention_bias"), is_about_config("n>=first")
+    (True, False)
+    """
+    return _read_term(term)[0] == "config"
+
+
+@lru_cache(maxsize=4096)
+def _read_term(term: str) -> tuple[str, Mapping[str, Any]]:
+    for kind, pattern in (
+        ("remainder", _REMAINDER),
+        ("member", _MEMBER),
+        ("entry", _ENTRY),
+        ("compared", _COMPARED),
+    ):
+        found = pattern.fullmatch(term)
+        if found is not None:
+            return kind, found.groupdict()
+    return "config", {}
+
+
+def _find_list(text: str, config: Config) -> Sequence[Any]:
+    """Return the list or the text of a key, empty where there is none."""
+    key = Key.parse(text)
+    found = key.find(config) if key is not None else None
+    return found if isinstance(found, list | tuple | str) else ()
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorDifferences:
+    """Differences between the tensors of a checkpoint and those that a model class loads.
+
+    Attributes:
+        judge: the class and the program, such as `LlamaForCausalLM of transformers 5.24.0`.
+        missing: tensors that the class has and the checkpoint lacks, with their shapes; None for a
+            shape that depends on others.
+        unknown: tensors of the checkpoint that the class does not load.
+        misshapen: tensors of another shape: the name, the shape, and the shape of the class.
+        ignored: tensors that the class leaves out by its own lists, or that another class of the
+            same model type has.
+    """
+
+    judge: str
+    missing: tuple[tuple[str, Shape | None], ...] = ()
+    unknown: tuple[str, ...] = ()
+    misshapen: tuple[tuple[str, Shape, Shape], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unknown or self.misshapen)

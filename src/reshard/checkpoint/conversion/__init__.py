@@ -1,6 +1,12 @@
-"""Conversions: asked for, planned, and run so that the target appears whole or not at all.
+"""Conversions: planned from a request, and run so that the target appears whole or not at all.
 
-`request` is what a user asks for; `planning` makes a `conversion` of it, by `source_names` and
-`placement`; `run` carries it out in a staging folder (`staging`, `journal`), alone or shared by
-`processes`, and `uploading` sends it to a store meanwhile. Start with `planning`.
+    plan            from a request and a source to a `Conversion`: names, layouts, files
+    conversion      a planned conversion: what it reads, writes and moves
+    run             one run, inside a staging folder (`staging`, `journal`)
+    work_items      the blocks that a run copies, casts or computes, in batches
+    checksums       checksums that files have of their own, of the source and of the target
+    uploads         files sent to a store while blocks are written
+    engine_states   layouts of inference engines, both ways
+
+Options are in `reshard.checkpoint.options`. Start at `plan`.
 """

@@ -27,8 +27,8 @@ from reshard.checkpoint.changes.computed_tensors import (
     split_casts,
 )
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion.file_checksums import FileChecksums
-from reshard.checkpoint.conversion.moves import Moves
+from reshard.checkpoint.conversion.checksums import ChecksumTracker
+from reshard.checkpoint.conversion.work_items import WorkItems
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
@@ -63,7 +63,7 @@ class Conversion:
         request: what was asked for.
         resolved: the same as plain values, with the recipe and names found: it distinguishes one
             conversion from another in journals.
-        assignment: how rules and recipes matched; None where none were used.
+        assignment: how rules and recipes matched; None if none were used.
         computed: tensors that are not moved as they are, by name.
         rewritten: files beside the tensors with other content than in the source, or from
             elsewhere: the content of each, or where it is copied from.
@@ -266,10 +266,12 @@ class Conversion:
         return total
 
     @cached_property
-    def moves(self) -> Moves:
+    def work_items(self) -> WorkItems:
         """The blocks of all tensors."""
         stored, computed = split_casts(self.source.tensors, self.computed)
-        return Moves(TensorColumns.of(stored), TensorColumns.of(self.write_plan.tensors), computed)
+        return WorkItems(
+            TensorColumns.of(stored), TensorColumns.of(self.write_plan.tensors), computed
+        )
 
     @property
     def workspace_bytes(self) -> int:
@@ -280,12 +282,12 @@ class Conversion:
     def _least(self) -> WorkspaceSize:
         # One size for all tensors, the largest block and span of any: a thread allocates once.
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
-        block, span = self.moves.largest_bytes
+        block, span = self.work_items.largest_bytes
         inputs: tuple[int, ...] = ()
-        if self.moves.is_cast.any():
-            inputs = (self.moves.cast_bytes,)
-        for row in np.flatnonzero(self.moves.source_rows < 0).tolist():
-            made = ComputedReader(self.computed[self.moves.target.names[row]], nothing)
+        if self.work_items.is_cast.any():
+            inputs = (self.work_items.cast_bytes,)
+        for row in np.flatnonzero(self.work_items.source_rows < 0).tolist():
+            made = ComputedReader(self.computed[self.work_items.target.names[row]], nothing)
             pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
             inputs = tuple(max(pair) for pair in pairs)
             block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
@@ -293,7 +295,7 @@ class Conversion:
 
     def _buffers(self, extra_bytes: int) -> WorkspaceSize:
         """What a thread gets: batches are smaller where larger ones would not fit."""
-        batch_bytes, has_casts = self.moves.batched_bytes, bool(self.moves.is_cast.any())
+        batch_bytes, has_casts = self.work_items.batched_bytes, bool(self.work_items.is_cast.any())
         while batch_bytes:
             size = self._least.with_batches(batch_bytes, has_inputs=has_casts)
             if size.size_bytes <= extra_bytes:
@@ -339,7 +341,7 @@ class Conversion:
         """
         self.threads(extra_bytes, most_threads)
         blocks.block_digest(b"")
-        FileChecksums.expect_library(self.source, self.write_plan)
+        ChecksumTracker.expect_library(self.source, self.write_plan)
 
     @property
     def folders(self) -> tuple[Path, Path]:
@@ -360,7 +362,7 @@ class Conversion:
             write_plan.update(file.stored.name.encode() + b"\0")
             for _, content in file.known_bytes():
                 write_plan.update(content)
-        target = self.moves.target
+        target = self.work_items.target
         prints = [kind.layout.fingerprint for kind in target.kinds]
         for name, kind in zip(target.names, target.kind.tolist(), strict=True):
             write_plan.update(name.encode() + b"\0" + prints[kind])

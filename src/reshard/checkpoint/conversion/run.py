@@ -38,17 +38,16 @@ from reshard.checkpoint.blocks.block_io import (
 from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.changes.computed_tensors import ChangedReader
 from reshard.checkpoint.changes.source_digests import SourceDigests
+from reshard.checkpoint.conversion.checksums import ChecksumTracker
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
-from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks
-from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.journal import FinishedBlocks
-from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.conversion.uploading import (
+from reshard.checkpoint.conversion.uploads import (
     ConversionUpload,
     HostBlocks,
     expect_staging_read,
 )
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import (
@@ -117,7 +116,7 @@ class _ConversionRun:
         self.conversion_id = conversion_id
         self.extra_bytes = extra_bytes
         write_plan = conversion.write_plan
-        self.moves = moves = conversion.moves
+        self.work_items = work_items = conversion.work_items
         sizes = {file.stored.name: file.stored.size_bytes for file in write_plan.files}
         self.targets = OpenFiles(
             lambda name: TargetFile(
@@ -125,13 +124,13 @@ class _ConversionRun:
             )
         )
         self.source_digests = SourceDigests(sources, conversion.apart)
-        self.checksums = FileChecksums(conversion.source, write_plan, staging.content)
+        self.checksums = ChecksumTracker(conversion.source, write_plan, staging.content)
         self.reader, self.writer = self._open(self.checksums)
         self.unseen = self._open(None)
-        self.finished = np.zeros(moves.count, dtype=bool)
+        self.finished = np.zeros(work_items.count, dtype=bool)
         self.blocks = HostBlocks.alone(self.finished)
-        self.digests = DigestedBlocks(moves)
-        self.size_bytes = int(moves.target.tensor_bytes.sum())
+        self.digests = BlockDigests(work_items)
+        self.size_bytes = int(work_items.target.tensor_bytes.sum())
         self._note_journal(staging.finished)
         self.resumed_bytes = self.finished_bytes
         self.threads = threads
@@ -141,19 +140,19 @@ class _ConversionRun:
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
-    def _open(self, checksums: FileChecksums | None) -> tuple[ChangedReader, BatchWriter]:
+    def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BatchWriter]:
         """What reads and writes blocks, and shows them to the checksums that they count for."""
-        of, moves = checksums, self.moves
+        of, work_items = checksums, self.work_items
         reader = ChangedReader(
-            moves.source,
-            moves.target,
+            work_items.source,
+            work_items.target,
             self.conversion.computed,
             self.sources,
             self.source_digests.watching(of.watch_source if of else None),
             self._count,
             self.source_digests,
         )
-        return reader, BatchWriter(moves.target, self.targets, of.watch_target if of else None)
+        return reader, BatchWriter(work_items.target, self.targets, of.watch_target if of else None)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:
@@ -165,12 +164,12 @@ class _ConversionRun:
 
     def _note_journal(self, finished: FinishedBlocks) -> None:
         tensors, blocks, digests = finished.columns()
-        self._note(self.moves.first_block[tensors] + blocks, digests)
+        self._note(self.work_items.first_block[tensors] + blocks, digests)
 
     @property
     def finished_bytes(self) -> int:
         """Bytes of the blocks that are on the disk."""
-        return self.moves.size_bytes(np.flatnonzero(self.finished))
+        return self.work_items.size_bytes(np.flatnonzero(self.finished))
 
     def begin(self) -> None:
         """Make the files, and share with the other processes which blocks are done already."""
@@ -179,7 +178,9 @@ class _ConversionRun:
             if not self.staging.is_untouched and self.finished.any():
                 self._compare_staged()
         if self.upload is not None:
-            self.upload.begin(self.staging, self.moves, self.writer, self.targets, self.finished)
+            self.upload.begin(
+                self.staging, self.work_items, self.writer, self.targets, self.finished
+            )
         # One bit a block keeps the message to the other processes small.
         packed = self.here.share(np.packbits(self.finished))
         self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
@@ -187,7 +188,7 @@ class _ConversionRun:
         if self.upload is not None:
             self.blocks = self.upload.divide(self.finished)
             self.upload.expect(self.blocks.numbers, self._share(self.blocks.numbers))
-        self.resumed_bytes = self.moves.size_bytes(np.flatnonzero(self.blocks.is_known))
+        self.resumed_bytes = self.work_items.size_bytes(np.flatnonzero(self.blocks.is_known))
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
@@ -238,7 +239,7 @@ class _ConversionRun:
             return self.conversion.new_workspace(self.extra_bytes)
 
         with contextlib.closing(self.checksums.staged()) as staged:
-            reader = BatchReader(self.moves.target, staged)
+            reader = BatchReader(self.work_items.target, staged)
             batches = self._batches(numbers)
             changed = [*run_in_threads(batches, find_changed, new_workspace, self.threads)]
         again = np.concatenate(changed)
@@ -257,7 +258,7 @@ class _ConversionRun:
         return numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
 
     def _batches(self, numbers: IntArray) -> Iterator[Batch]:
-        return self.moves.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
+        return self.work_items.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
 
     def batches(self) -> Iterator[Batch]:
         """This process's share, in batches of blocks that all count for checksums, or none."""
@@ -295,7 +296,7 @@ class _ConversionRun:
                 waiting_bytes += done.batch.size_bytes
                 check_stop(stop)
                 if progress is not None:
-                    name = self.moves.target.names[int(done.batch.written[-1].rows[-1])]
+                    name = self.work_items.target.names[int(done.batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= options.sync_bytes:
                     # Forgotten first: after a sync that failed the next one succeeds, though
@@ -318,7 +319,7 @@ class _ConversionRun:
             self.targets[name].sync()
         numbers = np.concatenate([item.batch.numbers for item in done])
         digests = b"".join(item.digests for item in done)
-        tensors, blocks = self.moves.places(numbers)
+        tensors, blocks = self.work_items.places(numbers)
         self.staging.own_journal.append_columns(tensors, blocks, digests)
         self._note(numbers, digests)
 
@@ -407,7 +408,7 @@ class _ConversionRun:
                 self.conversion_id,
                 write_plan.mesh,
                 tuple(file.stored for file in write_plan.files),
-                self.moves.target,
+                self.work_items.target,
                 self.digests.columns(),
                 tuple(self.conversion.companions),
                 items,
@@ -559,7 +560,7 @@ def _report(
     *,
     complete: bool = False,
 ) -> ConversionReport:
-    size_bytes = int(conversion.moves.target.tensor_bytes.sum())
+    size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
     return ConversionReport(
         conversion.target,
         len(conversion.write_plan.tensors),

@@ -36,14 +36,13 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_diges
 from reshard.checkpoint.changes.computed_tensors import ReadBox
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
-from reshard.checkpoint.conversion.planning import (
+from reshard.checkpoint.conversion.plan import (
     expect_one_file,
     find_file_name,
     open_apart,
     plan_conversion,
 )
 from reshard.checkpoint.conversion.run import run_conversion
-from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.deltas.delta_file import (
     HEADER_BYTES,
     AuxiliaryBytes,
@@ -60,7 +59,7 @@ from reshard.checkpoint.formats.write_plan import (
     WritePlan,
     find_stored_replicas,
 )
-from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.naming.selection import TensorSelection, select_from
 from reshard.checkpoint.options import ConversionRequest, split_arguments
 from reshard.checkpoint.storage.filesystem import read_up_to, translate_os_errors
 from reshard.dtypes import DType

@@ -36,9 +36,8 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_di
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.digested_blocks import DigestedBlocks, size_workspace
-from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
-from reshard.checkpoint.conversion.moves import Batch, Moves
+from reshard.checkpoint.conversion.checksums import item_digest, item_pieces
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems, size_workspace
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
 from reshard.checkpoint.deltas.encoding import (
@@ -180,17 +179,17 @@ class _Making:
         self._files_a, self._files_b = open_sources(a), open_sources(b)
         self.kinds = list(_find_kinds(before, after))
         rest = {name for name, kind in zip(after.names, self.kinds, strict=True) if kind != "kept"}
-        self._moves = Moves(before, after, rest)
+        self._work_items = WorkItems(before, after, rest)
         self._old = BatchReader(before, self._files_a)
         self._new = BatchReader(after, self._files_b)
-        self._blocks = DigestedBlocks(self._moves)
+        self._blocks = BlockDigests(self._work_items)
         self._records: list[tuple[Any, ...]] = []
         self._sizes = (WorkspaceSize(0, 0), WorkspaceSize(0, 0))
         self.changed_bytes = 0
         self.notes: list[str] = []
 
     def _find_sizes(self, batch_bytes: int) -> tuple[WorkspaceSize, WorkspaceSize]:
-        rows = self._moves.source_rows
+        rows = self._work_items.source_rows
         return (
             size_workspace(self._old, rows[rows >= 0], batch_bytes),
             size_workspace(self._new, np.arange(len(rows)), batch_bytes),
@@ -205,7 +204,7 @@ class _Making:
         for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
             if given is not None and (type(given) is not int or given < least):
                 raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
-        batch_bytes = self._moves.batched_bytes
+        batch_bytes = self._work_items.batched_bytes
         while True:
             self._sizes = before, after = self._find_sizes(batch_bytes)
             # Each thread: two blocks with their spans, arithmetic, and a payload that waits its
@@ -233,15 +232,19 @@ class _Making:
 
     def _find_unknown(self) -> IntArray:
         """Return the blocks to look at; the others are as they were, by trusted digests."""
-        moves, old, new = self._moves, self._old.columns.digests, self._new.columns.digests
-        is_left = np.ones(moves.count, dtype=bool)
+        work_items, old, new = (
+            self._work_items,
+            self._old.columns.digests,
+            self._new.columns.digests,
+        )
+        is_left = np.ones(work_items.count, dtype=bool)
         if self._trusts and old is not None and new is not None:
-            rows = np.flatnonzero(moves.source_rows >= 0)
-            rows = rows[new.is_known(rows) & old.is_known(moves.source_rows[rows])]
-            is_both = np.zeros(len(moves.target), dtype=bool)
+            rows = np.flatnonzero(work_items.source_rows >= 0)
+            rows = rows[new.is_known(rows) & old.is_known(work_items.source_rows[rows])]
+            is_both = np.zeros(len(work_items.target), dtype=bool)
             is_both[rows] = True
-            numbers = np.flatnonzero(np.repeat(is_both, moves.block_counts))
-            before, after = old.take(moves.source_rows[rows]).rows, new.take(rows).rows
+            numbers = np.flatnonzero(np.repeat(is_both, work_items.block_counts))
+            before, after = old.take(work_items.source_rows[rows]).rows, new.take(rows).rows
             is_same = (before == after).all(axis=1)
             self._blocks.found[numbers[is_same]] = after[is_same]
             is_left[numbers[is_same]] = False
@@ -306,9 +309,9 @@ class _Making:
         self, writer: DeltaWriter, threads: int, progress: ProgressFunction | None
     ) -> None:
         """Look at all blocks, and write what changed."""
-        total = int(self._moves.target.tensor_bytes.sum())
+        total = int(self._work_items.target.tensor_bytes.sum())
         done = 0
-        batches = self._moves.batches(self._find_unknown(), self._sizes[0].batch_bytes)
+        batches = self._work_items.batches(self._find_unknown(), self._sizes[0].batch_bytes)
         results = run_in_threads(batches, self._look, lambda: _PairMemory(*self._sizes), threads)
         try:
             for found in results:
@@ -324,7 +327,7 @@ class _Making:
     def _record(self, found: _Found, writer: DeltaWriter) -> None:
         numbers = found.batch.numbers
         self._blocks.note(numbers, b"".join(found.after))
-        rows, _ = self._moves.places(numbers)
+        rows, _ = self._work_items.places(numbers)
         for at, change in found.changes:
             start = writer.append(change.payload)
             self._records.append(

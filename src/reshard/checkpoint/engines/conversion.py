@@ -18,14 +18,13 @@ from reshard.checkpoint.architectures.checking import check_architecture
 from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.engines.states import LAYOUT_NAME
-from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
-from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME
+from reshard.checkpoint.conversion.plan import arrange_whole, open_apart
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
-from reshard.checkpoint.naming.selection import TensorSelection, list_left_out
+from reshard.checkpoint.naming.selection import TensorSelection, list_left_out, select_from
 from reshard.checkpoint.options import ConversionRequest
 from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,

@@ -1,30 +1,51 @@
-"""A rank's parameters as tensors of a checkpoint, bound to the bytes that they are made of.
+"""A rank's parameters as an engine holds them: bound to the bytes of the files, or loaded.
 
-An engine's layout says of each parameter which region of which source it takes, and a checkpoint
-where in which file each source lies. Together, a parameter is boxes at places of files::
+An engine's layout specifies which region of which source each parameter is copied from, and a
+checkpoint in which file each source is stored. Together, a parameter is boxes in files::
 
     gate_up_proj, rank 1 of 2            model.safetensors
     0:2   gate_proj, rows 2:4   ---->    byte 4096 + 2 rows
     2:4   up_proj, rows 2:4     ---->    byte 8192 + 2 rows
 
-1. A source that is whole in one file has its regions there, whatever their strides.
-2. One that is cut over ranks is boxes. A region is followed along their dimensions, and each box
-   has the part of it that lies inside.
-3. What is not copied is in a file of its own (`made_elements`).
+1. For a source that is whole in one file, regions are there, whatever their strides.
+2. For a sharded source, a region is followed along the dimensions of the shards, and each shard has
+   the part of it that is inside.
+3. Elements that are not copied, such as Mamba's `A = -exp(A_log)`, a router's bias in float32 or
+   the padding of a vocabulary, are computed when they are first read, and kept in memory as a file
+   without a name (`DerivedElements`)::
+
+       rank-0/A     [computed ......]                    one region
+       embed_tokens [copied, in model.safetensors][0 0]  the last rows
+
+   There is a limit on that memory. Only elementwise operations that are known (`OPERATIONS`) are
+   computed; others are refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.fusing import list_stored_boxes
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.engines.made_elements import MOST_BYTES, MadeFile, MadeRegion, check_steps
-from reshard.errors import RecipeError
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.loading.arrays import load_layouts
+from reshard.checkpoint.options import LoadOptions
+from reshard.checkpoint.storage.filesystem import reason
+from reshard.checkpoint.storage.local_files import SourceFile
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import RecipeError, RunError, UsageError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import (
     EngineLayout,
@@ -33,6 +54,7 @@ from reshard.recipes.engine_layouts import (
     SourcePiece,
     SourceTensor,
 )
+from reshard.recipes.engine_layouts.document import read_layout_file
 from reshard.recipes.engine_layouts.source_layouts import find_steps
 from reshard.text import first_text
 
@@ -43,7 +65,7 @@ class RankParameters:
 
     checkpoint: Checkpoint
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    made: dict[str, MadeFile] = field(default_factory=dict)
+    made: dict[str, DerivedElements] = field(default_factory=dict)
 
     def add(self, layout: RankLayout, prefix: str = "") -> None:
         """Add a rank's parameters, of tied ones the first by name, under names with a prefix.
@@ -126,7 +148,7 @@ class RankParameters:
             file = f"{name}/made"
             for box, source, view, steps, value in made:
                 check_steps(name, steps)
-                regions.append(MadeRegion(start, box.shape, source, view, steps, value))
+                regions.append(DerivedRegion(start, box.shape, source, view, steps, value))
                 put(box, FileRange(file, start * itemsize), View.row_major(box.shape).strides)
                 start += box.elements
             if start * itemsize > MOST_BYTES:
@@ -138,7 +160,7 @@ class RankParameters:
                 )
             first = next((self._file_of(r.source) for r in regions if r.source), None)
             first = first or self.checkpoint.files[0].name
-            self.made[file] = MadeFile(
+            self.made[file] = DerivedElements(
                 name, parameter.dtype, tuple(regions), self.checkpoint, first
             )
             self.made[file].expect_computable()
@@ -236,3 +258,210 @@ def rank_parameters(
     for prefix, rank in ({"": ranks} if isinstance(ranks, RankLayout) else ranks).items():
         found.add(rank, prefix)
     return found
+
+
+# Of one parameter: more is no detail of it.
+MOST_BYTES = 256 << 20
+
+
+def _exponentiate(values: NDArray[Any]) -> NDArray[Any]:
+    """As PyTorch has it where it is installed: its last bit may differ from NumPy's."""
+    try:
+        import torch
+    except ImportError:
+        found: NDArray[Any] = np.exp(values)
+        return found
+    return np.asarray(torch.exp(torch.from_numpy(np.ascontiguousarray(values))).numpy())
+
+
+OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "exp": _exponentiate,
+    "neg": np.negative,
+}
+
+
+class DerivedRegion(NamedTuple):
+    """Elements of a parameter: those of `source` at `view`, with `steps` done to each in turn.
+
+    Without a source they all are `value`. They begin at element `start` of the file.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    source: str | None
+    view: View | None
+    steps: tuple[str, ...] = ()
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class DerivedElements:
+    """The made elements of one parameter, as a file that is written when it is first read.
+
+    Attributes:
+        label: the parameter, in errors.
+        dtype: of its elements.
+        regions: one behind the other.
+        checkpoint: the sources.
+        source: a file of the checkpoint, the first that is read.
+    """
+
+    label: str
+    dtype: DType
+    regions: tuple[DerivedRegion, ...]
+    checkpoint: Checkpoint
+    source: str
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return sum(int(np.prod(region.shape)) for region in self.regions)
+
+    def expect_computable(self) -> None:
+        """Raise MissingExtraError where an element type takes a package that is not installed."""
+        for region in self.regions:
+            if region.source is None:
+                # Zeros are of every type.
+                kinds = [] if region.value == 0 else [self.dtype]
+            else:
+                named = (step.removeprefix("to ") for step in region.steps if step[:3] == "to ")
+                kinds = [self.dtype, self.checkpoint[region.source].dtype, *map(as_dtype, named)]
+            for kind in kinds:
+                _ = kind.numpy
+
+    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
+        """The file for reading, made in the folder `scratch`."""
+        content = b"".join(
+            np.ascontiguousarray(self._make(region)).tobytes() for region in self.regions
+        )
+        return _FileInMemory(path, content, scratch)
+
+    def _make(self, region: DerivedRegion) -> NDArray[Any]:
+        if region.source is None:
+            return _fill(region.shape, region.value, self.dtype)
+        from reshard.checkpoint.loading.arrays import read_tensor
+
+        whole = read_tensor(self.checkpoint, region.source).reshape(-1)
+        view = region.view or View.row_major(region.shape)
+        values = whole[view.positions(region.shape)]
+        for step in region.steps:
+            values = apply_step(values, step)
+        return values if values.dtype == self.dtype.numpy else values.astype(self.dtype.numpy)
+
+
+def _fill(shape: tuple[int, ...], value: float, dtype: DType) -> NDArray[Any]:
+    if value == 0 and not np.signbit(value):
+        # All types have zeros of this kind, those that NumPy does not have included.
+        return np.zeros(shape, dtype=dtype.storage)
+    return np.full(shape, value).astype(dtype.numpy)
+
+
+class _FileInMemory(SourceFile):
+    """A file without a name, with bytes that were made; it reads nothing of its own."""
+
+    def __init__(self, path: Path, content: bytes, scratch: Path | None) -> None:
+        try:
+            self._scratch = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
+            view = memoryview(content)
+            while view:
+                view = view[self._scratch.write(view) :]
+            super().__init__(path, descriptor=self._scratch.fileno())
+        except OSError as error:
+            raise RunError(f"cannot make {path} in {scratch}: {reason(error)}") from error
+
+    def check_unchanged(self) -> None:
+        """Do nothing: a file without a name cannot change."""
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        super().close()
+        self._scratch.close()
+
+
+def apply_step(values: NDArray[Any], step: str) -> NDArray[Any]:
+    """Elements after one step, such as `"to float32"` or `"exp"`.
+
+    >>> apply_step(np.array([0.0, 1.0], np.float32), "neg").tolist()
+    [-0.0, -1.0]
+    """
+    if step.startswith("to "):
+        return values.astype(as_dtype(step.removeprefix("to ")).numpy)
+    return OPERATIONS[step](values)
+
+
+def check_steps(label: str, steps: Sequence[str]) -> None:
+    """Raise RecipeError for operations that are not known."""
+    unknown = [one for one in steps if one not in OPERATIONS and not one.startswith("to ")]
+    if unknown:
+        raise RecipeError(
+            f"{label} is computed by {', '.join(steps)}, of which {', '.join(unknown)} is not "
+            f"known here (known: a change of type, {', '.join(OPERATIONS)}); let the engine load "
+            "the checkpoint as it is"
+        )
+
+
+def load_parameters(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    layout: EngineLayout | str | os.PathLike[str],
+    rank: int = 0,
+    *,
+    names: Iterable[str] | None = None,
+    out: Mapping[str, NDArray[Any]] | None = None,
+    threads: int | None = None,
+    readers_on_host: int = 1,
+) -> dict[str, NDArray[Any]]:
+    """The parameters of one rank of an engine, by the names that it gives them.
+
+    Only the bytes that they are made of are read. What is cast, constant or computed element by
+    element, by operations that are known, is made; what the engine's loader does not fill is left
+    out, unless it is asked for by name.
+
+    Args:
+        checkpoint: a checkpoint, or where it is.
+        layout: of the engine, or the file that has it (`reshard recipe derive`).
+        rank: whose parameters are wanted.
+        names: of those that are wanted; all that the loader fills when None.
+        out: arrays to fill instead of new ones, of the parameters' shapes and dtypes.
+        threads: how many read at a time.
+        readers_on_host: how many processes of this host load their rank's part at the same time, as
+            of `load`.
+
+    Returns:
+        Each parameter by its name; of those that share memory, all of them the same array.
+
+    Raises:
+        RecipeError: a layout of another checkpoint, or a parameter that cannot be had from it.
+        UsageError: a rank or a name that the layout has not.
+        ShardError: an array in `out` that does not fit, or cannot be written.
+        CheckpointError, RunError: a checkpoint or a file that cannot be read.
+    """
+    if not isinstance(layout, EngineLayout):
+        layout = read_layout_file(layout)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    check_sources(layout, checkpoint)
+    own = layout.rank(rank)
+    if names is None:
+        wanted = [name for name, one in own.parameters.items() if not one.unfilled]
+    else:
+        wanted = list(names)
+        for name in wanted:
+            if name not in own.parameters:
+                raise UsageError(f"rank {rank} of {layout.engine} has no parameter {name!r}")
+            if own.parameters[name].unfilled:
+                raise UsageError(
+                    f"{layout.engine} does not fill all of {name!r} when it loads: what it holds "
+                    "then is the engine's"
+                )
+    # Parameters that share memory are read once.
+    first = {name: group[0] for group in own.tied for name in group}
+    found = RankParameters(checkpoint)
+    for name in dict.fromkeys(first.get(name, name) for name in wanted):
+        found.add_parameter(own.parameters[name], name)
+    bound = found.bound
+    whole = {name: Layout.whole(one.shape, [0], 1) for name, one in bound.tensors.items()}
+    if out is not None:
+        out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
+    options = LoadOptions(out=out, threads=threads, readers_on_host=readers_on_host)
+    arrays = load_layouts(bound, whole, 0, options)
+    return {name: arrays[first.get(name, name)] for name in wanted}

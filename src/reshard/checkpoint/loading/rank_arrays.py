@@ -24,7 +24,7 @@ import numpy as np
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion.source_names import find_recipe
+from reshard.checkpoint.conversion.plan import find_recipe
 from reshard.checkpoint.formats.source_sharding import find_layouts
 from reshard.checkpoint.storage.local_files import BufferRegion, FileIdentity, SourceFile
 from reshard.dtypes import DType

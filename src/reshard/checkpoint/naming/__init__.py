@@ -1,5 +1,5 @@
-"""Names of tensors: some of a checkpoint's tensors, by other names.
+"""Names of tensors: a part of a checkpoint, or all of it, by other names. No byte is copied.
 
-`renaming` turns a checkpoint in one program's names into one in another's, `selection` takes some
-of the tensors and renames them by patterns. No byte is copied.
+`renaming` translates between the conventions of programs, `selection` takes some of the tensors and
+renames them by patterns.
 """

@@ -1,6 +1,5 @@
-"""Model folders of a training checkpoint: what `from_pretrained` of transformers loads.
+"""Model folders for `from_pretrained` of transformers, from a training checkpoint.
 
-`conversion` plans one; `weights` are what a model has of a training state, `model_names` what the
-architecture calls them, `ties` which of them are stored once, `model_folder` the files beside them.
-`comparison` compares a training checkpoint with a model folder that is there.
+`conversion` plans a model folder, or compares one with a training checkpoint; `names` are weights
+in the architecture's names; `model_folder` are the other files, and tied weights.
 """

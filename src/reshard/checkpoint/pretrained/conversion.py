@@ -1,14 +1,15 @@
-"""Conversions to a model folder: from any training checkpoint to what `from_pretrained` loads.
+"""Conversions to a model folder: from any training checkpoint to one that `from_pretrained` loads.
 
-1. Of the source, what the user selects; of that the weights, without wrappers in their names
-   (`weights`).
-2. Names in the architecture's: without the trainer's prefix, and out of another program's names by
-   the recipe of config.json's model type (`model_names`).
-3. Rows of the vocabulary that only pad it for ranks are cut off; layers and experts are there, all
-   of them, and the tensors are those of the architecture (`reshard.checkpoint.architectures`);
-   tied weights are stored once (`ties`).
-4. Element types as they are, or as asked for; config.json says which (`model_folder`).
-5. Safetensors files with an index, as any conversion writes them.
+1. Take the selected weights of the source, without names of wrappers (`names.take_weights`).
+2. Rename them to the architecture's names: remove the trainer's prefix, and translate another
+   program's names by the recipe for config.json's model type (`names`).
+3. Remove rows that pad the vocabulary; check that all layers, experts and tensors of the
+   architecture are there (`reshard.checkpoint.architectures`); store tied weights once.
+4. Keep or cast element types, and write them to config.json (`model_folder`).
+5. Write safetensors files with an index, as any conversion does.
+
+`compare_pretrained` plans the same for a training checkpoint and for a model folder, such as one of
+the Hub, and compares what would be written of each, block by block; nothing is written.
 """
 
 from __future__ import annotations
@@ -35,19 +36,17 @@ from reshard.checkpoint.changes.planning import (
     find_unscaled,
 )
 from reshard.checkpoint.changes.source_digests import find_absorbed
+from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
-from reshard.checkpoint.conversion.source_names import find_recipe
-from reshard.checkpoint.conversion.source_selection import take_source
-from reshard.checkpoint.copy_checks import expect_equal_copies
-from reshard.checkpoint.naming.llama_names import (
-    CONVENTIONS,
-    describe_plain_rename,
-    find_llama_prefix,
-    in_transformers_names,
-    translate_name,
+from reshard.checkpoint.conversion.plan import (
+    arrange_whole,
+    find_recipe,
+    open_apart,
+    take_source,
+    unwritten_target,
 )
+from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.naming.renaming import (
     find_meaning,
     find_stacked_names,
@@ -60,18 +59,26 @@ from reshard.checkpoint.pretrained.model_folder import (
     CONFIG,
     ModelFiles,
     config_bytes,
+    describe_missing_output,
     find_model_files,
     most_common_type,
+    store_tied_once,
     with_dtype,
 )
-from reshard.checkpoint.pretrained.model_names import (
+from reshard.checkpoint.pretrained.names import (
+    CONVENTIONS,
     ModelNames,
+    describe_plain_rename,
     expect_single_model,
+    find_llama_prefix,
     find_model_names,
+    in_transformers_names,
+    model_name,
+    take_weights,
+    translate_name,
 )
-from reshard.checkpoint.pretrained.ties import describe_missing_output, store_tied_once
-from reshard.checkpoint.pretrained.weights import model_name, take_weights
 from reshard.checkpoint.storage.remote_paths import as_path
+from reshard.checkpoint.storage.threads import ProgressFunction
 from reshard.checkpoint.training.state import find_training_state
 from reshard.elements import is_castable
 from reshard.errors import CheckpointError, RecipeError
@@ -82,8 +89,9 @@ from reshard.recipes.rules import Rule
 from reshard.text import count_text
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.keywords import PretrainedArguments
+    from reshard.checkpoint.keywords import ComparePretrainedArguments, PretrainedArguments
     from reshard.checkpoint.options import RecipeName
+
 
 #: Files are begun anew beyond so many bytes, as `save_pretrained` does.
 MOST_FILE_BYTES = 5_000_000_000
@@ -361,3 +369,41 @@ def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:
     beside = [name for name in files.companions if name != CONFIG]
     others = f" and {count_text(len(beside), 'file')} beside it" if beside else ""
     return [f"{CONFIG}{others} of {files.folder}"]
+
+
+def compare_pretrained(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    model: str | os.PathLike[str] | Checkpoint,
+    *,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    **arguments: Unpack[ComparePretrainedArguments],
+) -> Comparison:
+    """Compare what a training checkpoint is as a model folder with a model folder that is there.
+
+    Args:
+        checkpoint: a checkpoint, or where it is.
+        model: a folder with config.json and whole weights, in the architecture's names.
+        threads: at most so many at a time; 4 when None, and 16 from an address.
+        progress: called after every block.
+        config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
+            strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The config
+            is the model's where none is given.
+
+    Raises:
+        CheckpointError: a checkpoint or a model that cannot be used, or that has not all weights.
+        RecipeError: names that could be meant in several ways, or that do not fit the recipe.
+        UsageError: arguments that cannot be.
+        RunError: a file cannot be read.
+    """
+    place = model.folder if isinstance(model, Checkpoint) else model
+    arguments = {**arguments, "config": arguments.get("config") or place}
+    ours = _plan(checkpoint, **arguments)
+    theirs = _plan(model, config=arguments["config"], recipe=arguments.get("recipe"))
+    return compare(ours, theirs, threads=threads, progress=progress)
+
+
+def _plan(checkpoint: str | os.PathLike[str] | Checkpoint, **arguments: Any) -> Conversion:
+    """Return the conversion to a model folder; it is not run, so that its target is only a name."""
+    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
+    return plan_for_pretrained(checkpoint, unwritten_target(folder), **arguments)

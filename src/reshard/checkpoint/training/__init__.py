@@ -1,4 +1,8 @@
 """Training state in checkpoints: optimizer state, hyper-parameters and counters.
 
-`state` finds which tensor is which parameter's what, by the names that programs give them.
+state            the canonical form, and the styles of programs
+translation      a state in the style of another program
+state_sharding   layouts of optimizer state, from those of parameters
+plain_state      values, and groups of hyper-parameters
+model_sets       several models in one checkpoint
 """

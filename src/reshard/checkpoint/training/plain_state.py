@@ -1,23 +1,28 @@
-"""Plain values of a training state: out of pickled items, and groups of hyper-parameters.
+"""Plain values of a training state: values from pickled items, groups of hyper-parameters.
 
-PyTorch's distributed checkpoints have each value in a small archive of its own. They are read as
+PyTorch's distributed checkpoints store each value in a small archive of its own. They are read as
 all archives are: nothing in them is run (`reshard.checkpoint.formats.torch_files`).
 
-Groups of parameters are kept in three ways, and become a list of dicts::
+Groups of parameters are stored in three ways, and become a list of dicts::
 
     optim.param_groups.0.lr           by the group's number     [{"lr": 0.1, "params": [NAME]}]
-    optim.param_groups.NAME.lr        by parameter; those with the same values are one group
+    optim.param_groups.NAME.lr        by parameter; equal values are one group
     optimizer.param_groups            the list itself; numbers of parameters become names
+
+`differing_values` compares the values of two checkpoints. Lists and dicts are compared item by
+item, since formats store them whole or in parts. Values are compared by their texts: a NaN is equal
+to itself, and True is not 1. A format's own values (`CheckpointFormat.is_own_value`) are ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from reshard.checkpoint.contents import Checkpoint, StoredItem
+from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.formats.torch_files.plain_values import is_plain
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
 from reshard.checkpoint.storage.filesystem import read_range
@@ -201,3 +206,31 @@ def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
         group = groups.setdefault(repr(sorted(hyper.items())), {**hyper, PARAMETERS: []})
         group[PARAMETERS].append(parameter)
     return [*groups.values()]
+
+
+def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
+    """The plain values that differ, each with how."""
+    left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
+    formats = [one for one in (find_format(a.format), find_format(b.format)) if one is not None]
+    for name in [*left, *(name for name in right if name not in left)]:
+        found = [side[name] for side in (left, right) if name in side]
+        if len({*map(repr, found)}) == len(found) - 1:
+            continue
+        if any(all(one.is_own_value(name, value) for value in found) for one in formats):
+            continue
+        if len(found) == 2:
+            yield name, f"is {found[0]!r} and {found[1]!r}"
+        else:
+            yield name, f"is only in {(a if name in left else b).folder}"
+
+
+def _list_leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What lists and dicts have in them, by its path; empty ones are values themselves."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, list | tuple) and value:
+            yield from _list_leaves(dict(enumerate(value)), f"{path}.")
+        elif isinstance(value, dict) and value:
+            yield from _list_leaves(value, f"{path}.")
+        else:
+            yield path, value

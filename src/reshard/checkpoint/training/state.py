@@ -1,22 +1,37 @@
-"""Training state by names: which tensor is a weight, and which is what of whose optimizer state.
+"""Training state by names: which tensor is a weight, and which is optimizer state of which weight.
 
-Programs keep the same things under names of their own. All of them have a word before optimizer
-state, the parameter, and the key of what is kept of it::
+`TrainingState` is the canonical form. Programs store the same state under their own names, each
+with a word before optimizer state, the parameter, and the key of the state::
 
     model.NAME              optim.state.NAME.exp_avg             DCP of `get_state_dict`
     NAME                    optimizer.state.NAME.exp_avg         torchtitan; reshard's own names
     state_dict.NAME         optimizer_states.0.state.7.exp_avg   Lightning: parameters by number
     model.module.NAME       state.NAME.step                      wrapped models
 
-1. What stands before `.state.` is an optimizer where its last word says so, or where keys that
-   optimizers have stand behind.
-2. The weights' prefix is the one under which most of the parameters are found. Wrappers
-   (`module`, `_orig_mod`, ...) may stand in the names of one side and not of the other.
-3. The parameter is the longest name of a weight behind `.state.`; without weights, what stands
-   before a known key.
-4. Numbers are given in the order of the parameters, group by group: each group is a subsequence
-   of the weights, by shapes. Where there is more than one such, nothing is guessed.
+1. The text before `.state.` is an optimizer if its last word is one, or if keys of optimizers
+   follow.
+2. The weights' prefix is the one under which most of the parameters are found. Wrappers (`module`,
+   `_orig_mod`, ...) may be in the names of one side only.
+3. The parameter is the longest name of a weight after `.state.`; without weights, the text before a
+   known key.
+4. Numbers are assigned in the order of the parameters, group by group: each group is a subsequence
+   of the weights, by shapes. If there is more than one such subsequence, nothing is guessed.
 5. Tensors that are neither, such as random states, are `others`.
+
+`STYLES` is the table of programs that a state can be translated to (`translation`)::
+
+    style     weights        optimizer state                  32-bit weights     steps
+    fsdp2     model.NAME     optim.state.NAME.exp_avg         are the weights    float32
+    torch     model.NAME     optimizer.state.7.exp_avg        are the weights    float32
+    reshard   NAME           optimizer.state.NAME.exp_avg     separate, `master` float32
+    megatron  NAME           optimizer.state.NAME.exp_avg     separate, `master` one in groups
+    optax     params.NAME    optimizer.state.NAME.exp_avg     are the weights    int32
+
+`fsdp2` is the state of `torch.distributed.checkpoint.state_dict.get_state_dict`, saved under
+`model` and `optim`. `torch` is `state_dict()` of a module and of an optimizer, saved under `model`
+and `optimizer`, in which parameters have numbers, group by group. `reshard` is the form in which
+DeepSpeed's formats, whose files have their own names, are read and written; `megatron` and `optax`
+are those of Megatron and Orbax.
 """
 
 from __future__ import annotations
@@ -30,13 +45,14 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP
+from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, OPTIMIZER_KEYS, STEP
 from reshard.checkpoint.training.model_sets import (
     MODEL_PREFIXES,
     bare_name,
     is_beside_model,
     is_wrapper,
 )
+from reshard.errors import UsageError
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -139,7 +155,7 @@ def find_training_state(
     paths: Mapping[str, Path] | None = None,
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> TrainingState | None:
-    """The training state in a checkpoint; None where it has no optimizer state.
+    """The training state in a checkpoint; None if it has no optimizer state.
 
     Args:
         tensors: a checkpoint, or the shapes of its tensors by name.
@@ -416,7 +432,7 @@ def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
 def _match_groups(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """The weights that numbers stand for; None where shapes and order do not tell."""
+    """The weights that numbers stand for; None if shapes and order do not tell."""
     names, found = [*weights], dict[int, str]()
     for group in groups:
         forward = _match_in_order(group, shapes, [(n, weights[n]) for n in names])
@@ -442,3 +458,141 @@ def _match_in_order(
             return None
         found[number] = name
     return found
+
+
+# What states of Optax are placed for (`reshard.checkpoint.formats.orbax.optax_states`).
+_OPTAX_KEYS = frozenset(
+    {"exp_avg", "exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "sum", "momentum_buffer"}
+)
+
+
+@dataclass(frozen=True)
+class TrainingStyle:
+    """How a program keeps training state.
+
+    Attributes:
+        name: on the command line.
+        program: whose optimizers go on.
+        weights: what stands before the names of weights.
+        optimizer: what stands before optimizer state.
+        has_masters: whether 32-bit weights are kept beside those that the model computes with.
+        step_type: of the number of steps that each parameter has.
+        has_one_step: whether parameters have one number of steps together.
+        step_keys: what is kept of parameters that have a number of steps; None for anything.
+        keys: what its optimizers keep of a parameter; None if they are not known.
+        has_group_steps: whether groups have the number of steps, beside what parameters have.
+        groups: the name of the list of groups; None if hyper-parameters are not saved.
+        are_groups_apart: whether each hyper-parameter is a value by itself.
+        are_numbered: whether parameters have numbers in optimizer state.
+        are_names_nested: whether each word of a name is a level of the nested state.
+    """
+
+    name: str
+    program: str
+    weights: str
+    optimizer: str
+    has_masters: bool = True
+    step_type: str = "float32"
+    has_one_step: bool = False
+    step_keys: frozenset[str] | None = None
+    keys: frozenset[str] | None = None
+    has_group_steps: bool = False
+    groups: str | None = None
+    are_groups_apart: bool = False
+    are_names_nested: bool = False
+    are_numbered: bool = False
+
+    def weight_name(self, parameter: str) -> str:
+        """The name of a weight.
+
+        >>> training_style("fsdp2").weight_name("up.weight")
+        'model.up.weight'
+        """
+        return self.weights + parameter
+
+    @property
+    def is_pytorch(self) -> bool:
+        """Whether PyTorch's optimizers load it, which want all that they keep in groups."""
+        return self.are_groups_apart or self.are_numbered
+
+    def state_name(self, parameter: str, key: str) -> str:
+        """The name of what an optimizer keeps of a parameter.
+
+        >>> training_style("fsdp2").state_name("up.weight", "exp_avg")
+        'optim.state.up.weight.exp_avg'
+        """
+        return f"{self.optimizer}{parameter}.{key}"
+
+    def weight_path(self, parameter: str) -> tuple[str | int, ...]:
+        """Where a weight stands in the nested state."""
+        words = tuple(parameter.split(".")) if self.are_names_nested else (parameter,)
+        return (*_words(self.weights), *words)
+
+    def state_path(self, parameter: str, key: str) -> tuple[str | int, ...] | None:
+        """Where what an optimizer keeps of a parameter stands; None if the format says that."""
+        return None if self.are_names_nested else (*_words(self.optimizer), parameter, key)
+
+
+def _words(prefix: str) -> tuple[str, ...]:
+    return tuple(prefix.rstrip(".").split(".")) if prefix else ()
+
+
+STYLES = {
+    style.name: style
+    for style in (
+        TrainingStyle(
+            "fsdp2",
+            "PyTorch",
+            "model.",
+            "optim.state.",
+            has_masters=False,
+            keys=OPTIMIZER_KEYS,
+            groups="optim.param_groups",
+            are_groups_apart=True,
+        ),
+        TrainingStyle(
+            "torch",
+            "PyTorch",
+            "model.",
+            "optimizer.state.",
+            has_masters=False,
+            keys=OPTIMIZER_KEYS,
+            groups="optimizer.param_groups",
+            are_numbered=True,
+        ),
+        TrainingStyle(
+            "reshard", "DeepSpeed", "", "optimizer.state.", groups="optimizer.param_groups"
+        ),
+        TrainingStyle(
+            "megatron",
+            "Megatron-core",
+            "",
+            "optimizer.state.",
+            has_group_steps=True,
+            groups="optimizer.param_groups",
+        ),
+        TrainingStyle(
+            "optax",
+            "Optax",
+            "params.",
+            "optimizer.state.",
+            has_masters=False,
+            step_type="int32",
+            has_one_step=True,
+            step_keys=frozenset({"exp_avg"}),
+            keys=_OPTAX_KEYS,
+            are_names_nested=True,
+        ),
+    )
+}
+
+
+def training_style(name: str) -> TrainingStyle:
+    """The style of a name.
+
+    Raises:
+        UsageError: an unknown name; the known ones are listed.
+    """
+    if name not in STYLES:
+        raise UsageError(f"training state as {name!r} keeps it; known are {', '.join(STYLES)}")
+    return STYLES[name]

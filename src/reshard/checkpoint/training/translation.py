@@ -33,8 +33,7 @@ from reshard.checkpoint.training.plain_state import (
     find_groups,
     names_of_groups,
 )
-from reshard.checkpoint.training.state import TrainingState, find_training_state
-from reshard.checkpoint.training.styles import TrainingStyle
+from reshard.checkpoint.training.state import TrainingState, TrainingStyle, find_training_state
 from reshard.dtypes import DType, dtype
 from reshard.elements import as_float32, is_castable
 from reshard.errors import FormatError, UsageError
@@ -466,7 +465,7 @@ class _Translation:
         return found
 
     def _read_scalar(self, tensor: StoredTensor) -> float | None:
-        """The first element; None where there is none."""
+        """The first element, or None if there is none."""
         reader = BlockReader(tensor, self.files)
         workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
         try:

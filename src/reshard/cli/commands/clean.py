@@ -43,7 +43,7 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     Keys of --json:
       url, removed, uploads [{target, conversion, size_bytes, files, age_s, half_visible, staged}]
     """
-    from reshard.checkpoint.conversion.uploading import find_staged, remove_staged
+    from reshard.checkpoint.conversion.uploads import find_staged, remove_staged
     from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
     from reshard.checkpoint.storage.uploads import find_orphaned_uploads, remove_orphaned_uploads
 

@@ -137,7 +137,7 @@ def describe_run(
     source: str, conversion: Conversion, options: RunOptions, as_json: bool, quiet: bool
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
-    from reshard.checkpoint.conversion.uploading import begun_target
+    from reshard.checkpoint.conversion.uploads import begun_target
 
     conversion.expect_runnable(options.extra_bytes, options.threads)
     begun = begun_target(conversion, options)
@@ -296,7 +296,7 @@ def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
 
 
 def _bytes_per_s(report: ConversionReport) -> float | None:
-    """The bytes of tensors this run converted, a second; None where it had nothing to do."""
+    """The bytes of tensors this run converted, a second; None if it had nothing to do."""
     converted = report.size_bytes - report.resumed_bytes
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
 

@@ -88,7 +88,7 @@ def plan(
       files [{name, rank, size_bytes}]
       unknown, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    from reshard.checkpoint.conversion.planning import unwritten_target
+    from reshard.checkpoint.conversion.plan import unwritten_target
 
     check_picture(drawn, as_json)
     check_report(report_path, overwrite, ranks_per_host)
@@ -125,7 +125,7 @@ class PeakMemory:
         """That of a conversion which was planned just now, by this process and no other work."""
         # First, since it finds columns that a run needs too.
         buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
-        records_bytes = conversion.moves.count * _BLOCK_RECORD_BYTES
+        records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES
         resident, most = resident_bytes()
         # Of buffers, what no byte is put into is never resident.
         used_bytes = min(
@@ -152,7 +152,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
     """What the user should know of how rules matched: tensors, rules and axes left over."""
     unknown, total = conversion.unknown, len(conversion.write_plan.tensors)
     lines = []
-    size_bytes = int(conversion.moves.target.tensor_bytes.sum())
+    size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
     if conversion.write_plan.copy_bytes > _MAX_COPY_SHARE * size_bytes:
         lines.append("several ranks hold the same shards; --replicas once leaves their copies out")
     if unknown and len(unknown) == total:

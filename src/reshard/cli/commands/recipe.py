@@ -138,8 +138,7 @@ def check(
       uncomputable, unknown, unused_rules, unused_recipe_rules, unused_axes, notes
       against {engine, version, mesh, same, differences, unread, unknown}
     """
-    from reshard.checkpoint.conversion.placement import assign_tensors
-    from reshard.checkpoint.conversion.source_names import find_recipe
+    from reshard.checkpoint.conversion.plan import assign_tensors, find_recipe
     from reshard.cli.engine_report import EngineComparison, find_engine_layout
     from reshard.recipes.recipe import parse_options
     from reshard.recipes.rules import Rule

@@ -124,7 +124,7 @@ def verify(
     """
     from reshard.checkpoint.comparison import compare
     from reshard.checkpoint.naming.selection import TensorSelection
-    from reshard.checkpoint.pretrained.comparison import compare_pretrained
+    from reshard.checkpoint.pretrained.conversion import compare_pretrained
 
     check_used("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     began_s = time.monotonic()
@@ -176,8 +176,8 @@ def _select_both(
 ) -> list[str | Checkpoint]:
     """What is chosen of both checkpoints."""
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion.source_selection import select_from
     from reshard.checkpoint.formats.opening import open_checkpoint
+    from reshard.checkpoint.naming.selection import select_from
 
     if not selection:
         return [left, right]
@@ -192,7 +192,7 @@ def _select_both(
 def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
     """The checkpoint, or what a conversion would write of it that makes other tensors."""
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion.planning import plan_conversion, unwritten_target
+    from reshard.checkpoint.conversion.plan import plan_conversion, unwritten_target
     from reshard.checkpoint.formats.opening import open_checkpoint
 
     if not any(options.values()):
@@ -209,7 +209,7 @@ def _name_both(
 ) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion.source_names import find_recipe
+    from reshard.checkpoint.conversion.plan import find_recipe
     from reshard.checkpoint.formats.opening import open_checkpoint, read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 

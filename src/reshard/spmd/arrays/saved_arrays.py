@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.background import BackgroundWork
 from reshard.checkpoint.loading.rank_arrays import HeldArray, hold_arrays
-from reshard.checkpoint.loading.requested import load as load_parts
+from reshard.checkpoint.loading.request import load as load_parts
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.storage.threads import ProgressFunction

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
+from reshard.checkpoint.conversion.staging import is_checkpoint_file
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.storage.filesystem import remove_folder, translate_os_errors

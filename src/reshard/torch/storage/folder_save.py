@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from reshard.checkpoint.conversion.replaced_folder import is_checkpoint_file
+from reshard.checkpoint.conversion.staging import is_checkpoint_file
 from reshard.checkpoint.formats.opening import has_checkpoint
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.storage.filesystem import (

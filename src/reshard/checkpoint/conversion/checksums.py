@@ -39,7 +39,7 @@ _Seen = dict[str, list[tuple[int, int]]]
 ChecksumState = tuple[_Seen, _Seen]
 
 
-class FileChecksums:
+class ChecksumTracker:
     """Checksums and items of the files of one run; without any, there is nothing to do."""
 
     def __init__(self, source: Checkpoint, write_plan: WritePlan, content: Path) -> None:
@@ -60,12 +60,12 @@ class FileChecksums:
 
     @property
     def watch_source(self) -> Watch | None:
-        """What to call with every range that is read; None where nothing is checked."""
+        """What to call with every range that is read; None if nothing is checked."""
         return self._read.add if self._read.ranges else None
 
     @property
     def watch_target(self) -> Watch | None:
-        """What to call with every range that is written; None where nothing is checked."""
+        """What to call with every range that is written; None if nothing is checked."""
         return self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
@@ -171,7 +171,7 @@ def item_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
 
 
 def late_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of files that `FileChecksums.complete_targets` writes: first byte and end."""
+    """The ranges of files that `ChecksumTracker.complete_targets` writes: first byte and end."""
     ranges = item_ranges(write_plan)
     for file in write_plan.files:
         # Where they lie does not depend on what the checksums are.

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.checkpoint_files import tensor, write_file
 from reshard.checkpoint import plan_conversion
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.training.following import find_dims
+from reshard.checkpoint.training.state_sharding import find_dims
 from reshard.errors import CheckpointError, RecipeError, UnmatchedError
 
 CONFIG = """{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ import pytest
 from checkpoint.campaigns.small_checkpoints import SOURCES
 from cli.command_runs import run_here
 from reshard import DeviceMesh, checkpoint
-from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.example_model import write_example_model
 from reshard.errors import RecipeError, UncomputableError, UsageError
 

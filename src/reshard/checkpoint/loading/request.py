@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from reshard._validation import check_used
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.defaults import choose_recipe_by_default
-from reshard.checkpoint.conversion.placement import place_tensors
-from reshard.checkpoint.conversion.source_names import name_source
-from reshard.checkpoint.conversion.source_selection import take_source
+from reshard.checkpoint.conversion.plan import (
+    choose_recipe_by_default,
+    name_source,
+    place_tensors,
+    take_source,
+)
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.checkpoint.options import ConversionRequest, LoadOptions

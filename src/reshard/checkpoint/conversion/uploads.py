@@ -32,11 +32,15 @@ from numpy.typing import NDArray
 
 from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import BatchWriter, OpenFiles, find_written_ranges
+from reshard.checkpoint.conversion.checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.file_checksums import item_ranges, late_ranges
-from reshard.checkpoint.conversion.moves import Moves
-from reshard.checkpoint.conversion.replaced_folder import expect_nothing_lost
-from reshard.checkpoint.conversion.staging import SharedStaging, check_target, staging_folder
+from reshard.checkpoint.conversion.staging import (
+    SharedStaging,
+    check_target,
+    expect_nothing_lost,
+    staging_folder,
+)
+from reshard.checkpoint.conversion.work_items import WorkItems
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import HostProcesses, Processes
@@ -146,7 +150,7 @@ class ConversionUpload(Closing):
     def begin(
         self,
         staging: SharedStaging,
-        moves: Moves,
+        work_items: WorkItems,
         writer: BatchWriter,
         targets: OpenFiles[TargetFile],
         finished: NDArray[np.bool_],
@@ -155,7 +159,7 @@ class ConversionUpload(Closing):
 
         All processes call it; `finished` counts on the first of each host. Raises RunError.
         """
-        self._use(staging, moves, writer, targets)
+        self._use(staging, work_items, writer, targets)
         if self._processes.rank == 0:
             self._upload.begin()
             self._processes.share(self._upload.state())
@@ -206,7 +210,7 @@ class ConversionUpload(Closing):
     def _find_padded(self) -> NDArray[np.bool_]:
         """The parts of files with checksums of bytes that no block writes; others are `spread`."""
         written = np.zeros(len(self._upload.files), dtype=np.int64)
-        rows, blocks = self._moves.places(np.arange(self._moves.count))
+        rows, blocks = self._work_items.places(np.arange(self._work_items.count))
         for found in find_written_ranges(self._writer, rows, blocks):
             np.add.at(written, self._file_numbers[found.file], found.size)
         padded = np.zeros(self._upload.grid.count, dtype=bool)
@@ -229,11 +233,11 @@ class ConversionUpload(Closing):
     def _use(
         self,
         staging: SharedStaging,
-        moves: Moves,
+        work_items: WorkItems,
         writer: BatchWriter,
         targets: OpenFiles[TargetFile],
     ) -> None:
-        self._content, self._moves = staging.content, moves
+        self._content, self._work_items = staging.content, work_items
         self._writer, self._targets = writer, targets
         numbers = {file.name: number for number, file in enumerate(self._upload.files)}
         self._file_numbers = np.array([numbers[name] for name in writer.file_names], dtype=np.int64)
@@ -256,7 +260,7 @@ class ConversionUpload(Closing):
 
     def _find_touched(self, numbers: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         """The places in `numbers` of blocks, and the parts that these touch."""
-        rows, blocks = self._moves.places(numbers)
+        rows, blocks = self._work_items.places(numbers)
         for found in find_written_ranges(self._writer, rows, blocks):
             files = self._file_numbers[found.file]
             ranges, parts = self._upload.grid.touched(files, found.start, found.stop)

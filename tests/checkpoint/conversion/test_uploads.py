@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("obstore")
-pytest.importorskip("boto3")
-pytest.importorskip("moto")
-
 from bucket_server import BUCKET, BucketServer, Request, bucket_server
 from checkpoint.any_conversion import plan_any
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SmallConversion
@@ -30,6 +26,11 @@ from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.storage import uploads
 from reshard.errors import CheckpointError, RunError, UsageError
 from selection import keep_covering, keep_where
+
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
 
 ADDRESS = f"s3://{BUCKET}/some/model"
 # Formats of files that have checksums of their own.

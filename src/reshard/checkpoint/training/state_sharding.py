@@ -40,7 +40,7 @@ from reshard.sharding import DimSpec, ShardingSpec, spec
 from reshard.text import count_text
 
 Shape = tuple[int, ...]
-# The dimensions of its parameter that the dimensions of a tensor are; None where it is no part of
+# The dimensions of its parameter that the dimensions of a tensor are; None if it is no part of
 # one, as that of a mean.
 Dims = tuple[int | None, ...]
 
@@ -55,7 +55,7 @@ class _Follower(NamedTuple):
     dims: Dims
 
 
-class StateFollowers:
+class StateSharding:
     """The optimizer state of a checkpoint, apart from what rules are asked of.
 
     Args:
@@ -64,7 +64,7 @@ class StateFollowers:
         by_hand: rules by hand.
 
     >>> shapes = {"model.up": (8, 4), "optim.state.up.exp_avg": (8, 4), "optim.state.up.step": ()}
-    >>> StateFollowers(shapes, find_training_state(shapes)).leaders
+    >>> StateSharding(shapes, find_training_state(shapes)).leaders
     {'model.up': (8, 4)}
     """
 
@@ -229,7 +229,7 @@ def assign_with_state(
         assign_leaders: how rules cut tensors of these shapes, with these other names.
     """
     shapes = shapes_of(checkpoint.tensors)
-    followers = StateFollowers(shapes, find_training_state(checkpoint), rules)
+    followers = StateSharding(shapes, find_training_state(checkpoint), rules)
     followers.with_recipe(recipe)
     return followers.spread(assign_leaders(followers.leaders, followers.aliases), mesh)
 
@@ -237,7 +237,7 @@ def assign_with_state(
 def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
     """Which dimensions of its parameter a tensor of optimizer state has.
 
-    None where shapes do not tell. Of a square matrix, keys that have `row` in them have the first
+    None if shapes do not tell. Of a square matrix, keys that have `row` in them have the first
     dimension, those with `col` the last, as Adafactor's.
 
     >>> find_dims((8, 4), (8, 4), "exp_avg"), find_dims((8, 4), (4,), "exp_avg_sq_col")

@@ -1,16 +1,20 @@
-"""A model's own tensors, from what an engine's ranks hold of it.
+"""Engine layouts in conversions: which part of a model's tensor each rank holds, and back.
 
-A layout says which region of which source each part of a rank's parameter is a copy of. Read the
-other way, a source is boxes at places of the ranks' files::
+`shard_by_engine` gives each rank of the target the parts that the engine's rank reads; tensors keep
+their names and shapes. A part that no rank reads is stored by rank 0.
+
+`as_model` reads a layout the other way: from the parameters of an engine's ranks to the model's own
+tensors. The layout specifies the source region that each part of a parameter is copied from, so a
+source tensor is a set of boxes in the ranks' files::
 
     gate_up_proj, rank 1 of 2            up_proj
     0:2   gate_proj, rows 2:4
-    2:4   up_proj, rows 2:4     ---->    rows 2:4: row 2 of rank 1's gate_up_proj, and on
+    2:4   up_proj, rows 2:4     ---->    rows 2:4: rows 2:4 of rank 1's gate_up_proj
 
-1. Each region is followed along the dimensions of its source, and is a box there, or as many as it
-   has steps, where it takes every second index.
-2. What several ranks have is taken from the first. What none has, is not in the state.
-3. What is computed is not a copy of its source: it is refused by name, and so is a parameter of
+1. A region is followed along the dimensions of its source. It is one box there, or one for each
+   step if it takes every second index.
+2. A part that several ranks hold is read from the first. A part that no rank holds is missing.
+3. A computed part is not a copy of its source and is refused by name, and so is a parameter of
    another shape or type than the loader fills, such as one that was repacked for a kernel.
 """
 
@@ -24,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
 from reshard.layout import Box, Layout
@@ -57,7 +61,7 @@ class _Source:
 
 
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
-    """The layout beside a state that reshard wrote; None where there is none."""
+    """The layout beside a state that reshard wrote, or None if there is none."""
     path: Path = checkpoint.folder / LAYOUT_NAME
     return read_layout_file(path) if checkpoint.format == NAME and path.is_file() else None
 
@@ -251,3 +255,61 @@ def _explain_computed(name: str, how: str) -> RecipeError:
         f"{name!r} is not in what the ranks hold: {how}, which is not undone; take it from the "
         "model's own checkpoint"
     )
+
+
+def shard_by_engine(
+    checkpoint: Checkpoint, engine: EngineLayout
+) -> tuple[dict[str, Layout], tuple[str, ...]]:
+    """The layout of every tensor over the engine's ranks, and notes for the user.
+
+    Raises:
+        RecipeError: a layout for another checkpoint: names or shapes that differ.
+    """
+    check_sources(checkpoint, engine)
+    layouts = engine.source_layouts()
+    slots = max(engine.mesh.devices) + 1
+    found: dict[str, Layout] = {}
+    whole: list[str] = []
+    completed: dict[Layout, Layout | None] = {}
+    for name, tensor in checkpoint.tensors.items():
+        layout = layouts[name]
+        if layout not in completed:
+            is_there = missing_box(layout) is None
+            completed[layout] = layout if is_there else None
+        kept = completed[layout]
+        if kept is None:
+            whole.append(name)
+            holders = sorted({0, *layout.holders})
+            kept = Layout.whole(tensor.shape, holders, slots)
+        found[name] = kept
+    notes = []
+    if whole:
+        notes.append(
+            f"{len(whole)} tensors (first: {whole[0]}) are not, or not wholly, read by "
+            f"{engine.engine}: they are whole, on rank 0 and on the ranks that read some of them"
+        )
+    return found, tuple(notes)
+
+
+def check_sources(checkpoint: Checkpoint, engine: EngineLayout) -> None:
+    """Raise RecipeError where an engine's layout is that of another checkpoint."""
+    told = f"the layout of {engine.engine} {engine.version} for {engine.mesh.text}"
+    missing = [name for name in checkpoint.tensors if name not in engine.sources]
+    if missing:
+        raise RecipeError(
+            f"{len(missing)} tensors of {checkpoint.folder} (first: {missing[0]!r}) are not in "
+            f"{told}; derive it from this checkpoint"
+        )
+    absent = [name for name in engine.sources if name not in checkpoint.tensors]
+    if absent:
+        raise RecipeError(
+            f"{told} has {len(absent)} tensors (first: {absent[0]!r}) that {checkpoint.folder} has "
+            "not; derive it from this checkpoint"
+        )
+    for name, tensor in checkpoint.tensors.items():
+        shape = engine.sources[name].shape
+        if shape != tensor.shape:
+            raise RecipeError(
+                f"{name!r} has shape {list(tensor.shape)} in {checkpoint.folder}, and "
+                f"{list(shape)} in {told}; derive it from this checkpoint"
+            )

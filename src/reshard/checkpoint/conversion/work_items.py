@@ -1,14 +1,17 @@
-"""Moves of a conversion: the blocks of its tensors, and in which batches they are done.
+"""The work of a conversion: the blocks of the target's tensors, in batches, and their digests.
 
-Blocks are numbered through all tensors of the target, in their order: tensor `row` has those from
-`first_block[row]` on. Blocks of small tensors that follow each other are one batch (see
-`reshard.checkpoint.blocks.block_io`), as far as they become what they are in one way: moved as they
-are, cast, or computed. A block of a large tensor is a batch of one.
+Blocks are numbered through all tensors of the target, in their order: the blocks of tensor `row`
+begin at `first_block[row]`. Consecutive blocks of small tensors are one batch (see
+`reshard.checkpoint.blocks.block_io`) if they are made in the same way: copied, cast or computed. A
+block of a large tensor is a batch of its own.
+
+`BlockDigests` collects the digest of each block, from which a tensor's digest follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,10 +25,11 @@ from reshard.checkpoint.blocks.block_io import (
     BatchWriter,
     OpenFiles,
     Section,
+    WorkspaceSize,
     aligned_bytes,
 )
-from reshard.checkpoint.blocks.grid import BlockGrid
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
+from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.dtypes import DType
 from reshard.elements import is_castable
 from reshard.errors import UsageError
@@ -47,7 +51,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class WorkItems:
     """The blocks that a conversion moves, from tensors of the source to those of the target.
 
     A tensor that has another floating-point type in the source is cast. `computed` names tensors
@@ -239,3 +243,58 @@ class Moves:
 
 def _no_file(name: str) -> Any:
     raise UsageError(f"{name} is not read while planning")
+
+
+class BlockDigests:
+    """The blocks of a checkpoint's tensors, and their digests as they are found."""
+
+    def __init__(self, work_items: WorkItems) -> None:
+        self.work_items = work_items
+        # 16 bytes a block: a checkpoint of 1 TB has 250,000 of them.
+        self.found = np.zeros((work_items.count, DIGEST_BYTES), dtype=np.uint8)
+
+    def batches(self, rows: IntArray, batch_bytes: int) -> Iterator[Batch]:
+        """The blocks of the tensors in these rows, those of small ones together."""
+        is_wanted = np.zeros(len(self.work_items.target), dtype=bool)
+        is_wanted[rows] = True
+        numbers = np.flatnonzero(np.repeat(is_wanted, self.work_items.block_counts))
+        return self.work_items.batches(numbers, batch_bytes)
+
+    def note(self, numbers: IntArray, digests: bytes) -> None:
+        """The digests of blocks, one behind the other."""
+        self.found[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The row of the tensor of a block, and the block's number in it."""
+        rows, blocks = self.work_items.places(np.array([number]))
+        return int(rows[0]), int(blocks[0])
+
+    def last_name(self, batch: Batch) -> str:
+        """The name of the last tensor of a batch."""
+        return self.work_items.target.names[int(batch.written[-1].rows[-1])]
+
+    def of(self, row: int) -> bytes:
+        """The digests of the blocks of a tensor, one behind the other."""
+        begin, end = self.work_items.first_block[row : row + 2].tolist()
+        return self.found[begin:end].tobytes()
+
+    def columns(self) -> DigestColumns:
+        """The digests of all tensors and of their blocks."""
+        first, blocks = self.work_items.first_block, self.found.tobytes()
+        ends = (first * DIGEST_BYTES).tolist()
+        memory = memoryview(blocks)
+        whole = b"".join(block_digest(memory[begin:end]) for begin, end in itertools.pairwise(ends))
+        return DigestColumns(first, blocks, whole)
+
+    def digests(self, rows: Iterable[int]) -> dict[str, str]:
+        """The digests of tensors, as text."""
+        names = self.work_items.target.names
+        return {names[row]: block_digest(self.of(row)).hex() for row in rows}
+
+
+def size_workspace(reader: BatchReader, rows: IntArray, batch_bytes: int) -> WorkspaceSize:
+    """The memory that a thread needs to read the tensors in these rows."""
+    kinds = np.unique(reader.columns.kind[rows]).tolist()
+    block = max((reader.grid(kind).largest_bytes for kind in kinds), default=0)
+    span = max(map(reader.span_bytes, kinds), default=0)
+    return WorkspaceSize(block, span).with_batches(batch_bytes)

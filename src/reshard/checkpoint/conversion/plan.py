@@ -1,0 +1,890 @@
+"""Planning of conversions: from a request and a source to a `Conversion`, by reading headers.
+
+Each step is a function of the result of the step before:
+
+1. Open the source, check that the target is apart from it, and take the selected tensors.
+2. Translate training state for the program of the target (`reshard.checkpoint.training`).
+3. Fill in defaults that depend on the source. Without a target, the source's layouts, format and
+   number of files stay. For a mesh alone, the recipe that fits the source's config.json shards the
+   tensors: `to="tp=4"` is `to="tp=4", recipe="auto"`. An axis that shards nothing is an error,
+   except for axes of data and context parallelism.
+4. Rename tensors, to the recipe's names, in which rules match, and to the target's::
+
+       source's names  --source_names-->  recipe's names  --target_names-->  target's names
+
+5. Add elements that are computed: casts, quantised weights, copies that the target's format has
+   (`reshard.checkpoint.changes`).
+6. Assign a layout to each tensor, by the first of these that the request has: the target's format
+   (`CheckpointFormat.assign_layouts`), an engine's layout, the source's layouts, rules and a recipe
+   over the axes of a mesh, a strategy over a number of ranks. Otherwise tensors are whole.
+7. Let the target's format plan the files (`CheckpointFormat.plan_write`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+
+from reshard._validation import check_used
+from reshard.checkpoint.architectures.checking import (
+    check_architecture,
+    check_sharded_model,
+    count_differences,
+)
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
+from reshard.checkpoint.changes.adapters import merge_adapters
+from reshard.checkpoint.changes.planning import (
+    ChangedElements,
+    add_copies,
+    change_elements,
+    note_unscaled,
+)
+from reshard.checkpoint.changes.source_digests import find_absorbed
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.engine_states import as_model, find_layout, shard_by_engine
+from reshard.checkpoint.copy_checks import expect_equal_copies
+from reshard.checkpoint.formats.format import Capability
+from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.formats.safetensors.huggingface import HuggingFaceFormat
+from reshard.checkpoint.formats.write_plan import (
+    NewCheckpoint,
+    PlannedTensor,
+    WritePlan,
+    find_stored_replicas,
+)
+from reshard.checkpoint.naming.renaming import (
+    NameTable,
+    find_meaning,
+    find_stacked_names,
+    in_names_of,
+    in_recipe_names,
+    names_of,
+)
+from reshard.checkpoint.naming.selection import list_left_out, select_from
+from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
+from reshard.checkpoint.quant_states import read_flat_shapes
+from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
+from reshard.checkpoint.storage.host_memory import release_freed_memory
+from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+from reshard.checkpoint.storage.uploads import expect_writable
+from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
+from reshard.checkpoint.training.plain_state import in_plain_values
+from reshard.checkpoint.training.state import find_training_state
+from reshard.checkpoint.training.state_sharding import StateSharding, assign_with_state
+from reshard.checkpoint.training.translation import translate
+from reshard.dtypes import DType, dtype
+from reshard.errors import RecipeError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.plans.serialization import to_json
+from reshard.recipes.adapters import is_of_adapter
+from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.engine_layouts import EngineLayout
+from reshard.recipes.library import (
+    choose_recipe,
+    describe_unknown_model,
+    load_recipe,
+    suggest_rules,
+)
+from reshard.recipes.naming import Fusion, fused_spec
+from reshard.recipes.overrides import IDLE_AXES
+from reshard.recipes.recipe import REPLICA_AXES, Recipe, parse_options
+from reshard.recipes.rules import Rule
+from reshard.recipes.strategies import strategy as find_strategy
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import RequestArguments
+
+
+def plan_conversion(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    request: ConversionRequest | None = None,
+    **arguments: Unpack[RequestArguments],
+) -> Conversion:
+    """Plan a conversion; reads headers, writes nothing.
+
+    Args:
+        source: a checkpoint, or where it is.
+        target: the folder that will hold the new one.
+        request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
+            `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
+            `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
+            `strip_prefix`, `rename`, `select`, `training`, `adapters`, `source_layout`,
+            `check_copies` (see `ConversionRequest`).
+
+    Raises:
+        CheckpointError: a source that cannot be used, such as one whose copies differ.
+        RecipeError: rules or a recipe that do not fit.
+        UsageError: arguments that contradict each other; a target inside the source.
+        RunError: a target that the system does not let us look at.
+    """
+    if request is None:
+        request = ConversionRequest(**arguments)
+    elif arguments:
+        raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
+    checkpoint, target = open_apart(source, target)
+    request = keep_target_by_default(request, checkpoint)
+    checkpoint = _decode_items(request, checkpoint)
+    whole, checkpoint = checkpoint, take_source(request, checkpoint)
+    checkpoint.expect_readable()
+    checkpoint = expect_equal_copies(
+        checkpoint, check=request.check_copies, allow=tuple(request.allow)
+    )
+    request = choose_recipe_by_default(request, checkpoint)
+    translated = _translate(request, checkpoint)
+    named = name_source(request, translated.checkpoint)
+    apart = find_absorbed(translated.checkpoint.tensors, named.checkpoint.tensors)
+    checked = _check_architecture(request, named, whole)
+    resolved = _resolve(request, named)
+    changed = _change_elements(request, named.checkpoint)
+    if request.changes_elements:
+        named = named.replaced_by(changed.checkpoint)
+    if translated.computed:
+        computed = {**translated.computed, **changed.computed}
+        changed = dataclasses.replace(changed, computed=computed)
+    changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
+    named = dataclasses.replace(named, checkpoint=changed.checkpoint)
+    placement = place_tensors(request, named)
+    release_freed_memory(len(placement.tensors))
+    checkpoint = named.checkpoint
+    file_name = find_file_name(request, target, checkpoint)
+    write_plan = request.target_format.plan_write(
+        NewCheckpoint(
+            placement.tensors,
+            request.mesh,
+            checkpoint.metadata,
+            checkpoint.items,
+            checkpoint.paths,
+            checkpoint.attributes,
+            request.stored_replicas,
+            request.most_file_bytes,
+            checkpoint.values,
+            find_kept_files(request, checkpoint),
+            file_name,
+        )
+    )
+    expect_one_file(file_name, target, write_plan)
+    about_model = _note_model_folder(request, checkpoint)
+    noted = (*request.order_notes, *placement.notes, *checked, *about_model)
+    return Conversion(
+        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
+        target,
+        write_plan,
+        request,
+        resolved,
+        placement.assignment,
+        changed.computed,
+        changed.rewritten,
+        is_single_file=file_name is not None,
+        apart=apart,
+    )
+
+
+def _note_model_folder(request: ConversionRequest, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a note where a user may expect a model folder, and gets training state too."""
+    is_safetensors = request.target_format.name == HuggingFaceFormat.name
+    if not request.is_whole or not is_safetensors or find_training_state(checkpoint) is None:
+        return ()
+    return (
+        "the target has the optimizer's state too; --for hf writes a model folder for "
+        "from_pretrained of transformers, with the weights alone",
+    )
+
+
+def _check_architecture(
+    request: ConversionRequest, named: RenamedSource, whole: Checkpoint
+) -> tuple[str, ...]:
+    """Compare the weights with those of the model class, where a recipe or names are for it.
+
+    Returns the notes for the user; none where nothing says that the source is such a model.
+
+    Raises:
+        CheckpointError: missing, unknown or misshapen tensors that are not allowed.
+    """
+    if named.recipe is None or not request.recipe_is_for_model:
+        return ()
+    config, source = read_config(whole), named.by_recipe
+    if config is None or "adapter_config" in config or config.get("model_type") is None:
+        return ()
+    if any(is_of_adapter(name) for name in source.tensors):
+        return ("the tensors were not checked against an architecture: they have adapters",)
+    shapes, types = shapes_of(source.tensors), types_of(source.tensors)
+    models = _list_models(source, shapes, types, named.recipe, config)
+    left_out = set()
+    for name in list_left_out(whole, request.selection):
+        for prefix in models.keys() | {""}:
+            meaning = bare_name(name).removeprefix(prefix)
+            if named.from_names is not None:
+                known = find_meaning(meaning, named.from_names.table)
+                left_out |= {known} if isinstance(known, str) else {*known.tensors}
+            else:
+                left_out.add(meaning)
+    # A rule by hand for a tensor shows that the user means it, except for one for all tensors.
+    by_hand = [rule for rule in request.parsed_rules if rule.pattern.strip("*")]
+    notes = dict[str, None]()
+    for names in models.values():
+        about = (_rename(names, shapes), _rename(names, types), config, whole.folder)
+        if request.target_names is not None:
+            found = check_architecture(*about, allow=request.allow, left_out=left_out)
+        else:
+            found = check_sharded_model(
+                *about,
+                allow=request.allow,
+                left_out=left_out,
+                is_meant=lambda name: any(rule.matches(name) for rule in by_hand),
+            )
+        notes |= dict.fromkeys(found)
+    if len(models) > 1:
+        listed = ", ".join(f"{prefix}* ({len(names)})" for prefix, names in models.items())
+        notes[f"{len(models)} models with the same names are sharded: {listed}"] = None
+    return (*notes,)
+
+
+def _list_models(
+    source: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Mapping[str, DType],
+    recipe: Recipe,
+    config: Mapping[str, Any],
+) -> dict[str, dict[str, str]]:
+    """Return the weights of each model of a source by the recipe's names, by the model's prefix."""
+    state = find_training_state(source)
+    names = {bare_name(name): name for name in source.tensors if not is_beside_model(name)}
+    if state is not None:
+        names = dict(state.weights)
+    if not names:
+        return {}
+    followers = StateSharding({name: shapes[name] for name in names.values()}, None)
+    followers.with_recipe(recipe)
+    models = followers.list_models()
+    if {*models} == {""}:
+        return {"": names}
+
+    def count(model: Mapping[str, str]) -> int:
+        return count_differences(_rename(model, shapes), _rename(model, types), config)
+
+    is_plain = count(names) <= min(map(count, models.values()))
+    return {"": names} if is_plain else models
+
+
+def _rename(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {new: values[name] for new, name in names.items()}
+
+
+def open_apart(
+    source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str]
+) -> tuple[Checkpoint, Path]:
+    """The source, and the path of a target that is apart from it.
+
+    Raises:
+        CheckpointError: a source that cannot be used.
+        UsageError: a target that is no path, that would replace its source, or stand in it.
+        RunError: a target that the system does not let us look at.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if not isinstance(target, str | os.PathLike):
+        raise UsageError(f"a target {target!r}; give a path")
+    target = as_path(target)
+    if isinstance(target, RemotePath):
+        expect_writable(target)
+    with translate_os_errors("look at the target", target):
+        _check_apart(
+            checkpoint,
+            target,
+            whole_folder=isinstance(source, Checkpoint) or as_path(source).is_dir(),
+        )
+    return checkpoint, target
+
+
+def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
+    """Return the name of the target's only file, where the target's name is that of a file.
+
+    Raises:
+        UsageError: a file of the source, or a file at an address.
+    """
+    suffixes = request.target_format.single_suffixes
+    if not suffixes or not target.name.endswith(suffixes):
+        return None
+    problem = ""
+    if isinstance(target, RemotePath):
+        problem = "conversions write folders to addresses"
+    elif target.resolve() in {source.path(file.name).resolve() for file in source.files}:
+        problem = "it is a file of the source"
+    if problem:
+        raise UsageError(
+            f"the target {target} has the name of a file, but {problem}; choose another name, "
+            f"without {target.suffix} for a folder"
+        )
+    return target.name
+
+
+def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) -> None:
+    """Raise UsageError where a target with the name of a file would be several files."""
+    if file_name is not None and len(write_plan.files) > 1:
+        raise UsageError(
+            f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
+            f"be written; give a name without {target.suffix} for a folder"
+        )
+
+
+def unwritten_target(source: str | os.PathLike[str]) -> Path:
+    """A target for a conversion that is planned and not run: a name alone, apart from its source.
+
+    >>> unwritten_target("/data/model")
+    PosixPath('/data/model.planned')
+    """
+    place = source if isinstance(source, Path) else as_path(source)
+    if isinstance(place, RemotePath):
+        place = Path.cwd() / place.name
+    # A source that is a link to itself is reported when it is opened.
+    place = Path(os.path.realpath(place))
+    return place.with_name(f"{place.name}.planned")
+
+
+def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
+    """The files of a target that has the tensors of a checkpoint, and each of them whole."""
+    return request.target_format.plan_write(
+        NewCheckpoint(
+            {
+                name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
+                for name, one in checkpoint.tensors.items()
+            },
+            metadata=checkpoint.metadata,
+            most_file_bytes=request.most_file_bytes,
+        )
+    )
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
+    """Raise UsageError where a target would replace its source, or stand in it."""
+    try:
+        source, goal = checkpoint.folder.resolve(), resolve_links(target)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"the target {target} is a link that leads back to itself; choose another target"
+        ) from None
+    if whole_folder and _is_among(source, goal.parents):
+        raise UsageError(
+            f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
+        )
+    # The commit replaces the target with everything in it.
+    if _is_among(goal, source.parents) or (_is_among(goal, [source]) and not whole_folder):
+        raise UsageError(
+            f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "
+            "with it; choose another target"
+        )
+
+
+def _is_among(path: Path, others: Iterable[Path]) -> bool:
+    """Return whether a path is one of others, also by another name of the same folder."""
+    others = list(others)
+    if path in others:
+        return True
+    # File systems that ignore case give a folder many names.
+    paths = [one for one in (path, *others) if not isinstance(one, RemotePath) and one.exists()]
+    return path in paths and any(path.samefile(other) for other in paths if other != path)
+
+
+def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
+    """The source with plain values for pickled items, where the target's program looks there."""
+    source, target = find_format(checkpoint.format), request.target_format
+    keeps_others = Capability.ITEMS in target.capabilities
+    # Megatron has both, and asks for no items of another program's names.
+    has_values = Capability.VALUES in target.capabilities and (
+        not keeps_others or target.training is not None
+    )
+    # What a program pickles beside tensors is for itself: its other formats have it elsewhere.
+    is_of_program = source is not None and source.training == target.training is not None
+    if not has_values or is_of_program:
+        return checkpoint
+    return in_plain_values(checkpoint, keeps_others=keeps_others)
+
+
+def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
+    """The source with its training state as the target's program keeps it."""
+    style = request.training_style
+    if style is None or (request.training is None and find_training_state(checkpoint) is None):
+        return ChangedElements(checkpoint)
+    # The state of a format, and of others of the same program, is as that program keeps it.
+    source = find_format(checkpoint.format)
+    is_same = source is request.target_format
+    if request.training is None and source is not None and source.training == style.name:
+        return ChangedElements(checkpoint)
+    has_items = Capability.ITEMS in request.target_format.capabilities
+    translated = translate(
+        checkpoint, style, has_items=has_items, keeps_items=has_items and is_same
+    )
+    renames = request.source_names is not None or request.target_names is not None
+    if translated.computed and renames:
+        raise UsageError(
+            f"{next(iter(translated.computed))!r} has to be made of what the source has, which "
+            "cannot go together with names of other programs; convert in two steps, the training "
+            "state first"
+        )
+    return translated
+
+
+def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
+    if not request.changes_elements:
+        return ChangedElements(note_unscaled(checkpoint, read_config))
+    checkpoint, merged = merge_adapters(checkpoint, request.adapters)
+    return change_elements(
+        checkpoint,
+        read_config(checkpoint),
+        dtype_name=request.dtype,
+        dequantize=request.dequantize,
+        quantize=request.quantize,
+        kept=_list_optimizer_state(checkpoint),
+        made=merged,
+        allow=request.allow,
+    )
+
+
+def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The tensors of a checkpoint that are optimizer state: they are neither cast nor quantised."""
+    state = find_training_state(checkpoint)
+    return () if state is None else state.optimizer_names
+
+
+def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
+    """A request as plain values. Journals on disk have these keys and values."""
+    options = parse_options(request.options)
+    # Only where they were given: journals of other conversions have no such keys.
+    changes = {
+        key: getattr(request, key)
+        for key in ("dtype", "dequantize", "quantize", "training", "adapters")
+        if getattr(request, key)
+    }
+    if request.engine_layout is not None:
+        text = to_json(request.engine_layout).encode()
+        changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    if isinstance(request.source_layout, EngineLayout):
+        text = to_json(request.source_layout).encode()
+        changes["source_layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    if request.keeps_layouts:
+        changes["cut"] = "as the source"
+    # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
+    return {
+        "to": request.to_text,
+        "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
+        "recipe": named.recipe.name if named.recipe else None,
+        "options": tuple(f"{name}={value}" for name, value in sorted(options.items())),
+        "strategy": request.strategy,
+        "replicas": request.stored_replicas,
+        "most_file_bytes": request.most_file_bytes,
+        "source_names": None if named.from_names is None else named.from_names.text,
+        "target_names": None if named.to_names is None else named.to_names.text,
+        **changes,
+        **request.selection.to_json(),
+    }
+
+
+def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
+    """Return the request with the source's mesh and format where it has no target.
+
+    Args:
+        request: of a conversion.
+        checkpoint: its source.
+
+    Raises:
+        UsageError: a source of a format that is not written; names, or elements of other shapes,
+            where the source is sharded.
+    """
+    if request.to is not None:
+        return request
+    name = request.format or checkpoint.format
+    format = find_format(name)
+    if format is None or name not in written_names():
+        raise UsageError(
+            f"{checkpoint.folder} is of the format {name}, which is not written; give the target's "
+            f"layout and format: to='full' or a mesh, and a format of {', '.join(written_names())}"
+        )
+    holds_shards = Capability.SHARDS in format.capabilities
+    is_whole = checkpoint.ranks == 1 and (checkpoint.mesh is None or not holds_shards)
+    if is_whole and Capability.WHOLE in format.capabilities:
+        return dataclasses.replace(request, kept="full", format=name)
+    ranks = checkpoint.mesh.text if checkpoint.mesh else f"{checkpoint.ranks} ranks"
+    if not holds_shards:
+        raise UsageError(
+            f"{checkpoint.folder} is sharded over {ranks}, and the format {name} holds whole "
+            "tensors; give to='full', or another format"
+        )
+    others = {
+        "names of other programs": request.source_names or request.target_names,
+        "dequantize": request.dequantize,
+        "quantize": request.quantize,
+        "training": request.training,
+    }
+    for what, other in others.items():
+        if other:
+            raise UsageError(
+                f"{what} without `to`: {checkpoint.folder} is sharded over {ranks}, and its "
+                "layouts do not fit the new tensors. Give `to`, such as tp=2 or full"
+            )
+    replicas = request.replicas
+    if replicas is None and Capability.REPLICAS in format.capabilities:
+        replicas = find_stored_replicas(checkpoint.tensors)
+    kept = checkpoint.mesh or checkpoint.ranks
+    return dataclasses.replace(request, kept=kept, format=name, replicas=replicas)
+
+
+def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the source's file of each tensor, where whole tensors stay in as many files."""
+    if request.kept != "full" or request.most_file_bytes is not None:
+        return {}
+    columns = TensorColumns.of(checkpoint.tensors)
+    files = [kind.files[0] if kind.files else "" for kind in columns.kinds]
+    return {
+        name: files[kind] for name, kind in zip(columns.names, columns.kind.tolist(), strict=True)
+    }
+
+
+def choose_recipe_by_default(
+    request: ConversionRequest, checkpoint: Checkpoint
+) -> ConversionRequest:
+    """Return the request with the recipe `auto` where it has a mesh, and nothing shards over it.
+
+    Args:
+        request: of a conversion.
+        checkpoint: its source, as far as it is taken.
+
+    Raises:
+        UsageError: an axis to shard over, without a config.json that a recipe fits.
+    """
+    mesh = request.mesh
+    if mesh is None or not (request.lacks_rules or request.recipe == AUTO):
+        return request
+    config = read_config(checkpoint)
+    if config is not None and choose_recipe(config) is not None:
+        return dataclasses.replace(request, recipe=AUTO)
+    axes = [axis for axis in mesh.list_long_axes() if axis not in REPLICA_AXES]
+    if request.recipe == AUTO or (axes and IDLE_AXES not in request.allow):
+        _refuse_unknown_model(checkpoint, mesh, axes)
+    return request
+
+
+def _refuse_unknown_model(checkpoint: Checkpoint, mesh: DeviceMesh, axes: list[str]) -> NoReturn:
+    shapes = shapes_of(checkpoint.tensors)
+    weights = StateSharding(shapes, find_training_state(checkpoint)).leaders
+    rules = suggest_rules(weights, axes[0] if axes else mesh.axis_names[0])
+    written = " ".join(f"--rule {shlex.quote(rule)}" for rule in rules)
+    raise UsageError(
+        f"nothing says how to shard {checkpoint.folder} over {mesh.text}: "
+        f"{describe_unknown_model(read_config(checkpoint), weights)}. Rules are such as {written}. "
+        f"To keep a copy of every tensor for each rank: --allow {IDLE_AXES}, in Python "
+        f"allow=[{IDLE_AXES!r}]"
+    )
+
+
+@dataclass(frozen=True)
+class RenamedSource:
+    """A checkpoint in the names of the target, and what each of them is to a recipe.
+
+    Attributes:
+        checkpoint: in the target's names.
+        by_recipe: the same in the recipe's names, in which rules match.
+        recipe: which one, with its options; None if none was asked for.
+        recipe_names: for each of the target's names the recipe's, that of the first member where
+            it is fused.
+        fused: what is fused in the target, by its name.
+        from_names, to_names: the tables that were used.
+    """
+
+    checkpoint: Checkpoint
+    by_recipe: Checkpoint
+    recipe: Recipe | None
+    recipe_names: Mapping[str, str]
+    fused: Mapping[str, Fusion] = field(default_factory=dict)
+    from_names: NameTable | None = None
+    to_names: NameTable | None = None
+
+    def replaced_by(self, checkpoint: Checkpoint) -> RenamedSource:
+        """The same with another checkpoint: other elements, and perhaps other tensors."""
+        if self.to_names is not None:
+            return dataclasses.replace(self, checkpoint=checkpoint)
+        names = {name: name for name in checkpoint}
+        return dataclasses.replace(
+            self, checkpoint=checkpoint, by_recipe=checkpoint, recipe_names=names
+        )
+
+
+def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
+    """What a request takes of a checkpoint: of what an engine's ranks hold, the model's tensors.
+
+    Raises:
+        RecipeError: another layout than that of the ranks; two things of one name.
+        UsageError: a pattern that matches nothing; nothing left.
+    """
+    layout = request.source_layout
+    if layout is None and request.target_format.name != checkpoint.format:
+        layout = find_layout(checkpoint)
+    if isinstance(layout, EngineLayout):
+        checkpoint = as_model(checkpoint, layout)
+    return select_from(checkpoint, request.selection)
+
+
+def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> RenamedSource:
+    """A checkpoint in the names that a request asks for.
+
+    Raises:
+        RecipeError: no such recipe; tables that do not fit the tensors.
+        UsageError: `auto` without a config.json that a recipe fits.
+    """
+    asked = AUTO if request.is_by_recipe else request.recipe
+    recipe = find_recipe(asked, checkpoint, request.options)
+    config = read_config(checkpoint) if recipe is not None else None
+    from_names = names_of("source_names", request.source_names, recipe, config)
+    to_names = names_of("target_names", request.target_names, recipe, config)
+    # Other names are told for the recipe's, which a source with stacked experts does not have.
+    if from_names is None and isinstance(request.target_names, str):
+        from_names = find_stacked_names(checkpoint, recipe, config)
+    by_recipe = checkpoint
+    if from_names is not None:
+        by_recipe = in_recipe_names(checkpoint, from_names.table)
+    if to_names is None:
+        names = {name: name for name in by_recipe}
+        return RenamedSource(by_recipe, by_recipe, recipe, names, from_names=from_names)
+    checkpoint, names, fused = in_names_of(by_recipe, to_names.table)
+    return RenamedSource(checkpoint, by_recipe, recipe, names, fused, from_names, to_names)
+
+
+def find_recipe(
+    recipe: str | os.PathLike[str] | Recipe | None,
+    checkpoint: Checkpoint,
+    options: Mapping[str, str] | Iterable[str] = (),
+) -> Recipe | None:
+    """The recipe of a name or a path, with options; `auto` is what the config.json says, `none` no
+    recipe.
+
+    Raises:
+        RecipeError: no such recipe, or one that cannot be read; options that it has not.
+        UsageError: `auto` without a config.json, or with one that no shipped recipe fits; options
+            without a recipe.
+    """
+    found = _load(recipe, checkpoint)
+    parsed = parse_options(options)
+    if found is not None:
+        return found.with_options(parsed)
+    if parsed:
+        raise UsageError(
+            f"the option {next(iter(parsed))!r} without a recipe that has it; name the recipe"
+        )
+    return None
+
+
+def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint) -> Recipe | None:
+    if recipe is None or recipe == NO_RECIPE:
+        return None
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe != AUTO:
+        return load_recipe(os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
+    config = read_config(checkpoint)
+    if config is None:
+        raise UsageError(
+            f"recipe 'auto' looks in config.json, and {checkpoint.folder} has none; name a recipe"
+        )
+    found = choose_recipe(config)
+    if found is None:
+        raise UsageError(describe_unknown_model(config, checkpoint.tensors))
+    return found
+
+
+@dataclass(frozen=True)
+class PlacedTensors:
+    """The layout of every tensor of the target, by its name there.
+
+    `assignment` says how rules and recipes matched, where they were used; `notes` are for the user.
+    """
+
+    tensors: Mapping[str, PlannedTensor]
+    assignment: Assignment | None = None
+    notes: tuple[str, ...] = ()
+
+
+def place_tensors(request: ConversionRequest, source: RenamedSource) -> PlacedTensors:
+    """Where a request puts the tensors of a source.
+
+    Raises:
+        RecipeError: rules, a recipe or an engine's layout that do not fit.
+        UsageError: a strategy that cannot be.
+    """
+    own = request.target_format.assign_layouts(source.checkpoint, request.mesh, request.ranks)
+    if own is not None:
+        _expect_placed_by_format(request)
+        if request.keeps_layouts and not request.selection:
+            _expect_kept(source.checkpoint, own)
+        return PlacedTensors(_plan_tensors(source.checkpoint, own))
+    if request.engine_layout is not None:
+        layouts, notes = shard_by_engine(source.checkpoint, request.engine_layout)
+        return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
+    if request.keeps_layouts:
+        planned = {
+            name: PlannedTensor(tensor.dtype, tensor.layout, tensor.spec)
+            for name, tensor in source.checkpoint.tensors.items()
+        }
+        return PlacedTensors(planned)
+    if request.mesh is not None and request.is_by_rules:
+        return _place_by_rules(request, source, request.mesh)
+    _expect_no_options(
+        request,
+        "the rules of a recipe read it where they shard tensors over a mesh, such as to='tp=2', "
+        f"and to={request.to_text!r} is none",
+    )
+    placed, notes = _place_by_strategy(request, source.checkpoint)
+    return PlacedTensors(_plan_tensors(source.checkpoint, placed), notes=notes)
+
+
+def _expect_placed_by_format(request: ConversionRequest) -> None:
+    """Refuse rules, options and a strategy, if the target's format places tensors by itself."""
+    reader = f"the format {request.target_format.name} specifies by itself what each rank stores"
+    # A recipe may be there for its names, or for the comparison with the model class.
+    check_used("rules", not request.rules, reader)
+    check_used(f"strategy={request.strategy!r}", request.strategy is None, reader)
+    _expect_no_options(request, reader)
+
+
+def _expect_kept(source: Checkpoint, layouts: Mapping[str, Layout]) -> None:
+    """Raise UsageError if a format would store optimizer state of a source on other ranks."""
+    state = find_training_state(source)
+    for name in state.optimizer_names if state is not None else ():
+        tensor = source.tensors[name]
+        # Counts of steps are stored where the format has a place for them.
+        if tensor.shape and name in layouts and layouts[name] != tensor.layout:
+            raise UsageError(
+                f"the mesh of {source.folder} does not determine the layout of {name!r} in new "
+                f"files of the format {source.format}; give `to`, such as dp=2"
+            )
+
+
+def _expect_no_options(request: ConversionRequest, reader: str) -> None:
+    for name, value in parse_options(request.options).items():
+        check_used(f"the option {name}={value}", False, reader)
+
+
+def _plan_tensors(
+    checkpoint: Checkpoint, layouts: Mapping[str, Layout]
+) -> dict[str, PlannedTensor]:
+    # Equal ones are one object: there may be very many.
+    plan = lru_cache(maxsize=None)(PlannedTensor)
+    types = types_of(checkpoint.tensors)
+    return {name: plan(types[name], layouts[name]) for name in checkpoint.tensors}
+
+
+def _place_by_rules(
+    request: ConversionRequest, source: RenamedSource, mesh: DeviceMesh
+) -> PlacedTensors:
+    recipe, by_recipe = source.recipe, source.by_recipe
+    assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
+    _expect_used_axes(assignment, mesh, recipe, request.allow)
+    if recipe is not None and (options := parse_options(request.options)):
+        recipe.expect_options_read(options, mesh, {*assignment.matched.values()})
+    storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
+    shapes, types = shapes_of(by_recipe.tensors), types_of(source.checkpoint.tensors)
+    own_shapes = shapes_of(source.checkpoint.tensors)
+    planned = {}
+    # Equal ones are one object: there may be very many.
+    plan, write = lru_cache(maxsize=None)(PlannedTensor), lru_cache(maxsize=None)(str)
+    for name in source.checkpoint.tensors:
+        known = source.recipe_names[name]
+        spec, layout = assignment.specs[known], assignment.layouts[known]
+        # A fused parameter is cut as its members are, so that ranks keep whole members.
+        if name in source.fused:
+            fusion = source.fused[name]
+            spec = fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
+            layout = spec.layout(own_shapes[name])
+        planned[name] = plan(types[name], layout, write(spec))
+    return PlacedTensors(planned, assignment)
+
+
+def _expect_used_axes(
+    assignment: Assignment, mesh: DeviceMesh, recipe: Recipe | None, allow: Iterable[str]
+) -> None:
+    """Raise RecipeError for an axis of the mesh over which a recipe shards nothing."""
+    idle = assignment.list_idle_axes(mesh, recipe)
+    if recipe is None or not idle or IDLE_AXES in allow:
+        return
+    axes = [axis for axis in recipe.axes if axis not in recipe.replicas]
+    is_free = axes and axes[0] not in mesh.axis_names
+    renamed = f", name it for one of the recipe's (--option {axes[0]}={idle[0]})" * bool(is_free)
+    raise RecipeError(
+        f"no tensor is sharded over the axis {idle[0]} of {mesh.text}, so that its "
+        f"{mesh.axis_size(idle[0])} ranks would hold copies; the recipe {recipe.name!r} shards "
+        f"over {', '.join(axes)}, and copies are along {', '.join(recipe.replicas)}. Rename the "
+        f"axis{renamed}, or accept the copies: --allow {IDLE_AXES}, in Python allow=[{IDLE_AXES!r}]"
+    )
+
+
+def _place_by_strategy(
+    request: ConversionRequest, checkpoint: Checkpoint
+) -> tuple[Mapping[str, Layout], tuple[str, ...]]:
+    """The layouts that a strategy gives the tensors, or whole ones, with notes for the user.
+
+    Optimizer state goes where its parameter does.
+    """
+    shapes = shapes_of(checkpoint.tensors)
+    if request.is_whole:
+        whole = {shape: Layout.whole(shape, [0], 1) for shape in {*shapes.values()}}
+        return {name: whole[shape] for name, shape in shapes.items()}, ()
+    followers = StateSharding(shapes, find_training_state(checkpoint))
+    # The parameters of an optimizer alone are no tensors of it.
+    types = {name: dtype("float32") for name in followers.leaders}
+    types |= types_of(checkpoint.tensors)
+    place = find_strategy(request.strategy or "simple")
+    layouts = place(
+        {
+            name: (types.get(name, dtype("float32")), shape)
+            for name, shape in followers.leaders.items()
+        },
+        request.ranks,
+        read_config(checkpoint) if request.strategy else None,
+    )
+    return followers.spread_layouts(layouts), followers.notes
+
+
+def assign_tensors(
+    checkpoint: Checkpoint,
+    mesh: DeviceMesh,
+    rules: Iterable[Rule],
+    recipe: Recipe | None,
+    allow: Iterable[str] = (),
+) -> Assignment:
+    """How rules and a recipe cut the tensors of a checkpoint over a mesh.
+
+    Raises:
+        RecipeError: rules or a recipe that do not fit.
+    """
+    by_hand = tuple(rules)
+    types = types_of(checkpoint.tensors)
+    itemsizes_bytes = {name: element.itemsize_bytes for name, element in types.items()}
+
+    def assign_leaders(
+        shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+    ) -> Assignment:
+        return assign(
+            shapes,
+            mesh,
+            by_hand,
+            recipe,
+            read_config(checkpoint),
+            # The parameters of an optimizer alone are no tensors of it.
+            {name: itemsizes_bytes.get(name, 4) for name in shapes},
+            read_flat_shapes(checkpoint),
+            allow=allow,
+            aliases=aliases,
+        )
+
+    return assign_with_state(checkpoint, by_hand, recipe, mesh, assign_leaders)
