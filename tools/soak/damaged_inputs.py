@@ -33,7 +33,7 @@ from reshard.checkpoint import (
 from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
 from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile, open_packed
-from reshard.checkpoint.formats.torch_files.archive import read_archive
+from reshard.checkpoint.formats.torch_files.reading import read_archive
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.errors import ReshardError
 from soak.nothing_runs import nothing_runs

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.torch_dcp.writer import ArchiveFile
-from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
+from reshard.checkpoint.formats.torch_files.building import NewArchive
 from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.checkpoint.storage.range_checksums import crc32, moved
 from reshard.checkpoint.storage.uploads import PartGrid

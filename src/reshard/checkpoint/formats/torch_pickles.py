@@ -27,21 +27,22 @@ from reshard.checkpoint.formats.safetensors.huggingface import (
     index_text,
     read_weight_map,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import (
-    check_tensor,
-    find_address,
-    list_checksums,
-)
+from reshard.checkpoint.formats.torch_files.building import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.nested_states import (
     FlatState,
     flatten_state,
     settle_paths,
     unflatten_state,
 )
-from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
-from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
-from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file, read_torch_file
+from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.formats.torch_files.reading import (
+    StorageChecksums,
+    check_tensor,
+    find_address,
+    is_torch_file,
+    read_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     WritePlan,
@@ -204,7 +205,8 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     unread: dict[str, str] = {}
     unreadable: dict[str, str] = {}
     layouts: dict[tuple[int, ...], Layout] = {}
-    archived: list[tuple[str, str, str, ArchivedTensor]] = []
+    archived: list[tuple[str, str, ArchivedTensor]] = []
+    checksums = StorageChecksums()
     for file, flat in states.items():
         for name, tensor in flat.tensors.items():
             if tensor.shape not in layouts:
@@ -213,7 +215,8 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
             views = {} if view is None else {0: view}
             binding = Binding(layouts[tensor.shape], {0: address}, views)
             tensors[name] = StoredTensor(name, tensor.dtype, binding)
-            archived.append((name, "the whole", file, tensor))
+            archived.append((name, file, tensor))
+            checksums.add_whole(name, "the whole", file, tensor)
         values.update(flat.values)
         # A name without a path stands at the top.
         paths.update({name: path for name, path in flat.paths.items() if path != (name,)})
@@ -226,7 +229,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
         tensors,
         files,
         paths=paths,
-        checksums=list_checksums(archived),
+        checksums=checksums.list(),
         values=values,
         unread=tuple((shortened(name), reason) for name, reason in unread.items()),
         unreadable=unreadable,
@@ -234,10 +237,10 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
     )
 
 
-def _note_ties(archived: list[tuple[str, str, str, ArchivedTensor]]) -> tuple[str, ...]:
+def _note_ties(archived: list[tuple[str, str, ArchivedTensor]]) -> tuple[str, ...]:
     """A note where tensors are one storage under several names."""
     names: dict[tuple[Any, ...], list[str]] = {}
-    for name, _, file, tensor in archived:
+    for name, file, tensor in archived:
         if 0 not in tensor.shape:
             key = file, tensor.start_bytes, tensor.view, tensor.shape, tensor.dtype
             names.setdefault(key, []).append(name)

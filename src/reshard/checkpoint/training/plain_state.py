@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 from reshard.checkpoint.contents import Checkpoint, StoredItem
 from reshard.checkpoint.formats.registry import find_format
-from reshard.checkpoint.formats.torch_files.plain_values import is_plain
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
+from reshard.checkpoint.formats.torch_files.reading import read_torch_value
+from reshard.checkpoint.formats.torch_files.values import is_plain
 from reshard.checkpoint.storage.filesystem import read_range
 from reshard.checkpoint.training.model_sets import bare_name
 from reshard.checkpoint.training.state import TrainingState

@@ -13,7 +13,7 @@ from reshard.checkpoint.formats.torch_files.nested_states import (
     settle_paths,
     unflatten_state,
 )
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.errors import FormatError
 
 

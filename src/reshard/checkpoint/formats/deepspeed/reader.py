@@ -44,8 +44,8 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
 from reshard.checkpoint.formats.deepspeed.whole_states import WholeStates, merge_groups
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh

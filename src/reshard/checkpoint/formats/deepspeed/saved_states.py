@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor, as_sizes
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, shortened
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.checkpoint.formats.torch_files.pickles import Call, shortened
+from reshard.checkpoint.formats.torch_files.reading import read_torch_file
+from reshard.checkpoint.formats.torch_files.values import (
+    ArchivedTensor,
+    as_sizes,
+    explain,
+    is_tensor_call,
+)
 from reshard.errors import FormatError, UnreadableTensorError
 
 Shape = tuple[int, ...]

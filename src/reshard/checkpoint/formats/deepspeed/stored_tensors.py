@@ -22,7 +22,8 @@ from typing import NamedTuple
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.errors import FormatError
 from reshard.layout import Box, Layout, flat_range_boxes
 
@@ -58,41 +59,6 @@ class StoredCell(NamedTuple):
     buffer: ArchivedTensor
 
 
-class _Storage:
-    """What of a storage is read: the first tensor in it, and ranges in bytes."""
-
-    def __init__(self, tensor: str, archived: ArchivedTensor) -> None:
-        self.tensor = tensor
-        self.archived = archived
-        self.ranges: list[tuple[int, int]] = []
-        self.is_strided = False
-
-    def checksum(self, file: str) -> StoredChecksum | None:
-        """Its checksum, where the file has one."""
-        one = self.archived
-        if one.crc32 is None or not one.storage_bytes:
-            return None
-        gaps, at, is_once = [], one.start_bytes, not self.is_strided
-        for start, stop in sorted(self.ranges):
-            # Bytes that two tensors share are read for each of them.
-            is_once = is_once and start >= at
-            if start > at:
-                gaps.append((at, start - at))
-            at = max(at, stop)
-        end = one.start_bytes + one.storage_bytes
-        if at < end:
-            gaps.append((at, end - at))
-        return StoredChecksum(
-            self.tensor,
-            f"storage at byte {one.start_bytes}",
-            FileRange(file, one.start_bytes),
-            one.storage_bytes,
-            one.crc32,
-            is_once,
-            tuple(gaps) if is_once else (),
-        )
-
-
 class TensorCollector:
     """Binds tensors to the files of one checkpoint; `tensors` are those so far.
 
@@ -103,14 +69,13 @@ class TensorCollector:
         self._folder = folder
         self._slots = slots
         self._prefix = prefix
-        self._storages: dict[tuple[str, int], _Storage] = {}
+        self._checksums = StorageChecksums()
         self.tensors: dict[str, StoredTensor] = {}
 
     @property
     def checksums(self) -> tuple[StoredChecksum, ...]:
         """Those of all storages that have one."""
-        found = (storage.checksum(file) for (file, _), storage in self._storages.items())
-        return tuple(one for one in found if one is not None)
+        return self._checksums.list()
 
     def add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
         """Add a tensor that is whole in a file."""
@@ -120,14 +85,13 @@ class TensorCollector:
         start_bytes = archived.start_bytes
         views = {}
         itemsize_bytes = archived.dtype.itemsize_bytes
-        storage = self._storage(name, file, archived)
         if is_dense(archived.view, archived.shape):
             start_bytes += archived.view.offset * itemsize_bytes
             size_bytes = math.prod(archived.shape) * itemsize_bytes
-            storage.ranges.append((start_bytes, start_bytes + size_bytes))
+            self._read(name, file, archived, (start_bytes, start_bytes + size_bytes))
         else:
             views[slot] = archived.view
-            storage.is_strided = True
+            self._read(name, file, archived, None)
         address = FileRange(self._prefix + file, start_bytes)
         return Binding(Layout.whole(archived.shape, [slot], self._slots), {slot: address}, views)
 
@@ -174,9 +138,7 @@ class TensorCollector:
             itemsize_bytes = buffer.dtype.itemsize_bytes
             start_bytes = buffer.start_bytes + (buffer.view.offset + piece.offset) * itemsize_bytes
             size_bytes = (piece.stop - piece.start) * itemsize_bytes
-            self._storage(name, piece.file, buffer).ranges.append(
-                (start_bytes, start_bytes + size_bytes)
-            )
+            self._read(name, piece.file, buffer, (start_bytes, start_bytes + size_bytes))
             address = FileRange(self._prefix + piece.file, start_bytes)
             addresses.setdefault(piece.slot, []).append(address)
         ranges = tuple((piece.slot, piece.start, piece.stop) for piece in pieces)
@@ -214,13 +176,10 @@ class TensorCollector:
                     f"{self._folder / cell.file} has elements of {buffer.dtype} of {name!r}, and "
                     f"other ranks have {first.dtype}; the files belong to different saves"
                 )
-            storage = self._storage(name, cell.file, buffer)
             start_bytes = buffer.start_bytes + cell.view.offset * itemsize_bytes
-            if is_dense(cell.view, cell.box.shape):
-                end_bytes = start_bytes + cell.box.elements * itemsize_bytes
-                storage.ranges.append((start_bytes, end_bytes))
-            else:
-                storage.is_strided = True
+            end_bytes = start_bytes + cell.box.elements * itemsize_bytes
+            is_dense_cell = is_dense(cell.view, cell.box.shape)
+            self._read(name, cell.file, buffer, (start_bytes, end_bytes) if is_dense_cell else None)
             address = FileRange(self._prefix + cell.file, start_bytes)
             addresses.setdefault(cell.slot, []).append(address)
             views.setdefault(cell.slot, []).append(View(0, cell.view.strides))
@@ -229,12 +188,13 @@ class TensorCollector:
         seen = {slot: own[0] if len(own) == 1 else tuple(own) for slot, own in views.items()}
         self._add(name, first, Binding(layout, bound, seen))
 
-    def _storage(self, name: str, file: str, archived: ArchivedTensor) -> _Storage:
-        key = (self._prefix + file, archived.start_bytes)
-        found = self._storages.get(key)
-        if found is None:
-            found = self._storages[key] = _Storage(name, archived)
-        return found
+    def _read(
+        self, name: str, file: str, archived: ArchivedTensor, byte_range: tuple[int, int] | None
+    ) -> None:
+        """Note for its checksum that a tensor reads a range of a storage; None if strided."""
+        part = f"storage at byte {archived.start_bytes}"
+        ranges = None if byte_range is None else [byte_range]
+        self._checksums.add(name, part, self._prefix + file, archived, ranges)
 
     def _add(self, name: str, archived: ArchivedTensor, binding: Binding) -> None:
         if name in self.tensors:

@@ -41,16 +41,15 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
 from reshard.checkpoint.formats.format import Capability
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     MASTER,
     STEP,
     state_name,
 )
-from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.formats.torch_files.reading import read_torch_file
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, is_tensor_call
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.checkpoint.storage.remote_paths import map_paths, walk_folder

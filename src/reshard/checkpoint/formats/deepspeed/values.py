@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.saved_states import ModelState
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.nested_states import StatePath, flatten_state
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call
+from reshard.checkpoint.formats.torch_files.pickles import Call
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 
 AddTensor = Callable[[str, str, ArchivedTensor], None]
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"

@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.parallel.experts import is_expert
 from reshard.checkpoint.formats.deepspeed.saved_states import ModelState, SavedPart, Shape
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 
 _OWN = frozenset(
     {"state", "param_groups", "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"}

@@ -25,8 +25,8 @@ from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
     name_parameters,
     read_whole_optimizer,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, state_name
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 
 
 class AddState(Protocol):

@@ -31,13 +31,12 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.contents import StoredItem
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.building import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     flatten_state,
     settle_paths,
     unflatten_state,
 )
-from reshard.checkpoint.formats.torch_files.new_files import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     MASTER,
@@ -45,10 +44,9 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     split_state_name,
     state_name,
 )
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
-from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
+from reshard.checkpoint.formats.torch_files.reading import read_torch_value
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, plain_attributes
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor
 from reshard.dtypes import dtype
 from reshard.errors import FormatError

@@ -26,19 +26,19 @@ from reshard.checkpoint.formats.rank_files.file_names import (
     OPTIMIZER,
     split_rank_name,
 )
-from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
-from reshard.checkpoint.formats.torch_files.new_files import (
+from reshard.checkpoint.formats.torch_files.building import (
     NewStorage,
     NewTensor,
     NewTorchFile,
     new_torch_file,
 )
+from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     OPTIMIZER_PREFIX,
     split_state_name,
 )
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     PlannedTensor,

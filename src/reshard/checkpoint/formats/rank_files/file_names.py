@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file
+from reshard.checkpoint.formats.torch_files.reading import is_torch_file
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.errors import CheckpointError
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import find_address
+from reshard.checkpoint.formats.torch_files.reading import find_address
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.errors import CoverageError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec

@@ -2,7 +2,7 @@
 
 A DTensor is pickled with its own part, the mesh of its ranks and a placement for each axis of it; a
 `ShardedTensor` with its chunks and the places of all chunks. Both are read as the calls that the
-pickle has (`torch_files.pickle_terms`); no class of PyTorch is needed, or made.
+pickle has (`torch_files.pickles`); no class of PyTorch is needed, or made.
 
 Source: `torch.distributed.tensor` and `torch.distributed._shard` of PyTorch 2.2 to 2.13.
 """
@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor, as_sizes
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, shortened
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global, shortened
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes, explain
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import FormatError, ReshardError, UnreadableTensorError, UsageError

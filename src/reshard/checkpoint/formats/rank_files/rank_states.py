@@ -22,11 +22,14 @@ from reshard.checkpoint.formats.rank_files.file_names import (
 )
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor, read_storage
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.reading import (
+    check_tensor,
+    read_storage,
+    read_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import FormatError, UnreadableTensorError
 

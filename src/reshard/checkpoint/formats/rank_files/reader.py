@@ -15,7 +15,6 @@ from reshard.checkpoint.formats.rank_files.file_names import (
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
 from reshard.checkpoint.formats.rank_files.meta_parts import find_meta_cut
-from reshard.checkpoint.formats.rank_files.optimizer_names import find_state_names, name_groups
 from reshard.checkpoint.formats.rank_files.plain_cuts import cut_lacking_parts, cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
     RankStates,
@@ -23,9 +22,13 @@ from reshard.checkpoint.formats.rank_files.rank_states import (
     read_states,
 )
 from reshard.checkpoint.formats.source_sharding import SourceSharding, describe_numbering
-from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
-from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, OPTIMIZER_PREFIX
-from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    GROUPS,
+    OPTIMIZER_PREFIX,
+    find_state_names,
+)
+from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
 from reshard.errors import FormatError, UsageError
 
 # What FSDP1 names a parameter that is those of a module, one behind the other, without padding.
@@ -92,19 +95,18 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         for group in groups.values()
         for file in group
     )
-    archived = (
-        (name, f"the part of rank {rank}", file, tensor)
-        for name, parts in states.parts.items()
-        for rank, (file, part) in parts.items()
-        for tensor in part.tensors
-    )
+    checksums = StorageChecksums()
+    for name, parts in states.parts.items():
+        for rank, (file, part) in parts.items():
+            for tensor in part.tensors:
+                checksums.add_whole(name, f"the part of rank {rank}", file, tensor)
     checkpoint = Checkpoint(
         folder,
         FORMAT_NAME,
         tensors,
         files,
         mesh if mesh is not None else meshes.pop() if len(meshes) == 1 else None,
-        checksums=list_checksums(archived),
+        checksums=checksums.list(),
         values=states.values,
         said_cut=None if cut is None else str(cut),
         notes=() if cut is None or mesh is None else describe_numbering(cut, mesh),
@@ -141,5 +143,11 @@ def _name_optimizer_state(
         checksums=tuple(
             dataclasses.replace(one, tensor=names[one.tensor]) for one in checkpoint.checksums
         ),
-        values={**checkpoint.values, GROUPS: name_groups(groups, parameters)},
+        values={
+            **checkpoint.values,
+            GROUPS: [
+                {**group, "params": [parameters[number][0] for number in group["params"]]}
+                for group in groups
+            ],
+        },
     )

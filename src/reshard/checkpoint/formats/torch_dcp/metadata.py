@@ -37,11 +37,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.safetensors.header import check_shape
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Pairs, shortened
-from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
-from reshard.checkpoint.formats.torch_files.restricted_pickle import read_inert
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.pickles import (
+    Call,
+    Global,
+    Pairs,
+    read_pickle,
+    shortened,
+    write_pickle,
+)
+from reshard.checkpoint.formats.torch_files.values import explain, plain_attributes
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -125,7 +129,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
         FormatError: a pickle of anything else, or one that contradicts itself.
         CoverageError: a chunk that is listed and not stored.
     """
-    root = read_inert(content, label)
+    root = read_pickle(content, label)
     if not (isinstance(root, Call) and root.function == _ROOT):
         raise FormatError(f"{label} is not the metadata of torch.distributed.checkpoint")
     fields = _Fields(root, label)

@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.formats.torch_files.archive import (
+from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.formats.torch_files.reading import (
     FRONT_BYTES,
     read_archive,
     read_archive_front,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
-from reshard.checkpoint.formats.torch_files.zip_records import ReadRange
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.zip_archives import ReadRange
 from reshard.checkpoint.storage.byte_streams import (
     READ_BYTES,
     ByteStream,

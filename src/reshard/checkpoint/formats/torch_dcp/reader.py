@@ -9,7 +9,7 @@ consecutive items: the archive of a chunk of a tensor, or bytes that are not a t
 1. `.metadata` lists the chunks and their locations (`metadata`); a save without collectives has
    `__R.metadata` of each rank instead.
 2. The bytes of each chunk must be inside its file. Its archive contains the offset of the elements
-   (`torch_files.archive`), or, if it is compressed, their offset once it is decompressed
+   (`torch_files.reading`), or, if it is compressed, their offset once it is decompressed
    (`packed_archives`); dtype and shape must be those in `.metadata`, which PyTorch does not check.
 3. The chunks are bound to the tensor's layout, and must cover it once.
 
@@ -62,8 +62,8 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     open_packed,
     unpacked_name,
 )
-from reshard.checkpoint.formats.torch_files.archive import read_archive
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.reading import read_archive
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
 from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges

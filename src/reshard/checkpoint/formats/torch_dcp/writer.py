@@ -27,8 +27,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     StoredBytes,
     metadata_pickle,
 )
-from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
-from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
+from reshard.checkpoint.formats.torch_files.building import NewArchive, saved_bytes
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,

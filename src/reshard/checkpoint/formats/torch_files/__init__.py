@@ -1,8 +1,6 @@
-"""Files of `torch.save`, read and written without PyTorch; formats of whole checkpoints use them.
+"""Files of `torch.save`, read and written without PyTorch.
 
-`saved_files` reads a file: its nested value, with tensors where they lie; `nested_states` gives
-their names. Both stand on `restricted_pickle`, which reads pickles without running them, and
-`zip_records`. `pickle_writing` writes pickles. `archive` finds the one tensor in an archive of a
-distributed checkpoint, `archive_writing` lays out new ones, `new_files` whole new files. Start with
-`saved_files`.
+`reading` returns the nested value of a file, with tensors that stay in the file; `nested_states`
+flattens it into names. `building` plans new files. Below them are `pickles`, `zip_archives` and
+`values`. `optimizer_states` has the names of optimizer state. Start with `reading`.
 """

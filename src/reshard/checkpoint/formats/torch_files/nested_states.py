@@ -1,7 +1,7 @@
 """Nested states as named tensors and values, and back.
 
-PyTorch saves a state as dicts and lists in each other; a checkpoint has names. A name is the path
-joined by dots, as `torch.distributed.checkpoint` does::
+PyTorch saves a state as nested dicts and lists; a checkpoint has names. A name is the path joined
+by dots, as in `torch.distributed.checkpoint`::
 
     {"model": {"w": tensor}, "optimizers": [{"state": {0: {"step": tensor}}}], "epoch": 3}
 
@@ -10,11 +10,11 @@ joined by dots, as `torch.distributed.checkpoint` does::
     epoch                            value 3
 
 1. Dicts are walked, their keys as text; a number in a path is the index of a list.
-2. Lists and tuples are walked where there is a tensor in them; otherwise they are one value.
-3. What is neither a tensor nor plain is unread.
+2. Lists and tuples are walked if they contain a tensor; otherwise they are a single value.
+3. Values that are neither tensors nor plain are unread.
 
-On the way back a number makes a list. Keys of the parameters of an optimizer's `state` beside its
-`param_groups` are numbers, as PyTorch has them.
+On the way back, numbers in paths make lists. In a dict with `param_groups`, the keys of `state` are
+numbers, as in PyTorch's optimizers.
 """
 
 from __future__ import annotations
@@ -25,29 +25,33 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.pickle_terms import Global, shortened
-from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call, numpy_array
+from reshard.checkpoint.formats.torch_files.pickles import Global, shortened
+from reshard.checkpoint.formats.torch_files.values import (
+    ArchivedTensor,
+    explain,
+    is_tensor_call,
+    numpy_array,
+)
 from reshard.errors import FormatError
 
 StatePath = tuple[str | int, ...]
-_MOST_DEPTH = 64
+_MAX_DEPTH = 64
 # Shared parts are walked once for each place they are in.
-_MOST_PARTS = 30_000_000
-_LONGEST_LIST = 1_000_000
+_MAX_PARTS = 30_000_000
+_MAX_LIST_LENGTH = 1_000_000
 _PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """What a nested state holds, by name.
+    """The contents of a nested state, by name.
 
     Attributes:
         tensors: every tensor.
         values: numbers, text, None, and lists, tuples and dicts of such.
-        paths: where each of them stood.
+        paths: the path of each tensor and value.
         unread: everything else, with the reason.
-        unread_tensors: those of them that are tensors.
+        unread_tensors: the names in `unread` that are tensors.
     """
 
     tensors: Mapping[str, Any]
@@ -62,14 +66,14 @@ def flatten_state(
     label: str,
     is_tensor: Callable[[Any], bool] = lambda value: type(value) is ArchivedTensor,
 ) -> FlatState:
-    """The tensors and values of a nested state; `label` names the file in errors.
+    """Return the tensors and values of a nested state; `label` names the file in errors.
 
     >>> flat = flatten_state({"a": {"b": 1}, "c": [1, 2]}, "x")
     >>> flat.values, flat.paths
     ({'a.b': 1, 'c': [1, 2]}, {'a.b': ('a', 'b'), 'c': ('c',)})
 
     Raises:
-        FormatError: two that have one name; a state that is too deep, or in itself.
+        FormatError: two paths with the same name; a state that is too deep, or contains itself.
     """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -99,14 +103,14 @@ def flatten_state(
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Something that is neither a tensor nor plain."""
+    """A value that is neither a tensor nor plain."""
 
     reason: str
     is_tensor: bool = False
 
 
 class _Walk:
-    """One walk through a state."""
+    """A walk through a state."""
 
     def __init__(self, label: str, is_tensor: Callable[[Any], bool]) -> None:
         self._label = label
@@ -114,7 +118,7 @@ class _Walk:
         self._parts = 0
 
     def leaves(self, value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
-        """Every leaf with its path."""
+        """Yield every leaf with its path."""
         self._count(path)
         kind = type(value)
         if kind is dict and value:
@@ -134,15 +138,15 @@ class _Walk:
 
     def _count(self, path: StatePath) -> None:
         self._parts += 1
-        if len(path) > _MOST_DEPTH or self._parts > _MOST_PARTS:
+        if len(path) > _MAX_DEPTH or self._parts > _MAX_PARTS:
             raise FormatError(
-                f"{self._label} holds a state that is deeper than {_MOST_DEPTH} or larger than "
-                f"{_MOST_PARTS} parts at {shortened('.'.join(map(str, path)))!r}; does it hold "
+                f"{self._label} holds a state that is deeper than {_MAX_DEPTH} or larger than "
+                f"{_MAX_PARTS} parts at {shortened('.'.join(map(str, path)))!r}; does it hold "
                 "itself?"
             )
 
     def _has_tensor(self, value: Any, path: StatePath) -> bool:
-        """Whether there is a tensor in a list or tuple, at any depth."""
+        """Return whether a list or tuple contains a tensor, at any depth."""
         self._count(path)
         if self._is_tensor(value):
             return True
@@ -154,7 +158,7 @@ class _Walk:
         return False
 
     def _plain(self, value: Any, path: StatePath) -> Any:
-        """The value where it is plain; `_Unread` where some of it is not."""
+        """Return a plain value, or `_Unread` if some of it is not plain."""
         self._count(path)
         kind = type(value)
         if kind in _PLAIN:
@@ -165,15 +169,15 @@ class _Walk:
             items = [self._plain(item, (*path, 0)) for item in value]
             return next((item for item in items if type(item) is _Unread), kind(items))
         if kind is dict:
-            found = {}
+            items = {}
             for key, item in value.items():
                 if not isinstance(key, _PLAIN):
                     return _Unread(f"one of its keys is {explain(key)}")
                 plain = self._plain(item, (*path, ""))
                 if type(plain) is _Unread:
                     return plain
-                found[key] = plain
-            return found
+                items[key] = plain
+            return items
         array = numpy_array(value)
         if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" and array.size < 10_000:
             return array.tolist()
@@ -181,14 +185,14 @@ class _Walk:
 
 
 def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> Any:
-    """The nested state of named tensors and values; one without a path stands at the top.
+    """Return the nested state of named tensors and values; names without a path are at the top.
 
     >>> paths = {"a.b": ("a", "b"), "c.0": ("c", 0)}
     >>> unflatten_state({"a.b": 1, "c.0": 2, "d.e": 3}, paths)
     {'a': {'b': 1}, 'c': [2], 'd.e': 3}
 
     Raises:
-        FormatError: a leaf where another has its parts.
+        FormatError: a leaf inside another leaf.
     """
     top = _Branch()
     for name, leaf in leaves.items():
@@ -197,57 +201,57 @@ def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -
         for part in path[:-1]:
             inner = branch.setdefault(part, _Branch())
             if type(inner) is not _Branch:
-                raise FormatError(f"{shortened(name)!r} is a part of what is a leaf itself")
+                raise FormatError(f"{shortened(name)!r} is inside another leaf")
             branch = inner
         if path[-1] in branch:
-            raise FormatError(f"{shortened(name)!r} stands where parts of another leaf are")
+            raise FormatError(f"{shortened(name)!r} is where another leaf has its parts")
         branch[path[-1]] = leaf
     return _finish(top)
 
 
 def settle_paths(names: Iterable[str], paths: Mapping[str, StatePath]) -> dict[str, StatePath]:
-    """Where leaves stand in a nested state, so that it is read again by the same names.
+    """Return the paths of leaves in a nested state that is read again under the same names.
 
-    A leaf keeps a path that says its name, and has no other leaf on its way; the rest stand at the
-    top, and so do those of a list that would miss one of them.
+    A leaf keeps its path if that joins to its name and passes no other leaf. All others move to the
+    top, with the other members of their lists.
 
     >>> paths = {"a.b": ("a", "b"), "a": ("a",), "step": ("opt", 0), "c.0": ("c", 0)}
     >>> settle_paths(paths, paths)
     {'a.b': ('a.b',), 'a': ('a',), 'step': ('step',), 'c.0': ('c', 0)}
     """
-    found = {name: paths.get(name) or (name,) for name in names}
-    moved = [name for name, path in found.items() if ".".join(map(str, path)) != name]
+    settled = {name: paths.get(name) or (name,) for name in names}
+    moved = [name for name, path in settled.items() if ".".join(map(str, path)) != name]
     while True:
         lists = {
-            found[name][:length]
+            settled[name][:length]
             for name in moved
-            for length, part in enumerate(found[name])
+            for length, part in enumerate(settled[name])
             if type(part) is int
         }
-        found |= {name: (name,) for name in moved}
-        # A leaf at the top stays, and what would be inside it moves there.
-        closed = lists.union(found.values())
+        settled |= {name: (name,) for name in moved}
+        # A leaf at the top stays, and leaves that would be inside it move to the top.
+        closed = lists.union(settled.values())
         moved = [
             name
-            for name, path in found.items()
+            for name, path in settled.items()
             if any(path[:length] in closed for length in range(1, len(path)))
         ]
         if not moved:
-            return found
+            return settled
 
 
 class _Branch(dict[str | int, Any]):
-    """What has parts, while parts are added."""
+    """A dict or list while its parts are added."""
 
 
 def _finish(value: Any) -> Any:
-    """A branch as a dict, or as a list where its parts are numbered."""
+    """Return a branch as a dict, or as a list if its parts are numbered."""
     if type(value) is not _Branch:
         return value
     parts = {part: _finish(inner) for part, inner in value.items()}
-    numbers = [part for part in parts if type(part) is int and 0 <= part < _LONGEST_LIST]
+    numbers = [part for part in parts if type(part) is int and 0 <= part < _MAX_LIST_LENGTH]
     if parts and len(numbers) == len(parts):
-        # Where a part was unread, its place stays empty.
+        # An unread part leaves None.
         return [parts.get(number) for number in range(max(numbers) + 1)]
     state = parts.get("state")
     if "param_groups" in parts and isinstance(state, dict) and all(map(_is_number, state)):

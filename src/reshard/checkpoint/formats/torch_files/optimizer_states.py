@@ -1,14 +1,16 @@
-"""State of optimizers: its names, as every training format is read, and groups as PyTorch's.
+"""Optimizer state in its canonical form: the names that every training format is read under.
 
-optimizer.state.NAME.KEY         what is kept of a parameter; float32 weights are `master`
-optimizer.param_groups           groups of hyper-parameters, with the names of parameters in order
+    optimizer.state.NAME.KEY     state of a parameter; float32 weights have the key `master`
+    optimizer.param_groups       groups of hyper-parameters, with the names of parameters in order
 
-Groups are completed by what PyTorch's optimizers give them by themselves.
+Groups are completed by the defaults of PyTorch's optimizers. Numbers of parameters, as
+`optimizer.state_dict()` has them, become names by the order of the model (`find_state_names`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,9 @@ OPTIMIZER_PREFIX = "optimizer."
 GROUPS = OPTIMIZER_PREFIX + "param_groups"
 MASTER, STEP = "master", "step"
 _STATE = OPTIMIZER_PREFIX + "state."
-# AdamW is an Adam that sets this itself when it loads, and Adam would become AdamW by it.
+# AdamW sets this itself when it loads a state, and Adam would become AdamW by it.
 DECOUPLED = "decoupled_weight_decay"
-# What groups of PyTorch's optimizers have, where nothing else is said.
+# Defaults of groups of PyTorch's optimizers.
 _EVERY_GROUP: dict[str, Any] = {"maximize": False, "foreach": None}
 _MOST_GROUPS: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
 ADAM_GROUP: dict[str, Any] = {
@@ -39,10 +41,10 @@ class _TorchOptimizer:
     """An optimizer of PyTorch.
 
     Attributes:
-        keys: what it keeps of a parameter, beside steps, in every case.
-        group: what its groups have, as PyTorch gives it.
-        switched: keys that it keeps where a hyper-parameter is true.
-        signs: hyper-parameters that tell it from others with the same keys.
+        keys: its state of a parameter, without steps, whatever the hyper-parameters.
+        group: the defaults of its groups.
+        switched: keys that it has only if a hyper-parameter is true.
+        signs: hyper-parameters that distinguish it from others with the same keys.
     """
 
     keys: frozenset[str]
@@ -51,7 +53,7 @@ class _TorchOptimizer:
     signs: frozenset[str] = frozenset()
 
 
-# Those that keep more come first: what they keep is more than others keep.
+# Optimizers with more keys come first: their keys include those of others.
 _OPTIMIZERS = (
     _TorchOptimizer(
         frozenset({"exp_avg", "exp_avg_sq", "mu_product"}),
@@ -165,7 +167,7 @@ _OPTIMIZERS = (
             **_MOST_GROUPS,
         },
     ),
-    # Vectors have a variance of their own, matrices one of rows and one of columns.
+    # Vectors have one variance, matrices one of rows and one of columns.
     *(
         _TorchOptimizer(
             frozenset(keys),
@@ -181,18 +183,18 @@ _OPTIMIZERS = (
         for keys in (["row_var", "col_var"], ["variance"])
     ),
 )
-#: What PyTorch's optimizers keep of a parameter.
+#: The keys of PyTorch's optimizers.
 OPTIMIZER_KEYS = frozenset(
     {
         "step",
-        *(key for one in _OPTIMIZERS for key in one.keys),
-        *(key for one in _OPTIMIZERS for key, _ in one.switched),
+        *(key for optimizer in _OPTIMIZERS for key in optimizer.keys),
+        *(key for optimizer in _OPTIMIZERS for key, _ in optimizer.switched),
     }
 )
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The name of what an optimizer keeps of a parameter.
+    """Return the name of optimizer state of a parameter.
 
     >>> state_name("lm_head.weight", "exp_avg")
     'optimizer.state.lm_head.weight.exp_avg'
@@ -201,7 +203,7 @@ def state_name(parameter: str, key: str) -> str:
 
 
 def split_state_name(name: str) -> tuple[str, str] | None:
-    """The parameter, or its number, and the key of optimizer state; None for other names.
+    """Return the parameter, or its number, and the key of optimizer state; None for other names.
 
     >>> split_state_name("optimizer.state.lm_head.weight.exp_avg")
     ('lm_head.weight', 'exp_avg')
@@ -211,37 +213,86 @@ def split_state_name(name: str) -> tuple[str, str] | None:
 
 
 def find_keys(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The keys of what is kept of each parameter.
+    """Return the keys of the optimizer state of each parameter.
 
     >>> find_keys(["w", "optimizer.state.w.master", "optimizer.state.w.exp_avg"])
     {'w': ('master', 'exp_avg')}
     """
-    found: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for name in names:
         if (split := split_state_name(name)) is not None:
             parameter, key = split
-            found[parameter] = (*found.get(parameter, ()), key)
-    return found
+            keys[parameter] = (*keys.get(parameter, ()), key)
+    return keys
 
 
 def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """A group with all that PyTorch's optimizer of such state has, in its types.
+    """Return a group completed by the defaults of PyTorch's optimizer of such state, in its types.
 
     >>> complete_group({"lr": 0.1, "betas": [0.9, 0.95]}, ["exp_avg", "exp_avg_sq"])["betas"]
     (0.9, 0.95)
     """
-    kept = {*keys}
-    fitting = (
-        one
-        for one in _OPTIMIZERS
-        if one.keys <= kept and (not one.signs or one.signs & group.keys())
+    own = {*keys}
+    optimizer = next(
+        (
+            known
+            for known in _OPTIMIZERS
+            if known.keys <= own and (not known.signs or known.signs & group.keys())
+        ),
+        None,
     )
-    optimizer = next(fitting, None)
-    found = dict(group)
-    if optimizer is not None:
-        switches = {switch: key in kept for key, switch in optimizer.switched}
-        found = {**optimizer.group, **switches, **group}
-        for key, value in optimizer.group.items():
-            if isinstance(value, tuple) and isinstance(found[key], list):
-                found[key] = tuple(found[key])
-    return found
+    if optimizer is None:
+        return dict(group)
+    switches = {switch: key in own for key, switch in optimizer.switched}
+    completed = {**optimizer.group, **switches, **group}
+    for key, value in optimizer.group.items():
+        if isinstance(value, tuple) and isinstance(completed[key], list):
+            completed[key] = tuple(completed[key])
+    return completed
+
+
+Shape = tuple[int, ...]
+
+
+def find_state_names(
+    parameters: Sequence[tuple[str, Shape]], state: Mapping[str, Shape], groups: Any
+) -> tuple[dict[str, str], str | None]:
+    """Return the name of each tensor of optimizer state whose parameter has a number.
+
+    Parameters are numbered in the order of the model, if an optimizer has a single group of all of
+    them. State of more than one element must have the shape of its parameter. Otherwise numbers
+    stay, and the second value is the reason.
+
+    Args:
+        parameters: of the model in their order, with shapes.
+        state: the tensors of the optimizer.
+        groups: the value `optimizer.param_groups`.
+
+    >>> find_state_names([("a", (2,)), ("b", (3,))], {"optimizer.state.1.exp_avg": (3,)},
+    ...     [{"params": [0, 1]}])
+    ({'optimizer.state.1.exp_avg': 'optimizer.state.b.exp_avg'}, None)
+    """
+    split = {name: parts for name in state if (parts := split_state_name(name)) is not None}
+    numbered = {name: parts for name, parts in split.items() if parts[0].isdecimal()}
+    if not numbered:
+        return {}, None
+    params = groups[0].get("params") if isinstance(groups, list) and len(groups) == 1 else None
+    if params != [*range(len(params or ()))] or not params:
+        return {}, "its parameters have numbers in several groups, whose order is not known"
+    if len(params) != len(parameters):
+        return {}, (
+            f"its {len(params)} parameters have numbers, and the model's files have "
+            f"{len(parameters)}"
+        )
+    names = {}
+    for name, (number, key) in numbered.items():
+        if int(number) >= len(parameters):
+            return {}, f"it has state of parameter {number}, and there are {len(parameters)}"
+        parameter, shape = parameters[int(number)]
+        if math.prod(state[name]) > 1 and state[name] != shape and len(state[name]) == len(shape):
+            return {}, (
+                f"{key} of parameter {number} is {list(state[name])}, and {parameter!r}, which has "
+                f"that number in the model, {list(shape)}"
+            )
+        names[name] = state_name(parameter, key)
+    return names, None

@@ -16,8 +16,8 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.megatron.torch_dist import reader
 from reshard.checkpoint.formats.megatron.torch_dist.reader import bind_flat_ranges
-from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.building import saved_bytes
+from reshard.checkpoint.formats.torch_files.reading import read_torch_file
 from reshard.dtypes import dtype
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Box, Layout

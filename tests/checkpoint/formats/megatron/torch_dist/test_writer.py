@@ -15,7 +15,7 @@ from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
 from reshard.checkpoint import open_checkpoint, read_tensor
 from reshard.checkpoint.formats.torch_dcp.reader import read as read_dcp
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.reading import read_torch_file
 
 SAME = ["tensor", "stages", "experts", "undistributed", "virtual"]
 

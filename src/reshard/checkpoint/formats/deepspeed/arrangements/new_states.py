@@ -11,14 +11,14 @@ from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
 )
 from reshard.checkpoint.formats.deepspeed.parallel.experts import list_layers
 from reshard.checkpoint.formats.deepspeed.values import SCALER_CLASS
+from reshard.checkpoint.formats.torch_files.building import NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     StatePath,
     settle_paths,
     unflatten_state,
 )
-from reshard.checkpoint.formats.torch_files.new_files import NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError

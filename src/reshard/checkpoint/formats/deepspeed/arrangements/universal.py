@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.arrangements.new_states import VERSION, stage_member
 from reshard.checkpoint.formats.deepspeed.arrangements.zero import Arranger
-from reshard.checkpoint.formats.torch_files.new_files import NewTensor
+from reshard.checkpoint.formats.torch_files.building import NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, STEP, state_name
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 

@@ -38,7 +38,7 @@ from reshard.checkpoint.formats.deepspeed.parallel.experts import (
     local_names,
 )
 from reshard.checkpoint.formats.deepspeed.partitions import own_pieces, part_size
-from reshard.checkpoint.formats.torch_files.new_files import (
+from reshard.checkpoint.formats.torch_files.building import (
     NewTensor,
     NewTorchFile,
     new_torch_file,

@@ -28,7 +28,7 @@ from reshard.checkpoint.formats.deepspeed.stored_tensors import (
     StoredPiece,
     TensorCollector,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.filesystem import read_up_to
 from reshard.errors import CheckpointError, FormatError
 

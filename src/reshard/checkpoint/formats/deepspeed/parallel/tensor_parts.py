@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_files.archived_tensors import as_sizes
-from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
+from reshard.checkpoint.formats.torch_files.pickles import shortened
+from reshard.checkpoint.formats.torch_files.values import as_sizes
 from reshard.errors import FormatError
 from reshard.layout import Box, flat_range_boxes
 

@@ -9,7 +9,7 @@
    in the flat buffers of a distributed optimizer, by `args.use_distributed_optimizer`. Those have
    one bucket, but for an embedding that two stages share; gradients that are reduced while others
    are computed have more, of `args.ddp_bucket_size`.
-3. Every file is one of `torch.save`, whose tensors are filled in (`torch_files.new_files`).
+3. Every file is one of `torch.save`, whose tensors are filled in (`torch_files.building`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from reshard.checkpoint.formats.megatron.parameters import (
     order_key,
 )
 from reshard.checkpoint.formats.megatron.rank_blocks import plan_buffer
-from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
+from reshard.checkpoint.formats.torch_files.building import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
-from reshard.checkpoint.formats.torch_files.pickle_terms import Global
+from reshard.checkpoint.formats.torch_files.pickles import Global
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
     NewFile,

@@ -19,8 +19,7 @@ from typing import Any
 from reshard.binding import View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import RankPlace
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 

@@ -30,7 +30,7 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     find_plan,
     flat_block,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 
 _LEAST_BUCKET = 40_000_000

@@ -36,12 +36,10 @@ from reshard.checkpoint.formats.megatron.legacy.rank_models import (
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import RankOptimizer, StateBlock
 from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors, dense_block
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain, is_tensor_call
+from reshard.checkpoint.formats.torch_files.pickles import Call
+from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, is_tensor_call
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
 

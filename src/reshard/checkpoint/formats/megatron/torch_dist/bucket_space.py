@@ -55,9 +55,9 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     find_plan,
     flat_block,
 )
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
+from reshard.checkpoint.formats.torch_files.reading import read_storage
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh

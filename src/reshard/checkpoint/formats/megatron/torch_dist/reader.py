@@ -51,11 +51,9 @@ from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
-from reshard.checkpoint.formats.torch_files.archived_tensors import as_sizes
-from reshard.checkpoint.formats.torch_files.bound_tensors import read_storage
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
-from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
+from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Box, flat_range_boxes
 

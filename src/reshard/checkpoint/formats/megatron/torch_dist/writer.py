@@ -49,7 +49,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_pl
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace, metadata_bytes, plan_chunks
-from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
+from reshard.checkpoint.formats.torch_files.building import saved_bytes
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,

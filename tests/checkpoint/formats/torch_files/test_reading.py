@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import io
 import pickle
 import random
 import tarfile
 import zipfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
-from reshard.checkpoint.formats.torch_files.saved_files import (
+from reshard.binding import View
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
+from reshard.checkpoint.formats.torch_files.reading import (
+    FRONT_BYTES,
     is_torch_file,
+    read_archive,
+    read_archive_front,
     read_torch_file,
     read_torch_value,
 )
-from reshard.checkpoint.formats.torch_files.saved_values import explain, numpy_array
-from reshard.errors import CheckpointError, FormatError
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, numpy_array
+from reshard.errors import CheckpointError, FormatError, UnreadableTensorError
 from selection import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -105,7 +111,7 @@ STATES = st.recursive(
 
 @settings(max_examples=choose(60, 200), deadline=None)
 @given(STATES, st.booleans(), st.integers(2, 5))
-def test_a_state_is_read_as_it_was_saved(value: Any, is_zip: bool, protocol: int) -> None:
+def test_a_state_is_read_as_saved(value: Any, is_zip: bool, protocol: int) -> None:
     content = saved(value, is_zip=is_zip, pickle_protocol=protocol)
     assert same(read(content), value, content)
 
@@ -176,7 +182,7 @@ class Attribute:
     ],
     ids=["class", "namespace", "sparse", "conj", "expanded", "meta", "set"],
 )
-def test_what_is_not_data_is_kept_and_nobody_makes_it(value: Any, reason: str) -> None:
+def test_other_values_stay_calls(value: Any, reason: str) -> None:
     found = read(saved({"x": value, "w": BASE}))
     assert isinstance(found["x"], Call)
     assert reason in explain(found["x"])
@@ -272,7 +278,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_zip", FORMS)
-def test_what_is_cut_off_is_an_error(is_zip: bool) -> None:
+def test_a_truncated_file_is_an_error(is_zip: bool) -> None:
     content = saved({"w": BASE, "v": torch.ones(3)}, is_zip=is_zip)
     for size in range(0, len(content), 13):
         with pytest.raises(FormatError, match="file x"):
@@ -300,5 +306,226 @@ def test_names_of_storages_are_a_list_of_texts(keys: Any) -> None:
     start = content.rindex(b"\x80\x02]")
     end = content.index(b"a.", start) + 2
     assert all(isinstance(key, str) for key in pickle.loads(content[start:end]))
-    with pytest.raises(FormatError, match="names of its storages are no list"):
+    with pytest.raises(FormatError, match="names of its storages are not a list"):
         read(content[:start] + pickle.dumps(keys, protocol=2) + content[end:])
+
+
+# Archives of one tensor.
+
+BEFORE = b"what another item has"
+
+
+def read_one(archive: bytes) -> ArchivedTensor:
+    """What is read of an archive in the middle of a file."""
+    file = BEFORE + archive + b"PK\x05\x06 and more"
+    return read_archive(lambda at, size: file[at : at + size], len(BEFORE), len(archive), "item x")
+
+
+def elements(archive: bytes) -> Any:
+    """The tensor, by what is read of where it lies."""
+    found = read_one(archive)
+    storage = (BEFORE + archive)[found.start_bytes : found.start_bytes + found.storage_bytes]
+    assert found.crc32 == (zlib.crc32(storage) or None)
+    flat = np.frombuffer(storage, dtype=found.dtype.storage)
+    return flat[found.view.positions(found.shape)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        BASE,
+        BASE[1, 1:, ::2],
+        BASE.permute(3, 1, 0, 2),
+        BASE.to(memory_format=torch.channels_last),
+        BASE[1, 2, 3, 4],
+        BASE[:0],
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+    ],
+    ids=["whole", "slice", "permuted", "channels last", "scalar", "empty", "parameter", "grad"],
+)
+def test_offsets_and_strides_are_honoured(value: Any) -> None:
+    found = elements(saved(value)).view(np.float32)
+    assert found.shape == tuple(value.shape)
+    assert (found == value.detach().numpy()).all()
+
+
+def test_a_slice_has_the_offset_and_strides_of_its_base() -> None:
+    found = read_one(saved(BASE[1, 1:, ::2]))
+    assert found.view == View(80, (20, 10, 1))
+    assert found.storage_bytes == 480
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"w": torch.ones(2)}, "expected a tensor"),
+        ([torch.ones(2)], "expected a tensor"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
+        (torch.ones(2).expand(1000, 2), "repeated or computed"),
+        (torch.ones(2, 2).to_sparse(), "a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "a quantized tens"),
+        (torch.ones(2, device="meta"), "a meta tensor"),
+        (Attribute(), "Attribute"),
+    ],
+    ids=["dict", "list", "conj", "neg", "expanded", "sparse", "quantized", "meta", "class"],
+)
+def test_archives_of_anything_but_a_dense_tensor_are_errors(value: Any, message: str) -> None:
+    # Some cannot be made without a warning.
+    archive = saved(value() if callable(value) else value)
+    with pytest.raises(FormatError, match=message) as error:
+        read_one(archive)
+    assert "item x" in str(error.value) or isinstance(error.value, UnreadableTensorError)
+
+
+def rewritten(
+    archive: bytes, change: dict[str, bytes | None], method: int = zipfile.ZIP_STORED
+) -> bytes:
+    """An archive with other records, as `zipfile` writes it."""
+    old = zipfile.ZipFile(io.BytesIO(archive))
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as new:
+        for name in old.namelist():
+            content = change.get(name, old.read(name))
+            if content is not None:
+                new.writestr(name, content)
+    return stream.getvalue()
+
+
+def test_archives_that_others_wrote_are_read() -> None:
+    archive = rewritten(saved(BASE), {})
+    assert (elements(archive).view(np.float32) == BASE.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"archive/byteorder": b"big"}, "byte order is b'big'"),
+        ({"archive/data/0": bytes(8)}, "storage '0' has 8 bytes, expected 480"),
+        ({"archive/data/0": None}, "no record 'data/0'"),
+        ({"archive/data.pkl": None}, "no record 'data.pkl'"),
+        ({"archive/data.pkl": b"\x80\x02cposix\nsystem\n."}, "expected a tensor"),
+        ({"archive/data.pkl": bytes(1 << 21)}, "too many"),
+    ],
+)
+def test_inconsistent_records_are_errors(change: dict[str, bytes | None], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        read_one(rewritten(saved(BASE), change))
+
+
+def test_compressed_records_are_refused() -> None:
+    with pytest.raises(FormatError, match="compressed"):
+        read_one(rewritten(saved(BASE), {}, zipfile.ZIP_DEFLATED))
+
+
+def test_a_truncated_archive_is_an_error() -> None:
+    archive = saved(BASE)
+    for size in range(0, len(archive), 7):
+        with pytest.raises(FormatError, match="item x"):
+            read_one(archive[:size])
+
+
+@settings(max_examples=choose(90, 300))
+@given(st.data())
+def test_a_changed_byte_of_an_archive_is_an_error_or_irrelevant(data: st.DataObject) -> None:
+    archive = saved(BASE)
+    before = read_one(archive)
+    changed = bytearray(archive)
+    # Not in the storage: its checksum is compared when it is read.
+    outside = [*range(before.start_bytes - len(BEFORE)), *range(len(archive) - 700, len(archive))]
+    at = data.draw(st.sampled_from(outside))
+    changed[at] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(FormatError):
+        found = read_one(bytes(changed))
+        same = (found.dtype, found.shape, found.view, found.storage_bytes) == (
+            before.dtype,
+            before.shape,
+            before.view,
+            before.storage_bytes,
+        )
+        # A place or a checksum that was changed is noticed by the checksum.
+        assert same
+        start = found.start_bytes - len(BEFORE)
+        storage = changed[start : start + found.storage_bytes]
+        assert found.start_bytes == before.start_bytes or zlib.crc32(storage) != found.crc32
+
+
+# Fronts of archives.
+
+
+def streamed(value: Any) -> bytes:
+    """As PyTorch writes it into a stream that cannot go back."""
+    made = io.BytesIO()
+
+    class Stream(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, content: Any) -> int:
+            return made.write(content)
+
+    torch.save(value, Stream())
+    return made.getvalue()
+
+
+def read_whole(archive: bytes) -> ArchivedTensor:
+    found = read_archive(lambda at, n: archive[at : at + n], 0, len(archive), "x")
+    return replace(found, crc32=None)
+
+
+FRONTS = [
+    torch.arange(12.0).reshape(3, 4),
+    torch.arange(12.0).reshape(3, 4).t(),
+    torch.arange(100)[3:50:2],
+    torch.tensor(1.5, dtype=torch.bfloat16),
+    torch.zeros(0, 3),
+    torch.nn.Parameter(torch.ones(2, 2)),
+    torch.ones(3, dtype=torch.uint32),
+    torch.ones((1,) * 64),
+    torch.zeros(100_000),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FRONTS)))
+@pytest.mark.parametrize("save", [saved, streamed])
+def test_a_front_is_read_as_its_archive(number: int, save: Any) -> None:
+    archive = save(FRONTS[number])
+    assert read_archive_front(archive[:FRONT_BYTES], "x") == read_whole(archive)
+
+
+def test_a_front_without_checksums() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        archive = saved(FRONTS[0])
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_archive_front(archive, "x") == read_whole(archive)
+
+
+@pytest.mark.parametrize("value", [{"w": torch.ones(2)}, 3, torch.ones(2).to_sparse()])
+def test_fronts_of_anything_but_a_tensor_are_errors(value: Any) -> None:
+    with pytest.raises(FormatError, match=r"^x is not a tensor|a sparse tensor"):
+        read_archive_front(saved(value), "x")
+
+
+def test_a_shorter_front_is_an_error_or_enough() -> None:
+    archive = saved(FRONTS[0])
+    expected = read_whole(archive)
+    for size in range(len(archive)):
+        if size >= expected.start_bytes:
+            assert read_archive_front(archive[:size], "x") == expected
+            continue
+        # All but the padding in front of the storage may be there.
+        with contextlib.suppress(FormatError):
+            assert read_archive_front(archive[:size], "x") == expected
+
+
+@settings(max_examples=choose(90, 300))
+@given(st.data())
+def test_a_changed_byte_of_a_front_is_an_error_or_a_tensor(data: st.DataObject) -> None:
+    archive = bytearray(saved(FRONTS[0]))
+    at = data.draw(st.integers(0, read_whole(bytes(archive)).start_bytes - 1))
+    archive[at] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(FormatError):
+        assert isinstance(read_archive_front(bytes(archive), "x"), ArchivedTensor)

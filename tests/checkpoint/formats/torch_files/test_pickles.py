@@ -16,9 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
-from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.restricted_pickle import count_parts, read_pickle
+from reshard.checkpoint.formats.torch_files.pickles import (
+    Call,
+    Global,
+    Reference,
+    count_parts,
+    read_pickle,
+    write_pickle,
+)
 from reshard.errors import FormatError, UsageError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)
@@ -36,14 +41,14 @@ VALUES = st.recursive(
 
 @given(VALUES, st.integers(2, 5))
 def test_plain_values_are_read_as_python_reads_them(value: Any, protocol: int) -> None:
-    assert read_pickle(pickle.dumps(value, protocol), {}, "x") == value
+    assert read_pickle(pickle.dumps(value, protocol), "x") == value
 
 
 @given(VALUES)
 def test_plain_values_are_written_as_python_reads_them(value: Any) -> None:
     content = write_pickle(value)
     assert pickle.loads(content) == value
-    assert read_pickle(content, {}, "x") == value
+    assert read_pickle(content, "x") == value
 
 
 def test_many_names_and_texts_are_recalled() -> None:
@@ -55,13 +60,12 @@ def test_many_names_and_texts_are_recalled() -> None:
 
 def test_bytes_are_read() -> None:
     for value in (b"abc", bytes(300)):
-        assert read_pickle(pickle.dumps(value, 4), {}, "x") == value
+        assert read_pickle(pickle.dumps(value, 4), "x") == value
 
 
 def test_calls_are_remembered_and_not_made() -> None:
     value = collections.OrderedDict(a=1, b=[2])
-    allowed = {"collections": frozenset(["OrderedDict"])}
-    found = read_pickle(pickle.dumps(value), allowed, "x")
+    found = read_pickle(pickle.dumps(value), "x")
     assert isinstance(found, Call)
     assert (found.function, found.arguments) == (Global("collections", "OrderedDict"), ())
     assert (found.items, found.state) == ({"a": 1, "b": [2]}, None)
@@ -75,11 +79,11 @@ def test_references_are_kept() -> None:
 
     stream = io.BytesIO()
     Pickler(stream, 2).dump(["outside", "inside"])
-    found = read_pickle(stream.getvalue(), {}, "x")
+    found = read_pickle(stream.getvalue(), "x")
     assert isinstance(found[0], Reference)
     assert found[0].key == ("storage", 7)
     assert found[1] == "inside"
-    again = read_pickle(write_pickle(found), {}, "x")
+    again = read_pickle(write_pickle(found), "x")
     assert (again[0].key, again[1]) == (found[0].key, found[1])
 
 
@@ -95,41 +99,29 @@ class Harm:
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (os.system, "posix.system"),
-        (eval, "builtins.eval"),
-        (exec, "builtins.exec"),
-        (getattr, "builtins.getattr"),
-        (__import__, "builtins.__import__"),
-        (pickle.loads, "_pickle.loads"),
-        (os.path.join, "posixpath.join"),
-    ],
+    "function", [os.system, eval, exec, getattr, __import__, pickle.loads, os.path.join]
 )
-def test_a_name_that_is_not_allowed_is_refused_and_nothing_runs(
-    tmp_path: Path, function: Any, name: str, protocol: int
+def test_a_call_of_any_function_is_recorded_and_not_made(
+    tmp_path: Path, function: Any, protocol: int
 ) -> None:
     command = f"touch {tmp_path / 'ran'}"
     content = pickle.dumps({"w": Harm(function, command)}, protocol)
-    allowed = {"collections": frozenset(["OrderedDict"]), "builtins": frozenset(["set"])}
-    with pytest.raises(FormatError, match="f metadata") as error:
-        read_pickle(content, allowed, "f metadata")
-    # Protocol 2 and below have another name for the module; 0 and 1 also other opcodes.
-    assert name.split(".")[1] in str(error.value) or protocol < 2
+    # Protocol 0 has other opcodes.
+    with contextlib.nullcontext() if protocol else pytest.raises(FormatError, match="opcode"):
+        called = read_pickle(content, "x")["w"]
+        assert (called.function.name, called.arguments) == (function.__name__, (command,))
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_allowed_is_not_imported() -> None:
+def test_names_are_not_imported() -> None:
     content = b"\x80\x02cmodule_that_would_be_imported\nthing\n)R."
-    allowed = {"module_that_would_be_imported": frozenset(["thing"])}
-    assert isinstance(read_pickle(content, allowed, "x"), Call)
+    assert isinstance(read_pickle(content, "x"), Call)
     assert "module_that_would_be_imported" not in sys.modules
 
 
-def test_dotted_names_lead_nowhere() -> None:
+def test_dotted_names_are_not_resolved() -> None:
     content = b"\x80\x04\x8c\x02os\x8c\x0bpath.system\x93."
-    with pytest.raises(FormatError, match=r"os\.path\.system"):
-        read_pickle(content, {"os": frozenset(["path"])}, "x")
+    assert read_pickle(content, "x") == Global("os", "path.system")
 
 
 READ = {
@@ -148,8 +140,10 @@ READ = {
 def test_other_opcodes_are_refused_by_name(opcode: Any) -> None:
     content = b"\x80\x04" + opcode.code.encode("latin-1") + bytes(20)
     with pytest.raises(FormatError) as error:
-        read_pickle(content, {}, "x")
-    assert (f"the opcode {opcode.name} is nothing" in str(error.value)) == (opcode.name not in READ)
+        read_pickle(content, "x")
+    assert (f"the opcode {opcode.name} does not occur" in str(error.value)) == (
+        opcode.name not in READ
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,34 +162,33 @@ def test_other_opcodes_are_refused_by_name(opcode: Any) -> None:
         (b"\x80\x04Nt.", "a mark is missing"),
         (b"\x80\x04}(Nu.", "shorter|longer"),
         (b"\x80\x04NNa.", "list"),
-        (b"\x80\x04NNR.", "no name with a tuple"),
-        (b"\x80\x04N}b.", "Call"),
+        (b"\x80\x04NNR.", "not of a name with a tuple"),
         (b"\x80\x04\x8c\x02\xff\xff.", "not UTF-8"),
         (b"\x80\x04\xfeN.", "byte 254"),
-        (b"\x80\x04}]K\x01s.", "a list is a key"),
     ],
 )
 def test_damaged_pickles_are_errors(content: bytes, message: str | None) -> None:
     if message is None:
-        assert read_pickle(content, {}, "x") == []
+        assert read_pickle(content, "x") == []
         return
     with pytest.raises(FormatError, match=message):
-        read_pickle(content, {}, "x")
+        read_pickle(content, "x")
 
 
-def test_a_key_that_takes_forever_to_hash_is_refused() -> None:
+def test_a_key_that_takes_forever_to_hash_is_not_hashed() -> None:
     # A tuple of two that are each a tuple of two ...: 2 ** 60 of them, one after the other.
     nested = b"\x80\x04K\x00" + b"\x94h\x00\x86"
     for number in range(1, 60):
         nested += b"\x94h" + bytes([number]) + b"\x86"
     with pytest.raises(FormatError, match="parts of it that are shared"):
-        read_pickle(nested + b".", {}, "x")
-    with pytest.raises(FormatError, match="a tuple is a key"):
-        read_pickle(b"\x80\x04}" + nested[2:] + b"Ns.", {}, "x")
+        read_pickle(nested + b".", "x")
+    # As a key of a dict, which Python would hash.
+    (key,) = read_pickle(b"\x80\x04}" + nested[2:] + b"Ns.", "x")
+    assert type(key) is Reference
 
 
 def test_deep_nesting_is_no_recursion() -> None:
-    found = read_pickle(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", {}, "x")
+    found = read_pickle(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "x")
     assert isinstance(found, list)
 
 
@@ -205,7 +198,7 @@ def test_any_change_gives_a_value_or_an_error(value: Any, data: st.DataObject) -
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(FormatError):
-        read_pickle(bytes(content), {"collections": frozenset(["OrderedDict"])}, "x")
+        read_pickle(bytes(content), "x")
 
 
 def test_what_cannot_be_written_is_refused() -> None:
@@ -237,14 +230,14 @@ def doubled(kind: str, depth: int) -> bytes:
 def test_shared_parts_take_no_more_than_their_bytes_allow(kind: str) -> None:
     """Of 60 doublings whoever walks through the value would meet 2**60 parts."""
     with pytest.raises(FormatError, match="parts of it that are shared make more than"):
-        read_pickle(doubled(kind, 60), {}, "x")
-    assert read_pickle(doubled(kind, 10), {}, "x")
+        read_pickle(doubled(kind, 60), "x")
+    assert read_pickle(doubled(kind, 10), "x")
 
 
 def test_parts_that_are_shared_many_times_are_read() -> None:
     betas = (0.9, 0.95)
     groups = [{"betas": betas, "params": [number]} for number in range(1000)]
-    assert read_pickle(pickle.dumps(groups), {}, "x") == groups
+    assert read_pickle(pickle.dumps(groups), "x") == groups
 
 
 def test_a_value_that_holds_itself_is_counted() -> None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import zipfile
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_files.archive_writing import is_writable
-from reshard.checkpoint.formats.torch_files.new_files import (
+from reshard.checkpoint.formats.torch_files.building import (
+    NewArchive,
     NewStorage,
     NewTensor,
     NewTorchFile,
+    is_writable,
     new_torch_file,
 )
-from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
-from reshard.dtypes import ALL_DTYPES, dtype
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
+from reshard.checkpoint.formats.torch_files.reading import read_archive, read_torch_value
+from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import UsageError
 from selection import choose
 
@@ -201,3 +203,59 @@ def test_values_that_cannot_be_written_are_errors() -> None:
     loop.append(loop)
     with pytest.raises(UsageError, match="too deep"):
         new_torch_file("x", loop)
+
+
+# Archives of one tensor.
+
+OFFSET = 20
+SHAPES: list[tuple[int, ...]] = [(), (1,), (3, 4), (0, 4), (100, 100), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("element", [d for d in ALL_DTYPES if is_writable(d)], ids=str)
+def test_an_archive_is_read_by_torch(element: DType, shape: tuple[int, ...]) -> None:
+    archive = NewArchive.at(element, shape, OFFSET)
+    storage = bytes(number % 251 for number in range(archive.storage_bytes))
+    if element.name == "bool":
+        storage = bytes(byte % 2 for byte in storage)
+    content = archive.head() + storage + archive.tail(zlib.crc32(storage))
+    assert OFFSET + len(content) == archive.stop_bytes
+    assert OFFSET + len(archive.head()) == archive.storage_start_bytes
+    assert archive.storage_start_bytes % (4096 if len(storage) >= 16_384 else 64) == 0
+    value = torch.load(io.BytesIO(content), weights_only=True)
+    assert (value.dtype, tuple(value.shape)) == (getattr(torch, element.name), shape)
+    found = read_archive(lambda at, size: content[at - OFFSET :][:size], OFFSET, len(content), "x")
+    assert (found.start_bytes, found.storage_bytes) == (archive.storage_start_bytes, len(storage))
+    if value.numel():
+        assert value.reshape(-1).view(torch.uint8).numpy().tobytes() == storage
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+
+
+def test_types_missing_from_torch_are_errors() -> None:
+    with pytest.raises(UsageError, match="PyTorch has no type float8_e3m4"):
+        NewArchive.at(dtype("float8_e3m4"), (3,), 0)
+
+
+def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Written into a file of holes; only what describes the storage is looked at."""
+    archive = NewArchive.at(dtype("uint8"), (5, 1 << 30), 0)
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.write(archive.head())
+        file.seek(archive.storage_start_bytes + archive.storage_bytes)
+        file.write(archive.tail(0x12345678))
+    assert path.stat().st_size == archive.stop_bytes
+
+    with path.open("rb") as file:
+
+        def read_range(at: int, size: int) -> bytes:
+            file.seek(at)
+            return file.read(size)
+
+        found = read_archive(read_range, 0, archive.stop_bytes, "large")
+    assert (found.shape, found.storage_bytes, found.crc32) == ((5, 1 << 30), 5 << 30, 0x12345678)
+    assert found.start_bytes == archive.storage_start_bytes
+    record = zipfile.ZipFile(path).getinfo("archive/data/0")
+    assert (record.file_size, record.CRC) == (5 << 30, 0x12345678)
+    reader = torch._C.PyTorchFileReader(str(path))
+    assert reader.get_record_offset("data/0") == archive.storage_start_bytes

@@ -1,0 +1,542 @@
+"""Files of `torch.save`, read without PyTorch: nested values whose tensors stay in the file.
+
+A file is a zip archive, as PyTorch writes it since 1.6, or, before that, a row of pickles followed
+by the storages::
+
+    archive/data.pkl     the value; of a tensor: the storage, offset, size, strides
+    archive/byteorder    little
+    archive/data/0       a storage
+    (directory)          the offset of each record
+
+    magic number | protocol | machine | the value | names of storages | elements, storage | ...
+
+1. The pickle of the value is read; nothing in it is run (`pickles`, `values`).
+2. Storages of a zip archive are located by its directory; those of a row of pickles by their names
+   after the value, so that its pickle is read twice.
+3. Pickle and records must agree: stored records, a storage as long as its record, tensors inside
+   their storages.
+
+Only the pickle and the directory are read, never an element.
+
+An archive inside another file (`read_archive`), as distributed checkpoints have them, holds one
+tensor. If the archive is compressed, its front can be had without the rest (`read_archive_front`):
+the description precedes the storage, and each record has a header of its own::
+
+    [header data.pkl][description][its size]...[header data/0][the storage ...
+    |<------------------- front ----------------------------->|
+
+1. Records follow each other. A size that its header leaves open follows the record after a mark;
+   the mark counts only if size and checksum fit.
+2. The first record of data is the storage. The description implies its length.
+
+A front is provisional: when the whole archive is there, it is read by its directory, and both must
+agree.
+
+Source: the zip format (APPNOTE 6.3.3), and the files of PyTorch 1.6 and later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from reshard.binding import FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.contents import StoredChecksum
+from reshard.checkpoint.files.descriptors import read_range
+from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
+from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
+from reshard.checkpoint.formats.torch_files.pickles import (
+    Call,
+    Global,
+    PickleEndsEarlyError,
+    Reference,
+    read_pickle,
+    read_pickle_at,
+    shortened,
+)
+from reshard.checkpoint.formats.torch_files.values import (
+    TYPED_STORAGES,
+    ArchivedTensor,
+    Records,
+    ValueBuilder,
+    explain,
+)
+from reshard.checkpoint.formats.torch_files.zip_archives import (
+    DESCRIPTOR_SIGNATURE,
+    ENCRYPTED,
+    LOCAL_HEADER,
+    LOCAL_SIGNATURE,
+    SIZES_FOLLOW,
+    ReadRange,
+    ZipRecords,
+)
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import CheckpointError, FormatError, UnreadableTensorError
+
+ReadAhead = Callable[[Iterable[tuple[int, int]]], None]
+ZIP_MAGIC = LOCAL_SIGNATURE
+# The pickle of PyTorch's number 0x1950a86a20f9469cfc6c.
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_PROTOCOL = 1001
+# A million tensors take about 150 MB of pickle, and 100 MB of directory; one tensor takes a few
+# hundred bytes of each.
+_MAX_PICKLE_BYTES = 1 << 30
+_MAX_TENSOR_PICKLE_BYTES = _MAX_TENSOR_DIRECTORY_BYTES = 1 << 20
+# Read first of a pickle whose end is unknown, and around a small request.
+_FIRST_BYTES = 1 << 16
+_WINDOW_BYTES = 1 << 14
+#: Room for the description of a tensor, and for the padding before its storage.
+FRONT_BYTES = 64 << 10
+_OTHER_FILES = (
+    (b"version https://git-lfs", "a pointer of Git LFS; run `git lfs pull`"),
+    (b"\x89HDF", "a file of HDF5"),
+    (b"GGUF", "a file of GGUF"),
+    (b"\x80", "a pickle, but not one of torch.save; load it where you trust it and save tensors"),
+)
+
+
+def read_torch_file(path: str | os.PathLike[str]) -> Any:
+    """Return the nested value of a file of `torch.save`, with an `ArchivedTensor` for each tensor.
+
+    Dicts, lists, tuples, numbers, text, bytes and None are themselves; element types are
+    `Global`s. An object of a class is a `Call`.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: a file that is damaged, compressed, or not of `torch.save`.
+    """
+    path = path if isinstance(path, Path) else Path(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            reader = _WindowReader(file, path)
+            return read_torch_value(reader.read, size_bytes, str(path), reader.read_ahead)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file begins as files of `torch.save` do."""
+    try:
+        with path.open("rb") as file:
+            front = file.read(64)
+    except OSError:
+        return False
+    return front.startswith(ZIP_MAGIC) or _is_legacy(front)
+
+
+def _is_legacy(front: bytes) -> bool:
+    # Later protocols begin with the length of a frame.
+    return front[:1] == b"\x80" and LEGACY_MAGIC in front[:24]
+
+
+def read_torch_value(
+    read: ReadRange, size_bytes: int, label: str, read_ahead: ReadAhead | None = None
+) -> Any:
+    """Return the nested value in `size_bytes` of `read(offset, size)`.
+
+    `read_ahead` is called with the ranges `(start, stop)` that will be read in turn.
+
+    Raises:
+        FormatError: bytes that are damaged, compressed, or not of `torch.save`.
+    """
+    front = read(0, min(size_bytes, 512))
+    if front.startswith(ZIP_MAGIC):
+        return _read_zip(read, size_bytes, label, read_ahead)
+    if _is_legacy(front):
+        return _LegacyFile(read, size_bytes, label).value()
+    if front[257:262] == b"ustar":
+        raise FormatError(
+            f"{label} is of PyTorch before 0.1.10, a tar archive; load it there and save it again"
+        )
+    if (
+        front[8:].lstrip(b" \t\n\r")[:1] == b"{"
+        and int.from_bytes(front[:8], "little") < size_bytes
+    ):
+        raise FormatError(
+            f"{label} is a file of safetensors under another name; rename it to end in .safetensors"
+        )
+    for beginning, what in _OTHER_FILES:
+        if front.startswith(beginning):
+            raise FormatError(f"{label} is {what}")
+    content = "it is empty" if not front else f"it begins with {front[:8]!r}"
+    raise FormatError(f"{label} is not a file of torch.save: {content}; fetch it again")
+
+
+class _WindowReader:
+    """Reads ranges of an open file; small ranges near each other together."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._window = b""
+        self._start = 0
+        self._ahead = AheadReads(path.parent)
+
+    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Request ranges of a store together. Raises OSError."""
+        self._ahead.ask(NamedRange(self._path.name, start, stop) for start, stop in ranges)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return bytes of the file. Raises FormatError if it has fewer."""
+        known = self._ahead.find(self._path.name, offset, size)
+        if known is not None:
+            return known
+        begin = offset - self._start
+        if begin >= 0 and begin + size <= len(self._window):
+            return self._window[begin : begin + size]
+        # Headers of small storages are near each other; those of large ones are not.
+        is_near = 0 <= begin <= 2 * _WINDOW_BYTES
+        content = read_range(self._file, offset, max(size, _WINDOW_BYTES) if is_near else size)
+        if len(content) < size:
+            raise FormatError(
+                f"{self._path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
+                "expected; it was cut off"
+            )
+        self._start = offset
+        self._window = content if len(content) <= _WINDOW_BYTES else b""
+        return content[:size]
+
+
+def _read_zip(read: ReadRange, size_bytes: int, label: str, read_ahead: ReadAhead | None) -> Any:
+    records = ZipRecords(read, 0, size_bytes, f"{label} is not a file", size_bytes)
+    if records.has("constants.pkl"):
+        raise FormatError(
+            f"{label} is a program of TorchScript; load it with torch.jit.load and save its "
+            "state_dict()"
+        )
+    if read_ahead is not None:
+        read_ahead(records.list_headers())
+    return _read_records(records, _MAX_PICKLE_BYTES, label)
+
+
+def _read_records(records: ZipRecords, max_pickle_bytes: int, label: str) -> Any:
+    """Return the value of an archive."""
+    order = records.content("byteorder", 16) if records.has("byteorder") else b"little"
+    if order != b"little":
+        raise records.wrong(f"its byte order is {order!r}, expected b'little'; save it again")
+    pickle = records.content("data.pkl", max_pickle_bytes)
+    return read_pickle(pickle, label, ValueBuilder(records))
+
+
+class _LegacyFile:
+    """A row of pickles followed by storages."""
+
+    def __init__(self, read: ReadRange, size_bytes: int, label: str) -> None:
+        self._read = read
+        self._size_bytes = size_bytes
+        self._label = label
+        # The start and the size of each storage.
+        self._storages: dict[str, tuple[int, int]] = {}
+
+    def wrong(self, reason: str) -> FormatError:
+        """Return the error for a file that is not what it should be."""
+        return FormatError(f"{self._label} is not a file as torch.save wrote it: {reason}")
+
+    def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
+        """Return a storage's start, its size, and 0: such files have no checksums."""
+        storage = self._storages.get(key)
+        if storage is None:
+            raise self.wrong(f"it has no storage {shortened(repr(key))}")
+        return *storage, 0
+
+    def value(self) -> Any:
+        """Return the value of the file."""
+        _, at = self._read_pickle(0, ValueBuilder(self))
+        protocol, at = self._read_pickle(at, ValueBuilder(self))
+        if protocol != _LEGACY_PROTOCOL:
+            raise self.wrong(f"its protocol is {protocol!r}, expected {_LEGACY_PROTOCOL}")
+        machine, start = self._read_pickle(at, ValueBuilder(self))
+        if isinstance(machine, dict) and machine.get("little_endian") is False:
+            raise self.wrong("its bytes are in the other order; save it again")
+        storages = _StorageCollector(self)
+        _, at = self._read_pickle(start, storages)
+        keys, at = self._read_pickle(at, ValueBuilder(self))
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise self.wrong("the names of its storages are not a list of text")
+        for key in keys:
+            itemsize_bytes = storages.itemsizes_bytes.get(key)
+            if itemsize_bytes is None:
+                raise self.wrong(f"nothing refers to its storage {shortened(repr(key))}")
+            count = int.from_bytes(self._bytes(at, 8), "little")
+            self._storages[key] = at + 8, count * itemsize_bytes
+            at += 8 + count * itemsize_bytes
+            if at > self._size_bytes:
+                raise self.wrong(f"it ends in the storage {shortened(repr(key))}; it was cut off")
+        value, _ = self._read_pickle(start, ValueBuilder(self))
+        return value
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        if offset + size > self._size_bytes:
+            raise self.wrong(f"it ends at byte {self._size_bytes}; it was cut off")
+        return self._read(offset, size)
+
+    def _read_pickle(self, start: int, builder: ValueBuilder) -> tuple[Any, int]:
+        """Return the value of the pickle at an offset of the file, and the pickle's end."""
+        size = _FIRST_BYTES
+        while True:
+            max_size = min(self._size_bytes - start, _MAX_PICKLE_BYTES)
+            content = self._bytes(start, min(size, max_size))
+            try:
+                value, stop = read_pickle_at(content, 0, self._label, builder)
+            except PickleEndsEarlyError:
+                if size >= max_size:
+                    raise
+                size *= 8
+            else:
+                return value, start + stop
+
+
+class _StorageCollector(ValueBuilder):
+    """Finds the element size of every storage of a pickle; builds no tensors."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__(records)
+        self.itemsizes_bytes: dict[str, int] = {}
+
+    def refer(self, key: Any) -> Any:
+        """Record the element size of a storage."""
+        match key:
+            case ("storage", Global(_, kind), str(record), *_):
+                element = TYPED_STORAGES.get(kind)
+                size = 1 if element is None else as_dtype(element).itemsize_bytes
+                self.itemsizes_bytes.setdefault(record, size)
+        return Reference(None)
+
+
+# Archives of one tensor.
+
+
+def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str) -> ArchivedTensor:
+    """Return the tensor in the archive of `size_bytes` at `start_bytes` of a file.
+
+    `read(offset, size)` returns bytes of the file; `label` names the archive in errors.
+
+    Raises:
+        FormatError: bytes that are damaged, or not an archive of a tensor.
+        UnreadableTensorError: a tensor of another class, or of another element type.
+    """
+    wrong = f"{label} is not a tensor"
+    records = ZipRecords(read, start_bytes, size_bytes, wrong, _MAX_TENSOR_DIRECTORY_BYTES)
+    return _expect_tensor(records, _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label))
+
+
+def read_archive_front(front: bytes, label: str) -> ArchivedTensor:
+    """Return the tensor in the archive that begins with `front`; without a checksum.
+
+    Raises:
+        FormatError, UnreadableTensorError: as `read_archive`.
+    """
+    return _Front(front, label).tensor()
+
+
+def _expect_tensor(records: Records, value: Any) -> ArchivedTensor:
+    if type(value) is ArchivedTensor:
+        return value
+    if type(value) is Call:
+        raise UnreadableTensorError(explain(value))
+    raise records.wrong(f"it holds {shortened(explain(value))}, expected a tensor")
+
+
+class _Front:
+    """The records at the beginning of an archive."""
+
+    def __init__(self, front: bytes, label: str) -> None:
+        self._front = front
+        self._label = label
+        self._storage: tuple[str, int] | None = None
+
+    def wrong(self, reason: str) -> FormatError:
+        """Return the error for an archive that is not what it should be."""
+        return FormatError(f"{self._label} is not a tensor as torch.save writes it: {reason}")
+
+    def tensor(self) -> ArchivedTensor:
+        """Return the described tensor, with the start of its storage."""
+        pickle = None
+        for name, begin, stop in self._list_records():
+            if name == "data.pkl":
+                pickle = self._front[begin:stop]
+            elif name.startswith("data/"):
+                self._storage = name.removeprefix("data/"), begin
+        if pickle is None:
+            raise self.wrong("it does not begin with its record 'data.pkl'")
+        return _expect_tensor(self, read_pickle(pickle, self._label, ValueBuilder(self)))
+
+    def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
+        """Return the start of the storage, and the size that it must have."""
+        if self._storage is None or self._storage[0] != key:
+            raise self.wrong(
+                f"its record {shortened(f'data/{key}')!r} does not begin in its first "
+                f"{len(self._front)} bytes"
+            )
+        return self._storage[1], size_bytes, 0
+
+    def _list_records(self) -> Iterator[tuple[str, int, int]]:
+        """Yield name, start and stop of each record up to the first of data, whose stop is open."""
+        at, prefix = 0, None
+        while at + LOCAL_HEADER.size <= len(self._front):
+            fields = LOCAL_HEADER.unpack_from(self._front, at)
+            signature, _, flags, method = fields[:4]
+            size, name_size, extra_size = fields[8:11]
+            if signature != LOCAL_SIGNATURE:
+                return
+            if method != 0 or flags & ENCRYPTED:
+                raise self.wrong("one of its records is compressed or encrypted")
+            at += LOCAL_HEADER.size
+            try:
+                name = self._front[at : at + name_size].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise self.wrong(f"the name of a record is damaged ({error})") from error
+            begin = at + name_size + extra_size
+            prefix = name[: name.find("/") + 1] if prefix is None else prefix
+            name = name.removeprefix(prefix)
+            if name.startswith("data/"):
+                yield name, begin, begin
+                return
+            is_open = flags & SIZES_FOLLOW
+            stop = self._find_end(name, begin) if is_open else begin + size
+            yield name, begin, stop
+            # An open record is followed by mark, checksum and two sizes, of four bytes each.
+            at = stop + 16 if is_open else stop
+
+    def _find_end(self, name: str, begin: int) -> int:
+        """Return the end of a record that is followed by its size."""
+        stop = begin
+        while (stop := self._front.find(DESCRIPTOR_SIGNATURE, stop)) >= 0:
+            fields = self._front[stop + 4 : stop + 16]
+            if len(fields) == 12:
+                crc32, packed, size = struct.unpack("<3I", fields)
+                # The mark's bytes may also be part of the record.
+                fits = packed == size == stop - begin
+                # PyTorch can be set not to compute checksums; they are 0 then.
+                if fits and crc32 in (0, zlib.crc32(self._front[begin:stop])):
+                    return stop
+            stop += 1
+        raise self.wrong(
+            f"its record {shortened(name)!r} does not end in its first {len(self._front)} bytes"
+        )
+
+
+# Tensors of files as parts of a checkpoint.
+
+# Many tensors of a model have the same shape.
+_is_dense = lru_cache(maxsize=4096)(is_dense)
+
+
+def check_tensor(path: Path, name: str, dtype: DType, shape: tuple[int, ...]) -> None:
+    """Raise FormatError for a shape or a name in a file that no checkpoint can have."""
+    try:
+        check_shape(name, dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    if not is_text(name):
+        raise FormatError(f"{path}: the name {name!r} cannot be encoded as UTF-8")
+
+
+def read_storage(path: Path, tensor: ArchivedTensor, start_bytes: int = 0) -> bytes:
+    """Return the storage of a small tensor, whose value begins at `start_bytes` of the file.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start_bytes += tensor.start_bytes
+            return read_range(file, start_bytes, tensor.storage_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | None]:
+    """Return the address of a tensor of a file, and its view unless it is dense."""
+    if not _is_dense(tensor.view, tensor.shape):
+        return FileRange(file, tensor.start_bytes), tensor.view
+    # The offset of a dense tensor becomes part of the address.
+    offset_bytes = tensor.view.offset * tensor.dtype.itemsize_bytes
+    return FileRange(file, tensor.start_bytes + offset_bytes), None
+
+
+class StorageChecksums:
+    """The checksums of the storages in files, by the tensors that are read of them."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[str, int], _ReadStorage] = {}
+
+    def add(
+        self,
+        name: str,
+        part: str,
+        file: str,
+        tensor: ArchivedTensor,
+        ranges: Iterable[tuple[int, int]] | None,
+    ) -> None:
+        """Add `part` of the tensor `name`, which reads the byte `ranges` of the file.
+
+        The ranges are None for a strided view.
+        """
+        if tensor.crc32 is None or not tensor.storage_bytes:
+            return
+        key = file, tensor.start_bytes
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _ReadStorage(name, part, tensor)
+        if ranges is None:
+            storage.is_once = False
+        else:
+            storage.ranges += ranges
+
+    def add_whole(self, name: str, part: str, file: str, tensor: ArchivedTensor) -> None:
+        """Add `part` of the tensor `name`, which reads all of a tensor of the file.
+
+        A storage that several tensors view is read once more for its checksum: any of them may be
+        left out of a conversion, or read twice.
+        """
+        address, view = find_address(file, tensor)
+        start = address.start_bytes
+        stop = start + math.prod(tensor.shape) * tensor.dtype.itemsize_bytes
+        is_dense = view is None and (file, tensor.start_bytes) not in self._storages
+        self.add(name, part, file, tensor, [(start, stop)] if is_dense else None)
+
+    def list(self) -> tuple[StoredChecksum, ...]:
+        """Return the checksum of each storage that has one."""
+        return tuple(storage.checksum(file) for (file, _), storage in self._storages.items())
+
+
+class _ReadStorage:
+    """The byte ranges of a storage that are read, and the first tensor that reads them."""
+
+    def __init__(self, name: str, part: str, tensor: ArchivedTensor) -> None:
+        self.name, self.part, self.tensor = name, part, tensor
+        self.ranges: list[tuple[int, int]] = []
+        self.is_once = True
+
+    def checksum(self, file: str) -> StoredChecksum:
+        """Return the checksum, with the ranges that are not read if the others are read once."""
+        first = self.tensor
+        padding, at, is_once = [], first.start_bytes, self.is_once
+        for start, stop in sorted(self.ranges):
+            # Bytes that two tensors share are read for each of them.
+            is_once = is_once and start >= at
+            if start > at:
+                padding.append((at, start - at))
+            at = max(at, stop)
+        end = first.start_bytes + first.storage_bytes
+        if at < end:
+            padding.append((at, end - at))
+        return StoredChecksum(
+            self.name,
+            self.part,
+            FileRange(file, first.start_bytes),
+            first.storage_bytes,
+            first.crc32 or 0,
+            is_once,
+            tuple(padding) if is_once else (),
+        )
