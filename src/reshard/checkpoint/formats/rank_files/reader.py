@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.rank_files.file_names import (
@@ -126,7 +127,7 @@ def _name_optimizer_state(
         for name, tensor in checkpoint.tensors.items()
         if name.startswith(OPTIMIZER_PREFIX)
     }
-    groups = checkpoint.values.get(GROUPS)
+    groups: Any = checkpoint.values.get(GROUPS)
     names, problem = find_state_names(parameters, inside, groups)
     if problem is not None:
         note = f"optimizer state keeps the numbers of parameters: {problem}"

@@ -169,15 +169,15 @@ class _Walk:
             items = [self._plain(item, (*path, 0)) for item in value]
             return next((item for item in items if type(item) is _Unread), kind(items))
         if kind is dict:
-            items = {}
+            plains = {}
             for key, item in value.items():
                 if not isinstance(key, _PLAIN):
                     return _Unread(f"one of its keys is {explain(key)}")
                 plain = self._plain(item, (*path, ""))
                 if type(plain) is _Unread:
                     return plain
-                items[key] = plain
-            return items
+                plains[key] = plain
+            return plains
         array = numpy_array(value)
         if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" and array.size < 10_000:
             return array.tolist()
