@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import extent
+from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global, Reference, write_pickle
 from reshard.checkpoint.formats.torch_files.values import TYPED_STORAGES

@@ -47,10 +47,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reshard.binding import FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
-from reshard.checkpoint.files.descriptors import read_range
-from reshard.checkpoint.files.places.ahead_reads import AheadReads, NamedRange
 from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.pickles import (
     Call,
@@ -77,6 +75,8 @@ from reshard.checkpoint.formats.torch_files.zip_archives import (
     ReadRange,
     ZipRecords,
 )
+from reshard.checkpoint.storage.filesystem import read_range
+from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, UnreadableTensorError
@@ -179,7 +179,7 @@ class _WindowReader:
         self._path = path
         self._window = b""
         self._start = 0
-        self._ahead = AheadReads(path.parent)
+        self._ahead = PrefetchedRanges(path.parent)
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Request ranges of a store together. Raises OSError."""

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.strided_spans import extent
+from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.formats.torch_files.pickles import (
     Builder,
     Call,
