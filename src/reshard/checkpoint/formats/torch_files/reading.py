@@ -49,7 +49,7 @@ from typing import Any, BinaryIO
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
-from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
+from reshard.checkpoint.formats.safetensors.header import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.pickles import (
     Call,
     Global,
