@@ -155,7 +155,7 @@ __getattr__, __dir__ = attach(
         "TrainingState": "reshard.checkpoint.training.state",
         "WritePlan": "reshard.checkpoint.formats.write_plan",
     },
-    renamed={"Arrangement": "WritePlan", "Capability": "Capability"},
+    renamed={"Arrangement": "WritePlan", "Holding": "Capability"},
 )
 
 

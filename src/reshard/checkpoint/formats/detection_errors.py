@@ -26,8 +26,8 @@ from typing import NamedTuple
 from reshard.checkpoint.storage.remote_paths import HUB_NAME, PARTS, RemotePath
 
 _HEAD_BYTES = 600
-_MOST_FILES = 4096
-_MOST_SHOWN = 4
+_MAX_FILES = 4096
+_MAX_SHOWN = 4
 _ARCHIVE = "unpack it, and name what is in it"
 _FETCH = "fetch the file again"
 _ORBAX_REMEDY = (
@@ -37,7 +37,7 @@ _ORBAX_REMEDY = (
 
 
 class FileKind(NamedTuple):
-    """A kind of file: what it is, what to do, and the endings of names that it has by right."""
+    """A kind of file: its description, a remedy, and the suffixes that such files should have."""
 
     what: str
     remedy: str
@@ -101,7 +101,7 @@ _COMPRESSED = FileKind(
 )
 _TFLITE = FileKind("a TensorFlow Lite model", "convert the model that it was made of", (".tflite",))
 
-# Beginnings of files, and what they are; a zip is looked into one name further.
+# Kinds of files by their first bytes. For a zip, the name of its first member is examined too.
 _BEGINNINGS = (
     (b"version https://git-lfs", _POINTER),
     (b"GGUF", _GGUF),
@@ -116,7 +116,7 @@ _BEGINNINGS = (
     *((bytes([0x80, number]), _PICKLE) for number in (2, 3, 4, 5)),
 )
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
-# Names in a folder, and whose they are. The first that fits says what the folder is.
+# Patterns of names in a folder: the first that matches determines the description.
 _FOLDERS: tuple[tuple[str, str, str], ...] = (
     (
         "*zero_pp_rank_*_model_states.pt",
@@ -195,7 +195,7 @@ _OTHER_STORES = {
 
 
 def describe_missing(given: str | os.PathLike[str]) -> str:
-    """What to say of a path where there is nothing, such as an address or a slip of one.
+    """Return the error text for a path that does not exist, such as a mistyped address.
 
     >>> describe_missing("s3:/bucket/model")
     'no checkpoint at s3:/bucket/model: there is no such path; its address would be \
@@ -212,7 +212,7 @@ s3://bucket/model'
             f"{scheme}://{address[3]}"
         )
     if address is not None and scheme in _OTHER_STORES:
-        # A path has one slash where the address that was given has two.
+        # `Path` has merged the two slashes of the address.
         return (
             f"no checkpoint at {scheme}://{address[3]}: of addresses {', '.join(PARTS)} are "
             f"read; copy it here first, such as with `{_OTHER_STORES[scheme]}`"
@@ -238,7 +238,7 @@ s3://bucket/model'
 
 
 def describe_folder(path: Path) -> str | None:
-    """What a folder is that no format knows, and what to do, or None for one that is not known."""
+    """Return the error text for a folder that no format detects, or None if it is unknown."""
     names = list_names(path)
     wrong = describe_wrong_files(path)
     if wrong is not None:
@@ -256,23 +256,23 @@ def describe_folder(path: Path) -> str | None:
 
 
 def folders_within(path: Path) -> Iterator[Path]:
-    """The folders in which steps or snapshots of a folder would be, the last ones first."""
+    """Yield the subfolders that may contain steps or snapshots, the latest first."""
     for name in sorted(list_names(path), key=_by_numbers, reverse=True):
         inner = path / name
         if name.startswith(".") or not inner.is_dir():
             continue
         if name == "snapshots":
-            # The cache of the Hub: one more folder down, named by commit.
+            # The cache of the Hub has a further level of folders, named by commit.
             yield from (inner / one for one in list_names(inner) if (inner / one).is_dir())
         yield inner
 
 
 def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
-    """The files at a path that are of another kind than their names say; None if none is.
+    """Return the error text for files of another kind than their suffix, or None if there are none.
 
     Args:
         path: a file, or a folder.
-        error: of the format that could not read it. Only what it names is then wrong.
+        error: of the format that could not read it; only files that it names are considered.
     """
     is_folder = path.is_dir()
     files = [path]
@@ -297,7 +297,7 @@ def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
 
 
 def find_kind(file: Path) -> FileKind | None:
-    """The kind of a regular file by its first bytes; None if they do not tell.
+    """Return the kind of a regular file by its first bytes, or None if it is unknown.
 
     >>> find_kind(Path(__file__)) is None
     True
@@ -336,7 +336,7 @@ def find_kind(file: Path) -> FileKind | None:
 
 
 def _find_kind_of_zip(head: bytes) -> FileKind:
-    """What a zip is by the name of its first member."""
+    """Return the kind of a zip by the name of its first member."""
     length = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + length].decode("utf-8", "replace")
     if name.endswith(".npy"):
@@ -349,17 +349,17 @@ def _find_kind_of_zip(head: bytes) -> FileKind:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Some thousand names in a folder, sorted."""
+    """Return the names in a folder, sorted; at most some thousands."""
     with suppress(OSError):
-        names = [path.name for path in itertools.islice(folder.iterdir(), _MOST_FILES)]
+        names = [path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES)]
     return sorted(names)
 
 
 def _by_numbers(name: str) -> tuple[tuple[int, str], ...]:
-    """An order of names in which 100 comes behind 20."""
+    """Return a key by which names sort in numeric order: 100 after 20."""
     return tuple((int(n or 0), text) for n, text in re.findall(r"(\d{1,18})|(\D+)", name))
 
 
 def list_some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_SHOWN])
-    return shown + (f"... {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else "")
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return shown + (f"... {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")

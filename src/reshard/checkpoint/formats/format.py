@@ -54,12 +54,12 @@ _RENAMED = {
 
 
 class Capability(Enum):
-    """What a new checkpoint of a format can hold, or can be asked for."""
+    """A kind of contents, or an option, that new checkpoints of a format support."""
 
     WHOLE = "whole tensors"
-    SHARDS = "tensors cut over ranks"
-    ITEMS = "items that are no tensors"
-    VALUES = "plain values beside tensors"
+    SHARDS = "tensors sharded over ranks"
+    ITEMS = "items that are not tensors"
+    VALUES = "plain values"
     METADATA = "text metadata"
     ATTRIBUTES = "attributes"
     REPLICAS = "a copy of equal shards for every rank"
@@ -67,7 +67,7 @@ class Capability(Enum):
 
 
 class CheckpointFormat(ABC):
-    """One kind of checkpoint on disk.
+    """A kind of checkpoint on disk.
 
     Attributes:
         name: on the command line, in manifests and in reports.
@@ -118,29 +118,29 @@ class CheckpointFormat(ABC):
 
     @property
     def is_written(self) -> bool:
-        """Whether new checkpoints can be of this format."""
+        """Whether the format can be written."""
         return not self.capabilities.isdisjoint({Capability.WHOLE, Capability.SHARDS})
 
     @property
     def shards_itself(self) -> bool:
-        """Whether the format specifies the layouts of a new checkpoint (see `assign_layouts`)."""
+        """Whether the format determines the layouts of a new checkpoint (`assign_layouts`)."""
         return type(self).assign_layouts is not CheckpointFormat.assign_layouts
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
-        """Whether a checkpoint of this format is at `path`, an existing file or folder.
+        """Return whether a checkpoint of this format is at `path`, an existing file or folder.
 
-        It looks at names and, where these do not tell, at the beginnings of files.
+        It examines names, and the first bytes of files if names are not sufficient.
         """
 
     @abstractmethod
     def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint at `path`, which was detected. Reads headers, no elements.
+        """Describe the checkpoint at `path`, which was detected. Only headers are read.
 
         Raises:
             CheckpointError: a file that is missing.
             FormatError: a file that is damaged, or not of its format.
-            CoverageError: shards that do not make whole tensors.
+            CoverageError: shards that do not cover their tensors.
         """
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
@@ -148,23 +148,23 @@ class CheckpointFormat(ABC):
 
         Raises:
             CheckpointError: files that are not those that were written.
-            FormatError: files that are not what the manifest says.
+            FormatError: files that contradict the manifest.
         """
         return check_against_manifest(self.open(folder), manifest)
 
     def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
-        """Map names of tensors that were written to those that `open` gives them.
+        """Map names of tensors as they were written to their names after `open`.
 
-        A format whose files have names of their own may read a tensor under another name than it
-        was written under. Names that stay the same may be left out.
+        A format whose files have names of their own may read a tensor under another name than the
+        name under which it was written. Names that stay the same may be left out.
         """
         return {}
 
-    def open_sharded(self, path: Path, cut: SourceSharding) -> Checkpoint:
-        """Describe a checkpoint whose files do not say how its tensors are cut; `cut` does.
+    def open_sharded(self, path: Path, sharding: SourceSharding) -> Checkpoint:
+        """Describe a checkpoint whose files do not specify the shardings of its tensors.
 
         Raises:
-            UsageError: files that say it themselves, as those of most formats.
+            UsageError: files that specify them, as in most formats.
         """
         raise UsageError(
             f"checkpoints of format {self.name} say themselves how their tensors are cut; leave "
@@ -172,59 +172,61 @@ class CheckpointFormat(ABC):
         )
 
     def drops_copies(self, checkpoint: Checkpoint) -> bool:
-        """Whether the program that wrote a checkpoint keeps one of the copies that ranks hold."""
+        """Return whether the program that wrote a checkpoint stores a single replica of shards."""
         return False
 
     def has_file(self, name: str) -> bool:
-        """Whether a file of that name would be one of such a checkpoint."""
+        """Return whether a file of that name belongs to checkpoints of this format."""
         return name.endswith(self.suffixes)
 
     def is_own_value(self, name: str, value: Any) -> bool:
-        """Whether a plain value is the format's own, and says nothing of what was saved.
+        """Return whether a plain value is the format's own, and not part of the saved state.
 
-        Such are those that files have where a checkpoint has none, and how ranks shared the work.
-        Comparisons leave them out.
+        Examples are defaults of files, and how the ranks shared the work. Comparisons leave them
+        out.
         """
         return False
 
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
-        """The files, beside those of tensors, that belong to a checkpoint and are not copied.
+        """Return the further files of a checkpoint, which a conversion does not copy.
 
-        A new checkpoint has new ones (see `final_files`).
+        A new checkpoint has new ones (`final_files`).
         """
         return ()
 
     def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
-        """Tensors that a new checkpoint has beside those of a source: each by its name, with the
-        name of the tensor that it is a copy of, and its element type.
+        """Return the additional tensors of a new checkpoint that are copies of other tensors.
 
         Args:
-            checkpoint: in the names and element types of the target.
+            checkpoint: in the names and dtypes of the target.
+
+        Returns:
+            For each name, the name of the copied tensor, and the dtype of the copy.
         """
         return {}
 
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
-        """The layout of every tensor, where the format cuts by itself: flat partitions, buckets.
+        """Return the layouts of all tensors if the format determines them, such as flat partitions.
 
-        None, as here, where rules, a recipe or a strategy say how tensors are cut.
+        Returns None, as here, if rules, a recipe or a strategy specify the shardings.
 
         Args:
-            checkpoint: in the names and element types of the target.
-            mesh: what it is cut for, or None for a number of ranks, and for whole tensors.
-            ranks: how many there are.
+            checkpoint: in the names and dtypes of the target.
+            mesh: of the target, or None for a number of ranks, and for whole tensors.
+            ranks: the number of ranks.
 
         Raises:
-            UsageError: a mesh with axes that the format does not cut over.
+            UsageError: a mesh with axes over which the format does not shard.
         """
         return None
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Which files a new checkpoint has, and where in them each shard goes.
+        """Plan the files of a new checkpoint, and the file range of each shard.
 
         Raises:
-            UsageError: what the format cannot say, such as an element type.
+            UsageError: contents that the format cannot store, such as a dtype.
             RecipeError: layouts that it cannot store.
         """
         raise UsageError(
@@ -232,12 +234,12 @@ class CheckpointFormat(ABC):
         )
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """Files that are written when all tensors are, such as an index: name and content."""
+        """Return the files that are written after all tensors, such as an index: name, content."""
         return iter(())
 
 
 def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
-    """A checkpoint of whole tensors with the digests of its manifest.
+    """Add the digests of its manifest to a checkpoint of whole tensors.
 
     Raises:
         CheckpointError: files that are not those that were written.
@@ -246,7 +248,7 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
     folder = checkpoint.folder
     written = {file.name: file.size_bytes for file in manifest.files}
     found = {file.name: file.size_bytes for file in checkpoint.files}
-    # Files first: other sizes mean other files, whatever their headers say.
+    # Files first: if sizes differ, so do the files, whatever their headers contain.
     for name in sorted({*written, *found}):
         if written.get(name) != found.get(name):
             raise CheckpointError(

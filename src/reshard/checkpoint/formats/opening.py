@@ -1,13 +1,13 @@
-"""Opening a checkpoint: which format it has, and what else is in its folder.
+"""Opening a checkpoint: detecting its format, and listing the other files of its folder.
 
-1. A folder with our manifest is what the manifest says.
-2. Anything else is of the first format that says so (`registry`).
-3. A file is taken by itself, with nothing beside it.
-4. What is none of these is named, where it can be told what it is (`unknown`).
+1. The format of a folder with our manifest is the manifest's.
+2. Otherwise the first format that detects the path is used (`registry`).
+3. A file is opened by itself, without the other files of its folder.
+4. If no format detects the path, the error describes its contents (`detection_errors`).
 
-Other files in a folder are carried along when they are small; reshard never reads them, but
-for `config.json`, in which recipes look up numbers. Links that lead out of the folder are named and
-not followed: a downloaded folder must not decide which of the user's files are copied.
+Small files of other kinds are carried along to a target. Except for `config.json`, from which
+recipes take numbers, they are not read. Links that lead out of the folder are listed and not
+followed: a downloaded folder must not determine which of the user's files are copied.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 _FOLDER_LINK = "a link to a folder, which is not entered"
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
-_MOST_INNER_FOLDERS = 64
-# Weights in other formats: they say the same as the tensors, and would contradict them.
+_MAX_INNER_FOLDERS = 64
+# Weights in other formats: they are copies of the tensors, and would become outdated.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
@@ -69,24 +69,24 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
 
-    Only headers are read. Everything that can be wrong without reading the tensors is found.
+    Only headers are read. All errors that can be found without reading the tensors are raised.
 
     Args:
-        path: where it is.
-        mesh: of the ranks that wrote it, where their files have plain tensors and nothing says how
-            these are cut: `"tp=2"`.
-        rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
+        path: of a folder, a file, or an index file.
+        mesh: of the ranks that wrote it, if their files have plain tensors and do not specify the
+            shardings: `"tp=2"`.
+        rules: the shardings over that mesh: `["*.weight=tp, -", "*=..."]`.
         recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
-        check_copies: how parts that several ranks hold are compared when its tensors are read, by
-            whatever reads them: by checksums of the files and samples (`sample`), every byte
-            (`all`), or not at all (`none`).
-        allow: `["differing-copies"]` where they may differ: those of the lowest rank are read.
+        check_copies: how parts that several ranks hold are compared when tensors are read: by
+            checksums of the files and samples (`sample`), every byte (`all`), or not at all
+            (`none`).
+        allow: `["differing-copies"]` if they may differ: those of the lowest rank are read.
 
     Raises:
-        UsageError: what is no path; an unknown word for how copies are compared.
-        CheckpointError: nothing there, or nothing that is a checkpoint.
+        UsageError: an argument that is not a path; an unknown value of `check_copies`.
+        CheckpointError: a path that does not exist, or is not a checkpoint.
         FormatError: a file that is damaged, or not of its format.
-        CoverageError: shards that do not make whole tensors.
+        CoverageError: shards that do not cover their tensors.
     """
     if check_copies not in CHECK_COPIES:
         raise UsageError(
@@ -119,7 +119,7 @@ def _source_cut(
         if rules or recipe is not None:
             raise UsageError("rules or a recipe for a source without its mesh; give it: tp=2")
         return None
-    # Few checkpoints need these, and all commands open one.
+    # Few checkpoints need these, and all commands open a checkpoint.
     from reshard.checkpoint.formats.source_sharding import SourceSharding
     from reshard.recipes.library import choose_recipe, load_recipe
     from reshard.recipes.recipe import Recipe
@@ -137,11 +137,11 @@ def _source_cut(
     return SourceSharding.of(mesh, rules, recipe, config)
 
 
-def _open(path: Path, cut: SourceSharding | None = None) -> Checkpoint:
+def _open(path: Path, sharding: SourceSharding | None = None) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(describe_missing(path))
     if not (isinstance(path, RemotePath) or path.is_dir() or path.is_file()):
-        # Reading from a pipe would wait for whoever writes.
+        # Reading from a pipe would wait for its writer.
         raise CheckpointError(
             f"{path}: not a regular file, expected the folder or the file of a checkpoint; save "
             "what comes out of a pipe as a file first"
@@ -150,14 +150,14 @@ def _open(path: Path, cut: SourceSharding | None = None) -> Checkpoint:
     manifest = read_manifest(path) if path.is_dir() else None
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)
-        if cut is not None:
-            checkpoint = format.open_sharded(path, cut)
+        if sharding is not None:
+            checkpoint = format.open_sharded(path, sharding)
         elif manifest is None:
             checkpoint = format.open(path)
         else:
             checkpoint = _open_with_manifest(format, path, manifest)
     except FormatError as error:
-        # A pointer of git-LFS is not a damaged header: what the file is comes first.
+        # A pointer of git-LFS is not a damaged header: report the kind of the file first.
         wrong = describe_wrong_files(path, str(error))
         if wrong is None:
             raise
@@ -167,7 +167,7 @@ def _open(path: Path, cut: SourceSharding | None = None) -> Checkpoint:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether a file or folder is a checkpoint of any format, or has the manifest of one.
+    """Return whether a file or folder is a checkpoint of any format, or has the manifest of one.
 
     >>> has_checkpoint(Path("/nowhere"))
     False
@@ -189,7 +189,7 @@ def _detect(path: Path) -> CheckpointFormat:
         text += f"; it has {list_some(names)}" if names else "; it is empty"
     within = [
         inner.relative_to(path).as_posix()
-        for inner in itertools.islice(folders_within(path), _MOST_INNER_FOLDERS)
+        for inner in itertools.islice(folders_within(path), _MAX_INNER_FOLDERS)
         if any(format.detect(inner) for format in all_formats())
     ]
     hint = f". There are checkpoints in it, name one: {list_some(within)}" if within else ""
@@ -213,13 +213,13 @@ def _open_with_manifest(format: CheckpointFormat, folder: Path, manifest: Manife
                 f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
                 "that belong to this checkpoint"
             )
-    # The manifest has the names of the conversion, the files those of their format.
+    # The manifest has the names of the conversion, the files have those of their format.
     read = format.find_read_names(manifest.tensors)
     return format.open_with_manifest(folder, manifest.renamed(read) if read else manifest)
 
 
 def _identify(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the identities of its files, by which a replaced file is noticed."""
+    """Add the identities of the files, by which a replaced file is noticed."""
     identities = {}
     for file in checkpoint.files:
         try:
@@ -234,7 +234,7 @@ def _identify(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the other files of its folder, and those that are left out."""
+    """Add the other files of the folder, and those that are left out."""
     folder, formats = checkpoint.folder, all_formats()
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
     known = find_format(checkpoint.format)
@@ -242,7 +242,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     own.update(known.own_files(checkpoint) if known is not None else ())
     carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in walk_folder(folder):
-        # In place: only the folders that are left in the list are entered.
+        # In place: only the folders that stay in the list are entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if is_link(parent / name):
@@ -268,10 +268,10 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The model's `config.json` beside the tensors, or None if there is none.
+    """Return the content of the model's `config.json`, or None if there is none.
 
-    Beside an adapter it is that of the model that `adapter_config.json` names, where this is a
-    folder, or one that was copied there; `adapter_config.json` is in it, as `adapter_config`.
+    For an adapter it is that in its folder, or in the folder of the model that
+    `adapter_config.json` names; the key `adapter_config` contains `adapter_config.json`.
 
     Raises:
         FormatError: a file that is not a JSON object.
@@ -280,7 +280,7 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     adapter = read_adapter_config(checkpoint)
     if adapter is None:
         return found
-    # An adapter has the config of the model that it changes, if that is a folder here.
+    # An adapter has the config of its base model, if that is a local folder.
     base = adapter.get("base_model_name_or_path")
     if found is None and isinstance(base, str) and base:
         found = _read_json(Path(base) / "config.json")
@@ -288,7 +288,7 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The `adapter_config.json` beside the tensors, or None if there is none.
+    """Return the content of `adapter_config.json`, or None if there is none.
 
     Raises:
         FormatError: a file that is not a JSON object.
@@ -297,7 +297,7 @@ def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file."""
+    """Return the object in a JSON file, or None if there is no file."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

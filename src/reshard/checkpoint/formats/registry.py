@@ -1,8 +1,8 @@
-"""The formats that checkpoints are read from and written in, by name.
+"""The formats of checkpoints, by name.
 
-The formats of this package are rows of a table, imported when formats are first asked for. Others
-come from installed packages, by the entry points `reshard.formats` (`reshard.plugins`), and from
-programs, by `register_format`. No other module has a list of formats.
+The formats of this package are rows of a table, imported when formats are first requested.
+Installed packages add formats by the entry points `reshard.formats` (`reshard.plugins`), and
+programs by `register_format`. No other module has a list of formats.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 
-# The modules with a `FORMAT`, by its name, in the order in which they are asked whether a path is
-# theirs. `safetensors` is last: it takes any single file for one of safetensors.
+# The modules with a `FORMAT`, by its name, in the order of detection. `safetensors` is last: it
+# accepts any single file.
 _MODULES = {
     "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist",
     "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy.format",
@@ -35,17 +35,16 @@ _MODULES = {
     "torch-pickle": "reshard.checkpoint.formats.torch_pickles",
     "safetensors": "reshard.checkpoint.formats.safetensors.huggingface",
 }
-# Named here, so that the help of a command imports no format.
+# Listed here, so that the help of a command imports no format.
 _READ_ONLY = frozenset({"megatron-fsdp"})
 _DEFAULT_OF_SHARDS, _DEFAULT_OF_WHOLE = "sharded-safetensors", "safetensors"
 _registered: list[CheckpointFormat] = []
 
 
 def all_formats() -> tuple[CheckpointFormat, ...]:
-    """Every format, in the order in which they are asked whether a path is theirs.
+    """Return all formats in the order of detection.
 
-    Registered ones come first, then those of plug-ins: they may know more of files that others
-    can also read.
+    Registered formats come first, then those of plug-ins: they may be more specific than ours.
     """
     added = (one.value for one in _plug_in() if not one.problem)
     return (*_registered, *added, *shipped_formats())
@@ -53,13 +52,13 @@ def all_formats() -> tuple[CheckpointFormat, ...]:
 
 @cache
 def shipped_formats() -> tuple[CheckpointFormat, ...]:
-    """The formats of this package."""
+    """Return the formats of this package."""
     return tuple(import_module(module).FORMAT for module in _MODULES.values())
 
 
 @cache
 def _plug_in() -> tuple[Plugin, ...]:
-    """The plug-ins that are formats, and those that could not be loaded or are none."""
+    """Return the plug-ins for formats; `problem` is set for those that are not usable."""
     found: list[Plugin] = []
     taken = {*_MODULES}
     plugins = load_plugins(FORMATS)
@@ -78,7 +77,7 @@ def _plug_in() -> tuple[Plugin, ...]:
 
 
 def describe_broken_formats() -> str:
-    """What to add to an error where plug-ins that may be formats are left out, and why."""
+    """Return the text that an error about formats adds for plug-ins that could not be used."""
     return describe_broken(_plug_in())
 
 
@@ -86,7 +85,7 @@ def register_format(format: CheckpointFormat) -> None:
     """Add a format, for opening checkpoints and as the `format` of a conversion.
 
     Raises:
-        UsageError: what is no format, or a name that is taken.
+        UsageError: an object that is not a format, or a name that is taken.
     """
     from reshard.checkpoint.formats.format import CheckpointFormat
 
@@ -98,15 +97,15 @@ def register_format(format: CheckpointFormat) -> None:
 
 
 def find_format(name: str) -> CheckpointFormat | None:
-    """The format of a name, or None."""
+    """Return the format of a name, or None if it is unknown."""
     return next((format for format in all_formats() if format.name == name), None)
 
 
 def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
-    """The format of that name, for a new checkpoint; by default for whole tensors or shards.
+    """Return the format of a new checkpoint; by default that for whole tensors or for shards.
 
     Raises:
-        UsageError: no format of that name, or one that is read only.
+        UsageError: an unknown or a read-only format.
     """
     if name is None:
         name = _DEFAULT_OF_WHOLE if to_whole else _DEFAULT_OF_SHARDS
@@ -121,7 +120,7 @@ def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
 
 
 def written_names(*capabilities: Capability) -> tuple[str, ...]:
-    """The names of the formats that can be written and can hold all that is given."""
+    """Return the names of the formats that can be written and have all of the capabilities."""
     if capabilities:
         return tuple(
             sorted(

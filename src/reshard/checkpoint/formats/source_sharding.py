@@ -1,17 +1,17 @@
-"""How the tensors of a source are cut, where it does not say itself: by a mesh and rules.
+"""The shardings of a source whose files do not specify them: a mesh, and rules or a recipe.
 
-Files of ranks with plain tensors are such sources, and arrays of ranks. A mesh of the ranks, and
-rules or a recipe, say which part of a tensor each rank has. Shapes of whole tensors follow:
+Such sources are files of ranks with plain tensors, and arrays of ranks. The mesh of the ranks and
+the rules determine the part of a tensor that each rank has. The shapes of whole tensors follow:
 
-1. A rule gives the axes that cut each dimension of a tensor. Ranks with one place on these axes
-   must have the same length there; the whole dimension is as long as those of all places together,
-   or a part of that where ranks hold copies of one part, such as key/value heads.
-2. What a rule gives may depend on shapes: it is asked again with those that were found.
+1. A rule specifies the axes that shard each dimension. Ranks with equal indices on these axes must
+   have equal lengths. The whole dimension is the sum over all indices, or a fraction of it if ranks
+   hold copies of parts, such as key/value heads.
+2. A rule may depend on shapes: rules are applied again to the shapes that were found.
 3. The sharding of the whole shape must give each rank the shape that it has.
 
-Parts may have a description that lacks an axis (`find_missing_axes`): DTensors over a part of the
-ranks, such as experts over `fsdp` on each of several groups of ranks that hold other experts. By
-their offsets such groups hold copies; a rule gives the axis that sets them apart::
+The descriptions of parts may lack an axis (`find_missing_axes`): DTensors on a submesh, such as
+experts over `fsdp` in each of several groups of ranks, which hold different experts. By their
+offsets such groups hold copies; a rule specifies the axis that distinguishes them::
 
     ranks 0 and 2: w[0:2], w[2:4] of [4]           fsdp=2,ep=2 and w=ep / fsdp
     ranks 1 and 3: w[0:2], w[2:4] of [4]           ranks 0, 2, 1, 3: w[0:2], ... w[6:8] of [8]
@@ -37,9 +37,9 @@ from reshard.sharding import ShardingSpec
 from reshard.text import first_text
 
 Shape = tuple[int, ...]
-# How often rules are asked again for shapes that they depend on themselves.
-_MOST_ROUNDS = 4
-# Orders of more axes than any job has are not tried.
+# How often rules are applied again to shapes that depend on them.
+_MAX_ROUNDS = 4
+# The permutations of more axes than any job has are not tried.
 _MAX_AXES = 5
 
 
@@ -49,7 +49,7 @@ class SourceSharding:
 
     Attributes:
         mesh: of the ranks that wrote the files.
-        rules: by hand; they come before the recipe's.
+        rules: the user's, which take precedence over the recipe's.
         recipe: of the model, or None.
         config: the model's config.json, for a recipe.
 
@@ -82,7 +82,7 @@ class SourceSharding:
         recipe: Recipe | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> SourceSharding:
-        """The same from texts.
+        """Parse a mesh and rules.
 
         >>> print(SourceSharding.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
         tp, -
@@ -91,10 +91,10 @@ class SourceSharding:
         return cls(found, parse_rules(rules), recipe, config)
 
     def find_shardings(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardingSpec]:
-        """The sharding of each tensor of these shapes.
+        """Return the shardings of tensors of these shapes.
 
         Raises:
-            RecipeError: rules that do not fit, or match not all of them.
+            RecipeError: rules that do not fit, or do not match all tensors.
         """
         found = assign(
             shapes, self.mesh, self.rules, self.recipe, self.config, allow=["uncomputable"]
@@ -122,9 +122,9 @@ class DescribedPart:
     group: object = None
 
 
-def select_by_rules(names: Iterable[str], cut: SourceSharding) -> list[str]:
-    """Return the names that a rule of a cut matches, or one of its recipe."""
-    rules = [*cut.rules, *(cut.recipe.rules if cut.recipe is not None else ())]
+def select_by_rules(names: Iterable[str], sharding: SourceSharding) -> list[str]:
+    """Return the names that a rule matches, the recipe's rules included."""
+    rules = [*sharding.rules, *(sharding.recipe.rules if sharding.recipe is not None else ())]
     return [name for name in names if any(rule.matches(name) for rule in rules)]
 
 
@@ -143,20 +143,20 @@ def describe_no_lacking(folder: object, lacking: Collection[str]) -> str:
 
 
 def find_missing_axes(
-    parts: Mapping[str, Mapping[int, DescribedPart]], cut: SourceSharding, folder: object
+    parts: Mapping[str, Mapping[int, DescribedPart]], sharding: SourceSharding, folder: object
 ) -> tuple[dict[str, tuple[ShardingSpec, Layout]], DeviceMesh]:
     """Return the sharding and layout of tensors whose own descriptions lack an axis.
 
-    The axes of the mesh count ranks in the order of the text, the last one fastest. Where the
-    descriptions contradict that, they are counted in the order of axes that fits them.
+    The mesh numbers ranks in the order of its axes, the last fastest. If the descriptions
+    contradict that, the order of axes that agrees with them is used.
 
     Args:
         parts: of each tensor, by rank.
-        cut: the mesh and the rules.
+        sharding: the mesh and the rules.
         folder: of the files, for errors.
 
     Returns:
-        The shardings and layouts by name, and the mesh with the ranks as they were counted.
+        The shardings and layouts by name, and the mesh with its ranks in the order that was used.
 
     Raises:
         FormatError: parts that fit no order of the axes.
@@ -167,8 +167,8 @@ def find_missing_axes(
         for name, of_tensor in parts.items()
     }
     problem = ""
-    for mesh in _list_numberings(cut.mesh):
-        numbered = replace(cut, mesh=mesh)
+    for mesh in _list_numberings(sharding.mesh):
+        numbered = replace(sharding, mesh=mesh)
         try:
             found = find_layouts(shapes, mesh, numbered.find_shardings, may_lack=True)
         except ShardError as error:
@@ -183,9 +183,9 @@ def find_missing_axes(
     raise FormatError(f"{folder}: tensor {problem}")
 
 
-def describe_numbering(cut: SourceSharding, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return a note where the ranks of a cut's mesh were counted in another order of its axes."""
-    if mesh.devices == cut.mesh.devices:
+def describe_numbering(sharding: SourceSharding, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return a note if the ranks of a mesh were numbered in another order of its axes."""
+    if mesh.devices == sharding.mesh.devices:
         return ()
     ranks = ", ".join(map(str, mesh.devices[:16]))
     return (
@@ -195,7 +195,7 @@ def describe_numbering(cut: SourceSharding, mesh: DeviceMesh) -> tuple[str, ...]
 
 
 def _list_numberings(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """Yield the mesh, and the same with its ranks counted along its axes in other orders."""
+    """Yield the mesh, and the same with its ranks numbered in other orders of its axes."""
     yield mesh
     if mesh.devices != tuple(range(mesh.size)) or len(mesh.shape) > _MAX_AXES:
         return
@@ -209,7 +209,7 @@ def _list_numberings(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 def _find_contradiction(
     name: str, parts: Mapping[int, DescribedPart], spec: ShardingSpec, layout: Layout
 ) -> str | None:
-    """Return how a layout contradicts what the files say of a tensor's parts, or None."""
+    """Return how a layout contradicts the files' descriptions of a tensor's parts, or None."""
     offsets: dict[tuple[int, ...], set[Box]] = {}
     of_group: dict[object, tuple[int, tuple[int, ...]]] = {}
     for rank, part in sorted(parts.items()):
@@ -251,16 +251,16 @@ def find_layouts(
     *,
     may_lack: bool = False,
 ) -> dict[str, tuple[ShardingSpec, Layout]]:
-    """How the whole tensors are cut whose parts have these shapes.
+    """Return the shardings and layouts of whole tensors by the shapes of their parts.
 
     Args:
-        parts: the shape that each rank has of each tensor, one of them at least.
+        parts: the shape of each rank's part of each tensor; each tensor has at least one part.
         mesh: of the ranks.
-        find_shardings: those of tensors of such shapes.
-        may_lack: whether a rank that a sharding gives a part may be without it.
+        find_shardings: returns the shardings of tensors of such shapes.
+        may_lack: whether a rank may lack a part that the sharding gives it.
 
     Raises:
-        ShardError: parts that do not fit together, or to their sharding; the first is named.
+        ShardError: parts that contradict each other or their sharding; the first is named.
         RecipeError: from `find_shardings`.
 
     >>> from reshard.sharding import spec
@@ -269,13 +269,13 @@ def find_layouts(
     >>> found["w"][1].shape
     (5, 4)
     """
-    # At first as if every axis cut every dimension: a shape that any rule can cut.
+    # At first as if every axis sharded every dimension: a shape that any rule can shard.
     shapes = {
         name: tuple(length * mesh.size for length in next(iter(own.values())))
         for name, own in parts.items()
     }
     found: dict[str, tuple[ShardingSpec, Layout]] = {}
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         specs = find_shardings(shapes)
         found = {
             name: (specs[name], join_shapes(name, own, specs[name], may_lack=may_lack))
@@ -291,7 +291,7 @@ def find_layouts(
 def join_shapes(
     name: str, parts: Mapping[int, Shape], spec: ShardingSpec, *, may_lack: bool = False
 ) -> Layout:
-    """The layout of the whole tensor whose parts have these shapes, as in `find_layouts`."""
+    """Return the layout of the whole tensor whose parts have these shapes, as in `find_layouts`."""
     candidates = [_list_lengths(name, parts, spec, d) for d in range(spec.ndim)]
     problem = ""
     for shape in itertools.product(*candidates):
@@ -315,7 +315,7 @@ def join_shapes(
 def _find_misfit(
     layout: Layout, parts: Mapping[int, Shape], may_lack: bool
 ) -> tuple[int, Shape | None] | None:
-    """The first rank that has another shape than a layout gives it, and that shape."""
+    """Return the first rank whose shape is not that of the layout, and the layout's shape."""
     for rank in sorted({*parts} if may_lack else {*layout.holders, *parts}):
         expected = layout.local_shape(rank) if rank < layout.slots else None
         found = parts.get(rank)
@@ -328,15 +328,15 @@ def _find_misfit(
 def _list_lengths(
     name: str, parts: Mapping[int, Shape], spec: ShardingSpec, dimension: int
 ) -> list[int]:
-    """The lengths that a whole dimension may have, the likeliest first."""
+    """Return the possible lengths of a whole dimension, the most likely first."""
     mesh = spec.mesh
-    places = np.array(mesh.devices).reshape(mesh.shape)
-    axes = {axis.name for level in spec.dim_specs[dimension].levels for axis in level.axes}
-    cutting = [mesh.axis_names.index(axis) for axis in sorted(axes)]
+    ranks = np.array(mesh.devices).reshape(mesh.shape)
+    names = {axis.name for level in spec.dim_specs[dimension].levels for axis in level.axes}
+    axes = [mesh.axis_names.index(name) for name in sorted(names)]
     lengths: dict[tuple[int, ...], tuple[int, int]] = {}
     for rank, shape in parts.items():
-        at = np.argwhere(places == rank)[0].tolist()
-        key = tuple(at[axis] for axis in cutting)
+        index = np.argwhere(ranks == rank)[0].tolist()
+        key = tuple(index[axis] for axis in axes)
         first, length = lengths.setdefault(key, (rank, shape[dimension]))
         if length != shape[dimension]:
             raise ShardError(
@@ -345,6 +345,6 @@ def _list_lengths(
                 "correct the rule, or the parts"
             )
     total = sum(length for _, length in lengths.values())
-    # Several ranks may hold one part: the whole is then shorter than all together.
+    # Several ranks may hold copies of a part: the whole is then shorter than the sum.
     shared = [total // n for n in range(2, len(lengths) + 1) if total % n == 0]
     return [total, *shared]

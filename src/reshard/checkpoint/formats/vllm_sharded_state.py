@@ -1,16 +1,16 @@
-"""vLLM's sharded state: safetensors files of each rank's own parameters.
+"""The format `vllm-sharded-state`: safetensors files of each vLLM rank's parameters.
 
-vLLM's load format `sharded_state` reads, on every rank, the files of that rank alone, and copies
-each tensor to the parameter of its name::
+With vLLM's load format `sharded_state`, every rank reads its own files, and copies each tensor to
+the parameter of its name::
 
     model-rank-0-part-0.safetensors           tp=2
     model-rank-1-part-0.safetensors
     model-pp-1-tp-0-part-0.safetensors        with stages
 
-Tensors of one name on different ranks are different tensors. Here a tensor has its rank's name in
-front: `rank-1/model.norm.weight`, `pp-1-tp-0/model.norm.weight`. They are whole, so such a
-checkpoint is inspected and verified as any other; which elements of a model they are, an engine's
-layout says.
+Tensors of equal names on different ranks are different tensors. Here names have the rank as a
+prefix: `rank-1/model.norm.weight`, `pp-1-tp-0/model.norm.weight`. The tensors are whole, so such a
+checkpoint is inspected and verified like others; an engine's layout determines which elements of
+the model they contain.
 
 Source: vLLM's `ShardedStateLoader`.
 """
@@ -63,14 +63,14 @@ class VllmShardedStateFormat(CheckpointFormat):
     written_for = "vllm"
 
     def detect(self, path: Path) -> bool:
-        """Whether all safetensors files of a folder have the names of ranks' parts."""
+        """Return whether the safetensors files of a folder are all named as parts of ranks."""
         if not path.is_dir():
             return False
         names = list_files(path)
         return bool(names) and all(_FILE_NAME.fullmatch(name) for name in names)
 
     def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint, each rank's tensors under the rank's name."""
+        """Describe the checkpoint; names of tensors begin with the rank."""
         tensors: dict[str, StoredTensor] = {}
         files, metadata = [], dict[str, str]()
         ranks: dict[str, int] = {}
@@ -98,7 +98,7 @@ class VllmShardedStateFormat(CheckpointFormat):
         return Checkpoint(path, NAME, tensors, tuple(files), metadata=drop_convention(metadata))
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Each rank's tensors in files of that rank, by the prefix of their names.
+        """Plan the files of each rank, by the prefix of tensors' names.
 
         Raises:
             UsageError: names without the prefix of a rank.
@@ -108,7 +108,7 @@ class VllmShardedStateFormat(CheckpointFormat):
             match = _PREFIX.fullmatch(name)
             if match is None:
                 raise UsageError(
-                    f"tensor {name!r} for the format {NAME}, in which every tensor is one rank's; "
+                    f"tensor {name!r} for the format {NAME}, whose tensors belong to single ranks; "
                     "convert with --for vllm --to tp=8, for so many ranks"
                 )
             by_rank.setdefault(match[1], []).append((match[2], tensor.dtype, tensor.layout.shape))
@@ -142,7 +142,7 @@ FORMAT = VllmShardedStateFormat()
 
 
 def rank_prefix(rank: int, tp: int, pp: int) -> str:
-    """What the files and tensors of a rank are called by.
+    """Return the prefix of the files and tensors of a rank.
 
     >>> rank_prefix(3, tp=4, pp=1), rank_prefix(3, tp=2, pp=2)
     ('rank-3', 'pp-1-tp-1')
@@ -151,9 +151,9 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
 
 
 def _expect_all_parts(path: Path, names: list[str]) -> None:
-    """Raise CheckpointError for a rank, or a part of one, that is missing before others.
+    """Raise CheckpointError if a rank or a part is missing, and later ones are there.
 
-    Whether more would follow, no file says.
+    The files do not specify how many ranks and parts there are.
     """
     parts: dict[tuple[int, ...], set[int]] = {}
     for name in names:

@@ -1,13 +1,13 @@
-"""New checkpoints: their contents, and how a format arranges these in files.
+"""Plans of new checkpoints: their contents, and the files in which a format stores these.
 
-1. A conversion says what the new checkpoint holds (`NewCheckpoint`): tensors in their layouts,
-   and what else the source has.
-2. Its format answers with an `WritePlan`: files of known sizes, and where in them each rank's
-   shards lie. Elements are written there by anyone, in any order.
-3. A file may have bytes that are known beforehand, such as a header, and bytes that follow from
-   the checksums of its elements, which are written last (`NewFile`).
+1. A conversion specifies the contents (`NewCheckpoint`): tensors in their layouts, and the other
+   contents of the source.
+2. The format returns a `WritePlan`: files of known sizes, and the file range of each rank's
+   shards. Elements are written to these ranges by any process, in any order.
+3. A file may have bytes that are known in advance, such as a header, and bytes that depend on the
+   checksums of its elements, which are written last (`NewFile`).
 
-Where ranks hold copies of one shard, a format stores one of them, or each (`find_storing_ranks`).
+If ranks hold replicas of a shard, a format stores one of them or all (`find_storing_ranks`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the new checkpoint: its type, its layout, and the sharding's text if any."""
+    """A tensor of a new checkpoint: its dtype, its layout, and the text of its sharding, if any."""
 
     dtype: DType
     layout: Layout
@@ -47,17 +47,18 @@ class NewCheckpoint:
     """The contents of a new checkpoint.
 
     Attributes:
-        tensors: in their layouts, by name; `mesh` is what they are cut for, where known.
+        tensors: by name.
+        mesh: of their layouts, if known.
         metadata: the text metadata of the source's files.
         items, paths, attributes: those of the source, as in a `Checkpoint`.
-        replicas: `once` stores one copy of equal shards, `every` one for each rank.
-        most_file_bytes: begin a new file beyond so many bytes.
-        values: plain values beside the tensors, as in a `Checkpoint`.
-        source_files: the source's file of each tensor, where whole tensors of one file stay in one.
-        file_name: of the only file, where the target is that file; the format's own when None.
+        replicas: `once` stores a single replica of equal shards, `every` that of each rank.
+        most_file_bytes: the size beyond which a new file is begun.
+        values: plain values, as in a `Checkpoint`.
+        source_files: the source's file of each tensor, if whole tensors stay in their files.
+        file_name: of a target that is a single file; by default the format chooses a name.
 
     Raises:
-        UsageError: another word for `replicas`.
+        UsageError: an unknown value of `replicas`.
     """
 
     tensors: Mapping[str, PlannedTensor]
@@ -79,38 +80,44 @@ class NewCheckpoint:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file of the new checkpoint, with the bytes it begins with.
+    """A file of a new checkpoint, and the bytes with which it begins.
 
-    A format whose files have more than that makes a class of its own of it.
+    Formats derive from it for files with a larger header or with checksums.
     """
 
     stored: StoredFile
     content: bytes = b""
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """The bytes that are known before the elements are: where they begin, and the bytes."""
+        """Yield the bytes that are known before the elements: offset and content."""
         yield 0, self.content
 
     @property
     def checked_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of elements, `(start, size)` in bytes, whose CRC-32 the file itself has."""
+        """The byte ranges `(start, size)` of elements whose CRC-32 the file contains."""
         return ()
 
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
-        """The bytes that are known when all elements are written: where they begin, and the bytes.
+        """Return the bytes that are known after all elements are written: offset and content.
 
-        `checksum(start, size)` returns the CRC-32 of one of the `checked_ranges`.
+        `checksum(start, size)` returns the CRC-32 of a range of `checked_ranges`.
         """
         return iter(())
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The new checkpoint: tensors bound to files. `notes` are for the user.
+    """The tensors and files of a new checkpoint.
 
-    `items` are bytes that are no tensors, where they will be; `paths`, `attributes` and `values` as
-    in a `Checkpoint`, those that the target has. `copy_bytes` counts the bytes of shards that the
-    files of other ranks hold too, all but one copy of each.
+    Attributes:
+        format: its name.
+        mesh: of the layouts, if known.
+        tensors: bound to the files, by name.
+        files: in which elements are stored.
+        notes: for the user.
+        items: bytes that are not tensors, with their locations.
+        paths, attributes, values: as in a `Checkpoint`, those that the format stores.
+        copy_bytes: bytes of shards that files of other ranks contain too, without one replica each.
     """
 
     format: str
@@ -126,7 +133,7 @@ class WritePlan:
 
 
 def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
-    """Raise RecipeError for a layout that is partial."""
+    """Raise RecipeError if a layout is partial."""
     for name, tensor in tensors.items():
         if tensor.layout.contributions > 1:
             raise RecipeError(
@@ -148,11 +155,11 @@ def group_by_file(names: Iterable[str], files: Mapping[str, str]) -> list[list[s
 
 
 def group_by_bytes(
-    tensors: Iterable[_Tensor], size_bytes: Callable[[_Tensor], int], most_bytes: int | None
+    tensors: Iterable[_Tensor], size_bytes: Callable[[_Tensor], int], max_bytes: int | None
 ) -> list[list[_Tensor]]:
-    """The tensors of each file, in their order: at most so many bytes, or one that alone is larger.
+    """Split tensors into files of at most `max_bytes`; a larger tensor has a file of its own.
 
-    Without tensors, or without `most_bytes`, it is one file.
+    Without tensors, or without `max_bytes`, there is a single file.
 
     >>> group_by_bytes([3, 9, 2, 2], int, 5)
     [[3], [9], [2, 2]]
@@ -161,8 +168,8 @@ def group_by_bytes(
     filled_bytes = 0
     for tensor in tensors:
         size = size_bytes(tensor)
-        # A tensor larger than the limit gets a file of its own, never an empty one before it.
-        if groups[-1] and most_bytes is not None and filled_bytes + size > most_bytes:
+        # A file is never empty, also if the first tensor is larger than the limit.
+        if groups[-1] and max_bytes is not None and filled_bytes + size > max_bytes:
             groups.append([])
             filled_bytes = 0
         groups[-1].append(tensor)
@@ -173,19 +180,19 @@ def group_by_bytes(
 def find_storing_ranks(
     tensors: Mapping[str, PlannedTensor], replicas: str
 ) -> dict[str, frozenset[int]]:
-    """Which ranks store their shard of each tensor.
+    """Return the ranks that store their shard of each tensor.
 
-    Of the ranks that hold the same shard, it is that with the fewest bytes so far, or all of them
-    where `replicas` is `every`.
+    Among replicas, the rank with the fewest bytes so far stores the shard, or all ranks if
+    `replicas` is `every`.
     """
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
-    # Equal ones are one object: there may be very many.
+    # Equal sets are one object: there may be very many.
     make_set = lru_cache(maxsize=None)(frozenset[int])
     for name, tensor in tensors.items():
         chosen: list[int] = []
         for slots, elements in _group_equal_shards(tensor.layout):
-            # Of copies the least loaded rank writes, so that the work of writing is spread.
+            # Among replicas, the least loaded rank writes.
             storing_slots = slots
             if replicas == "once" and len(slots) > 1:
                 storing_slots = (min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot)),)
@@ -198,7 +205,7 @@ def find_storing_ranks(
 
 
 def count_copy_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
-    """Return the bytes of copies where every rank stores its shards, all but one of each."""
+    """Return the bytes of replicas beyond the first, if every rank stores its shards."""
     return sum(
         (len(slots) - 1) * elements * tensor.dtype.itemsize_bytes
         for tensor in tensors.values()
@@ -219,17 +226,17 @@ def find_stored_replicas(tensors: Mapping[str, StoredTensor]) -> str | None:
     return "every" if has_copies else None
 
 
-# Many tensors of a model are cut alike.
+# Many tensors of a model have equal layouts.
 @lru_cache(maxsize=4096)
 def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """The slots that hold each shard, and how many elements their memory has."""
-    # For each dimension, the first part with the same runs: equal shards get equal numbers.
+    """Return the slots that hold each shard, and the number of elements of their memory."""
+    # Each part is numbered by the first part with the same runs: equal shards get equal numbers.
     columns = [
         _find_first_equal_parts(table)[layout.cell_part[:, d]]
         for d, table in enumerate(layout.tables)
     ]
     number = _number_rows(np.stack(columns, axis=1)) if columns else layout.cell_slot * 0
-    # An empty shard is the same as no shard, but a tensor must be somewhere.
+    # An empty shard is not stored, unless the tensor has no others.
     is_filled = layout.cell_elements > 0
     groups: dict[int | tuple[int, ...], list[int]] = {}
     if layout.cells == len(layout.holders):
@@ -249,7 +256,7 @@ def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ..
 
 
 def _number_rows(rows: IntArray) -> IntArray:
-    """Numbers of rows: equal ones have the same."""
+    """Number rows, so that equal rows have equal numbers."""
     _, number = np.unique(rows, axis=0, return_inverse=True)
     return number.reshape(-1)
 
@@ -257,9 +264,9 @@ def _number_rows(rows: IntArray) -> IntArray:
 def find_kinds(
     tensors: Mapping[str, PlannedTensor],
 ) -> tuple[list[tuple[DType, Layout, str | None]], IntArray]:
-    """Type, layout and sharding of equal tensors, and the number of these for each tensor."""
+    """Return the distinct dtypes, layouts and shardings, and the number of those of each tensor."""
     numbers: dict[tuple[DType, Layout, str | None], int] = {}
-    # Those of equal tensors are mostly one object.
+    # Equal tensors are mostly one object.
     by_identity: dict[int, int] = {}
     kind = np.zeros(len(tensors), dtype=np.int64)
     for row, tensor in enumerate(tensors.values()):
@@ -273,12 +280,12 @@ def find_kinds(
 
 @lru_cache(maxsize=1024)
 def _find_first_equal_parts(table: RunTable) -> IntArray:
-    """The first part with the same runs, for each part: several may hold one key/value head."""
+    """Return the first part with the same runs for each part: several may hold a key/value head."""
     single = table.single_runs()
     count = np.bincount(single.part, minlength=table.parts)
     first = np.arange(table.parts)
     first[count == 0] = int(np.argmin(count))
-    # Nearly all parts are one run each, and there may be very many.
+    # Nearly all parts are a single run, and there may be very many.
     alone = np.flatnonzero(count[single.part] == 1)
     if len(alone):
         runs = np.stack([single.start, single.length, single.role], axis=1)[alone]
@@ -290,13 +297,12 @@ def _find_first_equal_parts(table: RunTable) -> IntArray:
     return first
 
 
-@dataclass(frozen=True, eq=False)
-class _Owned:
-    """What slots own of a tensor, a row for each.
+class _Owned(NamedTuple):
+    """The parts of a tensor that slots own, a row for each slot.
 
     Attributes:
-        boxes: how many boxes, shape `(slots,)`.
-        begins, shapes: of the first box where there is one, shape `(slots, dims)`.
+        boxes: the number of boxes, shape `(slots,)`.
+        begins, shapes: of the first box, if any, shape `(slots, dims)`.
         local: the shape of the memory, shape `(slots, dims)`.
     """
 
@@ -307,7 +313,7 @@ class _Owned:
 
 
 def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
-    """What these slots own, in their order; None if some hold several cells, or none."""
+    """Return the parts that slots own, in their order, or None unless each holds a single cell."""
     given = np.fromiter(slots, np.int64, len(slots))
     rows = np.searchsorted(layout.cell_slot, given)
     counts = np.searchsorted(layout.cell_slot, given, side="right") - rows
@@ -319,7 +325,7 @@ def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
         own = single.take(single.role == OWNED)
         found = np.zeros((3, table.parts), dtype=np.int64)
         found[0] = np.bincount(own.part, minlength=table.parts)
-        # Of several the first is written last.
+        # If there are several, the first is written last.
         found[1, own.part[::-1]] = own.start[::-1]
         found[2, own.part[::-1]] = own.length[::-1]
         columns.append(found[:, layout.cell_part[rows, d]])
@@ -330,12 +336,11 @@ def _find_owned(layout: Layout, slots: Collection[int]) -> _Owned | None:
     return _Owned(count.prod(axis=1), begins, shapes, layout.cell_shape[rows])
 
 
-# Many tensors of a model are cut alike.
 @lru_cache(maxsize=4096)
 def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
-    """Whether every stored shard is one box of the tensor, with nothing else in it.
+    """Return whether every stored shard is a box of the tensor, without padding.
 
-    PyTorch's reader knows shards by where they begin, so no two may begin at one place.
+    PyTorch's reader identifies shards by their offsets, so these must be distinct.
     """
     begins = first_indices(layout, slots)
     if len(begins) < len(slots):
@@ -345,7 +350,7 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
         are_single = all(_is_box(layout, slot) for slot in slots)
     else:
         is_one = (owned.boxes == 1) & (owned.shapes == owned.local).all(axis=1)
-        # A part of padding alone is no box, nor is an empty one that is longer than the tensor.
+        # Padding alone is not a box, nor is an empty part that is longer than the tensor.
         fits = (owned.local <= np.array(layout.shape, np.int64)).all(axis=1)
         is_none = (owned.boxes == 0) & (owned.local == 0).any(axis=1) & fits
         are_single = bool((is_one | is_none).all())
@@ -354,7 +359,7 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
 
 
 def _is_box(layout: Layout, slot: int) -> bool:
-    """Whether the cells of a slot are one box together."""
+    """Return whether the cells of a slot form a single box."""
     boxes, shape = layout.boxes(slot), layout.local_shapes[slot]
     if boxes or len(shape) != layout.ndim:
         return len(boxes) == 1 and boxes[0].shape == shape
@@ -363,9 +368,9 @@ def _is_box(layout: Layout, slot: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Where in the tensor the shards of those slots begin that have one.
+    """Return the offsets in the tensor of the shards of slots, if they have one.
 
-    An empty shard ends where the tensor does: who knows a tensor by its shards sees it whole.
+    An empty shard ends at the end of the tensor, so that the shards extend over all of it.
     """
     owned = _find_owned(layout, slots)
     if owned is not None:

@@ -25,7 +25,7 @@ _RELEASE = "release"
 
 
 def iteration_name(iteration: int) -> str:
-    """The name of the folder of a step.
+    """Return the name of the folder of a step.
 
     >>> iteration_name(2000)
     'iter_0002000'
@@ -34,7 +34,8 @@ def iteration_name(iteration: int) -> str:
 
 
 def find_iteration(path: Path) -> Path | None:
-    """The folder of the last step where `path` has several, else `path`, or None for no folder.
+    """Return the folder of the last step where `path` has several, else `path`, or None for no
+    folder.
 
     Raises:
         CheckpointError: a last step whose folder is missing, or a file that names none.

@@ -165,7 +165,7 @@ class CommonState:
             self.add(("optimizer", _SCALER), state)
 
     def set_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Say which parameters each group has, by their shapes; a note where it cannot be told."""
+        """Assign parameters to groups by name and shape; return a note if that is ambiguous."""
         if not self.groups:
             return None
         found: list[list[str]] = [[] for _ in self.groups]
@@ -188,13 +188,13 @@ class CommonState:
 
 
 def number_in(storage: bytes, tensor: ArchivedTensor) -> float:
-    """The number that is all of a tensor."""
+    """Return the number that is all of a tensor."""
     found = np.frombuffer(storage, tensor.dtype.numpy)[tensor.view.offset]
     return float(found)
 
 
 def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss scaler among plain values, as the state of an optimizer has it: or nothing.
+    """Return the loss scaler among plain values, as the state of an optimizer has it: or nothing.
 
     >>> [*scaler_state({"optimizer.grad_scaler.growth_tracker": 3})["grad_scaler"]]
     ['growth_tracker']
@@ -215,7 +215,7 @@ def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments among plain values, by their own names.
+    """Return Megatron's arguments among plain values, by their own names.
 
     >>> arguments_of({"args.num_layers": 2, "iteration": 5})
     {'num_layers': 2}
@@ -224,18 +224,18 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's groups among plain values."""
+    """Return the optimizer's groups among plain values."""
     found = values.get(GROUPS)
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def step_of(values: Mapping[str, Any]) -> Any:
-    """The number of steps of the first group that has it; None if none has."""
+    """Return the number of steps of the first group that has it; None if none has."""
     return next((group["step"] for group in groups_of(values) if "step" in group), None)
 
 
 def held_values(new: NewCheckpoint) -> dict[str, Any]:
-    """The plain values that Megatron's files have a place for: of an optimizer its own alone."""
+    """Return the plain values that Megatron's files store; of an optimizer only its own."""
     has_optimizer = any(split_state_name(name) for name in new.tensors)
     own = (GROUPS, COMMON_STEP, SCALER, f"{SCALER}.")
     return {
@@ -246,7 +246,7 @@ def held_values(new: NewCheckpoint) -> dict[str, Any]:
 
 
 def without_steps(new: NewCheckpoint) -> NewCheckpoint:
-    """The contents without steps of parameters: Megatron's groups have them."""
+    """Return the contents without steps of parameters: Megatron's groups have them."""
     keys = {name: split_state_name(name) for name in new.tensors}
     steps = {name for name, found in keys.items() if found is not None and found[1] == STEP}
     kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
@@ -254,7 +254,7 @@ def without_steps(new: NewCheckpoint) -> NewCheckpoint:
 
 
 def _without_namespaces(value: Any, depth: int = 4) -> Any:
-    """A value with dicts in the place of Namespaces."""
+    """Return a value with dicts in the place of Namespaces."""
     if isinstance(value, Call) and value.function == _NAMESPACE and isinstance(value.state, dict):
         value = value.state
     if type(value) is dict and depth:
@@ -263,7 +263,7 @@ def _without_namespaces(value: Any, depth: int = 4) -> Any:
 
 
 def chain_of(state: Any) -> Iterator[dict[str, Any]]:
-    """The states of the optimizers in a chain; of one alone, itself."""
+    """Yield the states of the optimizers in a chain; of one alone, itself."""
     if isinstance(state, list | tuple):
         members: Sequence[Any] = state
     elif isinstance(state, dict) and state and all(type(key) is int for key in state):
@@ -276,12 +276,12 @@ def chain_of(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is an expert's, by its name."""
+    """Return whether a parameter is an expert's, by its name."""
     return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
 
 
 def has_stacked_experts(arguments: Mapping[str, Any]) -> bool:
-    """Whether a layer's experts are one weight (`GroupedMLP`), by Megatron's arguments."""
+    """Return whether a layer's experts are one weight (`GroupedMLP`), by Megatron's arguments."""
     is_local = arguments.get("transformer_impl") == "local"
     is_stacked = is_local or bool(arguments.get("moe_use_legacy_grouped_gemm"))
     return bool(arguments.get("moe_grouped_gemm")) and is_stacked
@@ -290,7 +290,7 @@ def has_stacked_experts(arguments: Mapping[str, Any]) -> bool:
 def find_groups(
     groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
 ) -> list[int]:
-    """The numbers of the groups that a parameter can be in."""
+    """Return the numbers of the groups that a parameter can be in."""
     numbers = [*range(len(groups))]
     marks = {
         "is_expert_parallel": is_expert(name),
@@ -312,7 +312,7 @@ def find_groups(
 def describe_decay(
     values: Mapping[str, Any], tensors: Mapping[str, PlannedTensor]
 ) -> tuple[str, ...]:
-    """What a user should know of weight decay: Megatron's own rule says whose weights decay."""
+    """Return notes on parameters whose weight decay changes by Megatron's rule."""
     differing = {True: list[str](), False: list[str]()}
     for group in groups_of(values):
         decay, names = group.get("weight_decay"), group.get("params")
@@ -342,7 +342,7 @@ def _decays(name: str, shape: tuple[int, ...]) -> bool:
 def split_groups(
     groups: Iterable[Mapping[str, Any]], step: float | None, *, of_experts: bool
 ) -> list[dict[str, Any]]:
-    """The groups that a Megatron optimizer looks up: with its marks, and without names.
+    """Return the groups that a Megatron optimizer looks up: with its marks, and without names.
 
     Groups of other programs have no marks; each is then there with weight decay and without, as
     Megatron tells vectors and biases from the rest.
@@ -370,7 +370,7 @@ def split_groups(
 
 
 def nest_values(values: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str, Any]:
-    """The nested state of plain values, with arguments in a Namespace."""
+    """Return the nested state of plain values, with arguments in a Namespace."""
     known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
     state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
     arguments = state.get("args")
@@ -381,7 +381,8 @@ def nest_values(values: Mapping[str, Any], paths: Mapping[str, StatePath]) -> di
 
 
 def is_own_value(name: str, value: Any) -> bool:
-    """Whether a plain value is Megatron's own: of how ranks share the model, or one of defaults.
+    """Return whether a plain value is Megatron's own: of how ranks share the model, or one of
+    defaults.
 
     >>> is_own_value("iteration", 0), is_own_value("iteration", 7)
     (True, False)
@@ -397,7 +398,7 @@ def is_own_value(name: str, value: Any) -> bool:
 
 
 def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the sizes of the target's axes, where they have Megatron's arguments.
+    """Return the values with the sizes of the target's axes, where they have Megatron's arguments.
 
     >>> with_parallelism({"args.tensor_model_parallel_size": 8}, {"tp": 2})
     {'args.tensor_model_parallel_size': 2}
@@ -416,7 +417,7 @@ def _as_type(value: Any) -> Any:
 
 
 def read_object(folder: Path, item: StoredItem) -> Any:
-    """The value of an object; its tensors lie behind the object's first byte.
+    """Return the value of an object; its tensors lie behind the object's first byte.
 
     Raises:
         FormatError: an object that was transformed, ends early, or is no value.

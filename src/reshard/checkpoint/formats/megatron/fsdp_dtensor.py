@@ -87,7 +87,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare(name: str) -> str:
-    """A parameter's name without the wrappers around the model.
+    """Return a parameter's name without the wrappers around the model.
 
     >>> _bare("module.module.output_layer.weight")
     'output_layer.weight'
@@ -129,14 +129,14 @@ class MegatronFsdpFormat(CheckpointFormat):
     training = "megatron"
 
     def detect(self, path: Path) -> bool:
-        """Whether it is the folder of a step, or of all, with a distributed checkpoint in it."""
+        """Return whether it is the folder of a step, or of all, with a distributed checkpoint."""
         folder = find_iteration(path)
         if folder is None or not _STEP_FOLDER.fullmatch(folder.resolve().name):
             return False
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of the step that is asked for, or of the last one."""
+        """Return the checkpoint of the step that is asked for, or of the last one."""
         return read(find_iteration(path) or path)
 
 

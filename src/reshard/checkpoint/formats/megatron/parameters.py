@@ -40,7 +40,7 @@ _SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weig
 
 
 def engine_name(name: str, names: Collection[str]) -> str:
-    """A parameter as Transformer Engine's layers and separate experts have it.
+    """Return a parameter as Transformer Engine's layers and separate experts have it.
 
     `names` are those of the model: a norm goes into the layer behind it where there is one.
 
@@ -83,7 +83,7 @@ def find_read_names(names: Collection[str]) -> dict[str, str]:
 
 
 def local_name(name: str) -> str:
-    """A parameter as the local implementation of a layer has it.
+    """Return a parameter as the local implementation of a layer has it.
 
     >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     'decoder.layers.0.pre_mlp_layernorm.weight'
@@ -93,7 +93,8 @@ def local_name(name: str) -> str:
 
 
 def keyed_name(name: str, *, is_local: bool) -> str:
-    """The key of a parameter of `engine_name` in `torch_dist`, by the implementation of layers.
+    """Return the key of a parameter of `engine_name` in `torch_dist`, by the implementation of
+    layers.
 
     >>> keyed_name("decoder.layers.0.pre_mlp_layernorm.weight", is_local=True)
     'decoder.layers.0.mlp.linear_fc1.layer_norm_weight'
@@ -103,7 +104,7 @@ def keyed_name(name: str, *, is_local: bool) -> str:
 
 
 def grouped_name(name: str) -> str:
-    """An expert's parameter as grouped experts have it.
+    """Return an expert's parameter as grouped experts have it.
 
     >>> grouped_name("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
     'decoder.layers.0.mlp.experts.linear_fc1.weight3'
@@ -139,7 +140,8 @@ MASTER_KEYS = ("param", "fp32_param", "master_param")
 
 
 def split_megatron_name(name: str) -> tuple[str, str] | None:
-    """The parameter and the key in a name of `torch_dist`, or None for what is no optimizer state.
+    """Return the parameter and the key in a name of `torch_dist`, or None for what is no optimizer
+    state.
 
     >>> split_megatron_name("chained_0.optimizer.state.fp32_param.output_layer.weight")
     ('output_layer.weight', 'master')
@@ -151,7 +153,7 @@ def split_megatron_name(name: str) -> tuple[str, str] | None:
 
 
 def common_key(key: str) -> str:
-    """What a key of Megatron's optimizer is called in every training format.
+    """Return what a key of Megatron's optimizer is called in every training format.
 
     >>> common_key("fp32_param"), common_key("exp_avg")
     ('master', 'exp_avg')
@@ -160,7 +162,7 @@ def common_key(key: str) -> str:
 
 
 def megatron_name(parameter: str, key: str, master: str) -> str:
-    """The name in `torch_dist`, where weights of 32 bits are called `master`.
+    """Return the name in `torch_dist`, where weights of 32 bits are called `master`.
 
     >>> megatron_name("output_layer.weight", "master", "param")
     'optimizer.state.param.output_layer.weight'
@@ -193,7 +195,7 @@ class ParameterCut(NamedTuple):
 def find_cut(
     name: str, shapes: Mapping[str, tuple[int, ...]], q_rank: int | None = None
 ) -> ParameterCut | None:
-    """How a parameter is cut, or None for one that is not known.
+    """Return how a parameter is cut, or None for one that is not known.
 
     Args:
         name: of the parameter, in the model or on its rank.
@@ -249,7 +251,7 @@ OrderKey = tuple[int, ...]
 
 
 def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKey | None:
-    """What sorts parameters of the whole model, or None for one whose place is not known.
+    """Return what sorts parameters of the whole model, or None for one whose place is not known.
 
     >>> names = ["output_layer.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
     ...          "decoder.layers.0.self_attention.linear_proj.weight"]
@@ -279,6 +281,6 @@ def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKe
 
 
 def _order_in_module(name: str) -> OrderKey:
-    """The place of a parameter among those of one module."""
+    """Return the place of a parameter among those of one module."""
     last = name.rpartition(".")[2]
     return (_LAST_PARAMETERS.index(last),) if last in _LAST_PARAMETERS else (len(_LAST_PARAMETERS),)

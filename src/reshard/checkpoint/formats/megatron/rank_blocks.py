@@ -54,7 +54,7 @@ class BlockPlace:
     def cut(
         cls, block: Sequence[int], dimension: int | None, part: int, parts: int, stride: int = 1
     ) -> BlockPlace:
-        """The place of block number `part` of `parts` equal ones of the shape `block`.
+        """Return the place of block number `part` of `parts` equal ones of the shape `block`.
 
         `stride` is how many stretches each block has, as Megatron's `partition_stride`.
 
@@ -72,11 +72,11 @@ class BlockPlace:
         return cls(whole, dimension, stretches)
 
     def boxes(self) -> list[Box]:
-        """The boxes of the whole that the block is, in its order."""
+        """Return the boxes of the whole that the block is, in its order."""
         return [box for box, _ in self.split(Box((0,) * len(self.shape), self.block_shape))]
 
     def split(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """A box of the block as boxes of the whole, each with where in the given box it begins."""
+        """Yield a box of the block as boxes of the whole, each with its offset in the given box."""
         at = self.dimension
         if at is None:
             yield box, (0,) * len(self.shape)
@@ -97,7 +97,7 @@ class BlockPlace:
 def dense_block(
     slot: int, path: str, start_bytes: int, shape: Sequence[int], view: View
 ) -> StoredBox:
-    """A block that is one tensor of a file, whose storage begins at `start_bytes`."""
+    """Return a block that is one tensor of a file, whose storage begins at `start_bytes`."""
     box = Box((0,) * len(shape), tuple(shape))
     place = FileRange(path, start_bytes)
     return StoredBox(slot, box, place, view.strides)
@@ -106,7 +106,7 @@ def dense_block(
 def flat_block(
     boxes: Iterable[StoredBox], start: int, shape: Sequence[int], itemsize_bytes: int
 ) -> Iterator[StoredBox]:
-    """The block of `shape` that lies flat from index `start` on in a tensor of one dimension.
+    """Yield the block of `shape` that lies flat from index `start` on in a tensor of one dimension.
 
     `boxes` are those that the flat tensor is stored in.
     """
@@ -143,7 +143,7 @@ class WholeTensor:
                 self.boxes.append(one.moved(box, ahead * itemsize_bytes))
 
     def stored(self, slots: int) -> StoredTensor:
-        """The tensor over `slots` ranks.
+        """Return the tensor over `slots` ranks.
 
         Raises CoverageError for a part that no rank has.
         """
@@ -181,7 +181,7 @@ class WholeTensors:
         found.add(block, place)
 
     def stored(self, slots: int) -> Mapping[str, StoredTensor]:
-        """The tensors over `slots` ranks, each covered."""
+        """Return the tensors over `slots` ranks, each covered."""
         made = {name: one.stored(slots) for name, one in self.tensors.items()}
         for tensor in made.values():
             _ = tensor.assembly
@@ -219,7 +219,7 @@ class BufferPlan:
         return sum(self.lengths)
 
     def coalesced(self) -> Iterator[tuple[BufferedParameter, int]]:
-        """Where each parameter begins in the buffer without padding between buckets."""
+        """Yield where each parameter begins in the buffer without padding between buckets."""
         ahead = [sum(self.lengths[:bucket]) for bucket in range(len(self.lengths))]
         for parameter, place in self.places:
             yield parameter, ahead[place.bucket] + place.start
@@ -228,7 +228,7 @@ class BufferPlan:
 def plan_buffer(
     parameters: Sequence[BufferedParameter], bucket_elements: int | None = None
 ) -> BufferPlan:
-    """The buckets of parameters, given in the order of the modules.
+    """Return the buckets of parameters, given in the order of the modules.
 
     `bucket_elements` is how many a bucket should have, or None for one bucket.
 
@@ -261,7 +261,7 @@ def find_plan(
     lengths: int | Sequence[int],
     bucket_elements: Iterable[int] = (),
 ) -> BufferPlan | None:
-    """The plan whose buckets have the lengths that a checkpoint says; None if none has.
+    """Return the plan whose buckets have the lengths that a checkpoint says; None if none has.
 
     Args:
         parameters: in the order of the modules.

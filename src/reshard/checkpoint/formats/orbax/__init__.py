@@ -52,7 +52,7 @@ class TreeFolder:
 
 
 def find_tree(path: Path) -> TreeFolder | None:
-    """The folder of the tree at `path`, or None if there is none.
+    """Return the folder of the tree at `path`, or None if there is none.
 
     Raises:
         CheckpointError: a save that was not finished; several items, none of which is known.
@@ -93,7 +93,7 @@ def _has_tree(folder: Path) -> bool:
 
 
 def is_aggregate(folder: Path) -> bool:
-    """Whether a folder has the one file of an older save: other programs call theirs so too."""
+    """Return whether a folder has the single file of an older save, by its name and first byte."""
     path = folder / AGGREGATE_NAME
     if not path.is_file():
         return False
@@ -114,7 +114,7 @@ def _is_step(folder: Path) -> bool:
 
 
 def _choose_item(step: Path) -> TreeFolder | None:
-    """The item of a step that has the model."""
+    """Return the item of a step that has the model."""
     items = [folder.name for folder in _list_folders(step) if _has_tree(folder)]
     # Steps of a manager without items are trees, too.
     if not items or any(_STEP.fullmatch(name) for name in items):
@@ -149,11 +149,11 @@ class OrbaxFormat(CheckpointFormat):
     )
 
     def detect(self, path: Path) -> bool:
-        """Whether there is a tree in the folder, in an item of it, or in a step."""
+        """Return whether there is a tree in the folder, in an item of it, or in a step."""
         return find_tree(path) is not None
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of the tree."""
+        """Return the checkpoint of the tree."""
         from reshard.checkpoint.formats.orbax.reader import read
 
         found = find_tree(path)
@@ -162,7 +162,7 @@ class OrbaxFormat(CheckpointFormat):
         return read(found)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """The checkpoint of the tree, with digests; its names are those of the tree."""
+        """Return the checkpoint of the tree, with digests; its names are those of the tree."""
         checkpoint = self.open(folder)
         first: dict[tuple[str | int, ...], str] = {}
         for name in checkpoint.tensors:
@@ -181,11 +181,11 @@ class OrbaxFormat(CheckpointFormat):
         return check_against_manifest(checkpoint, dataclasses.replace(manifest, tensors=tensors))
 
     def has_file(self, name: str) -> bool:
-        """No names of files tell: they are hashes, or places in a grid."""
+        """Return no names of files tell: they are hashes, or places in a grid."""
         return False
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """What says where the arrays are, and the database."""
+        """Return what says where the arrays are, and the database."""
         found: list[str] = []
         arrays: list[str] = []
         for parent, _, names in walk_folder(checkpoint.folder):
@@ -198,13 +198,13 @@ class OrbaxFormat(CheckpointFormat):
         return tuple(found)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Chunks in one file a rank."""
+        """Return chunks in one file a rank."""
         from reshard.checkpoint.formats.orbax.writer import arrange_chunks
 
         return arrange_chunks(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The tree, its shardings, and the database that says where the chunks are."""
+        """Return the tree, its shardings, and the database that says where the chunks are."""
         from reshard.checkpoint.formats.orbax.writer import list_final_files
 
         return list_final_files(write_plan)

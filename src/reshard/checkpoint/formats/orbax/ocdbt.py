@@ -50,7 +50,7 @@ _TABLE_LIST = _TABLE.tolist()
 
 
 def crc32c(content: bytes, before: int = 0) -> int:
-    """The CRC-32C of `content`, behind bytes whose CRC-32C is `before`.
+    """Return the CRC-32C of `content`, behind bytes whose CRC-32C is `before`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -74,7 +74,7 @@ def crc32c(content: bytes, before: int = 0) -> int:
 
 
 def _advance(checksum: int, size: int) -> int:
-    """The checksum of content followed by `size` bytes, without what these bytes add."""
+    """Return the checksum of content followed by `size` bytes, without what these bytes add."""
     found = 0
     for bit, column in enumerate(_find_columns(size)):
         if checksum >> bit & 1:
@@ -84,7 +84,7 @@ def _advance(checksum: int, size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _find_columns(size: int) -> tuple[int, ...]:
-    """What each bit of a checksum becomes behind `size` zero bytes."""
+    """Return what each bit of a checksum becomes behind `size` zero bytes."""
     columns = tuple(1 << bit for bit in range(32))
     # One zero byte as a matrix over bits, by columns; then by squaring.
     step = tuple(_TABLE_LIST[(1 << bit) & 0xFF] ^ ((1 << bit) >> 8) for bit in range(32))
@@ -196,14 +196,14 @@ class _NodeColumns:
         return found
 
     def count(self) -> int:
-        """A number of rows, each of which takes a byte at least."""
+        """Return a number of rows, each of which takes a byte at least."""
         found = self.varint()
         if not 0 <= found <= len(self._body) - self._at:
             raise self.fail(f"has {found} rows in {len(self._body)} bytes")
         return found
 
     def prefixed(self, prefixes: IntArray, suffixes: IntArray) -> list[bytes]:
-        """Texts that each begin as the one before does."""
+        """Return texts that each begin as the one before does."""
         found: list[bytes] = []
         last = b""
         for prefix, suffix in zip([0, *prefixes.tolist()], suffixes.tolist(), strict=False):
@@ -214,7 +214,7 @@ class _NodeColumns:
         return found
 
     def files(self, transitive: str) -> list[tuple[str, str]]:
-        """The table of data files: base paths and whole paths."""
+        """Return the table of data files: base paths and whole paths."""
         count = self.count()
         prefixes, suffixes = self.varints(max(count - 1, 0)), self.varints(count)
         bases = self.varints(count).tolist()
@@ -247,7 +247,7 @@ class _NodeColumns:
 
 
 def _open_frame(content: bytes, magic: int, label: str) -> _NodeColumns:
-    """The body of a manifest or a node, whose checksum is right."""
+    """Return the body of a manifest or a node, whose checksum is right."""
     if len(content) < _FRAME_BYTES:
         raise FormatError(f"{label} has {len(content)} bytes; it was cut off, fetch it again")
     (found,) = _HEADER.unpack_from(content)
@@ -283,7 +283,7 @@ def _open_frame(content: bytes, magic: int, label: str) -> _NodeColumns:
 
 
 def decode_manifest(content: bytes, label: str) -> DatabaseManifest:
-    """What a manifest says; `label` names it in errors.
+    """Return what a manifest says; `label` names it in errors.
 
     Raises:
         FormatError: a manifest that is damaged, or in parts (`numbered`).
@@ -314,7 +314,7 @@ def decode_manifest(content: bytes, label: str) -> DatabaseManifest:
 
 
 def decode_node(content: bytes, node: NodePlace, label: str) -> Node:
-    """What a node says. `label` names it in errors.
+    """Return what a node says. `label` names it in errors.
 
     Raises:
         FormatError: a node that is damaged, or not of the height that leads to it.
@@ -373,7 +373,7 @@ def _frame(magic: int, body: bytes) -> bytes:
 
 
 def _encode_files(paths: Sequence[str]) -> bytes:
-    """A table of data files without base paths."""
+    """Return a table of data files without base paths."""
     encoded = [path.encode() for path in paths]
     lengths = list(map(len, encoded))
     # Prefixes are not shared: there are few files.
@@ -382,7 +382,7 @@ def _encode_files(paths: Sequence[str]) -> bytes:
 
 
 def _split_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes, bytes]:
-    """Columns of keys: what each shares with the one before it, and what is left."""
+    """Return columns of keys: what each shares with the one before it, and what is left."""
     shared, suffixes, last = [], [], b""
     for key in keys:
         same = 0
@@ -408,7 +408,7 @@ class NewNode(NamedTuple):
 
 
 def encode_leaf(values: Sequence[tuple[bytes, bytes | DataPlace]], prefix: bytes = b"") -> NewNode:
-    """A leaf of values, in the order of their keys, all of which begin with `prefix`."""
+    """Return a leaf of values, in the order of their keys, all of which begin with `prefix`."""
     paths = sorted({value.path for _, value in values if isinstance(value, DataPlace)})
     numbers = {path: number for number, path in enumerate(paths)}
     prefixes, suffixes, text = _split_keys([key[len(prefix) :] for key, _ in values])
@@ -437,7 +437,7 @@ def encode_leaf(values: Sequence[tuple[bytes, bytes | DataPlace]], prefix: bytes
 
 
 def encode_parent(children: Sequence[tuple[NewNode, DataPlace]]) -> NewNode:
-    """A node above leaves, with the place of each."""
+    """Return a node above leaves, with the place of each."""
     paths = sorted({place.path for _, place in children})
     numbers = {path: number for number, path in enumerate(paths)}
     prefixes, suffixes, text = _split_keys([node.first_key for node, _ in children])
@@ -470,7 +470,7 @@ def encode_parent(children: Sequence[tuple[NewNode, DataPlace]]) -> NewNode:
 
 
 def encode_manifest(root: NewNode, place: DataPlace, height: int, identity: bytes) -> bytes:
-    """A manifest with one version; `identity` is 16 bytes that tell databases apart."""
+    """Return a manifest with one version; `identity` is 16 bytes that tell databases apart."""
     body = b"".join(
         (
             identity,
@@ -503,7 +503,7 @@ def encode_database(
     identity: bytes,
     most_keys: int = 1 << 17,
 ) -> Iterator[tuple[str, bytes]]:
-    """The files of a database: the one at `path` with all nodes, and the manifest.
+    """Yield the files of a database: the one at `path` with all nodes, and the manifest.
 
     Args:
         values: by key, in order.
@@ -540,7 +540,7 @@ class StoredValue:
     content: bytes | None = None
 
     def read(self, folder: Path, start_bytes: int = 0, size_bytes: int | None = None) -> bytes:
-        """Its bytes, or some of them, from `start_bytes` on.
+        """Return its bytes, or some of them, from `start_bytes` on.
 
         Raises FormatError where they are not all there, or too many to be read at once.
         """
@@ -551,7 +551,7 @@ class StoredValue:
 
 
 def read_range(path: Path, start_bytes: int, size_bytes: int) -> bytes:
-    """Bytes of a file.
+    """Return bytes of a file.
 
     Raises:
         CheckpointError: a file that is missing, or cannot be read.
@@ -592,7 +592,7 @@ class KeyValues:
         return self._values is not None
 
     def find(self, key: str) -> StoredValue | None:
-        """Where the value of a key is, or None if there is none.
+        """Return where the value of a key is, or None if there is none.
 
         Raises:
             FormatError: a key that leads out of the folder; a range that is not in its file.
@@ -622,7 +622,7 @@ class KeyValues:
             )
 
     def _find_size(self, name: str) -> int:
-        """The size of a file, -1 where there is none."""
+        """Return the size of a file, -1 where there is none."""
         if name not in self._sizes:
             try:
                 path = self.folder / name
@@ -638,7 +638,7 @@ class KeyValues:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path that was read from a file stays inside its folder.
+    """Return whether a path that was read from a file stays inside its folder.
 
     >>> is_inside("ocdbt.process_0/d/5ddf"), is_inside("d/../../x"), is_inside("/etc/x")
     (True, False, False)
@@ -647,7 +647,7 @@ def is_inside(path: str) -> bool:
 
 
 def open_key_values(folder: Path) -> KeyValues:
-    """The values in a folder: those of its database, if there is one, or its files.
+    """Return the values in a folder: those of its database, if there is one, or its files.
 
     Raises:
         CheckpointError: a file that is missing.

@@ -68,7 +68,7 @@ class _ChainState:
     nodes: dict[str, dict[TreePath, None]] = field(default_factory=dict)
 
     def keys(self, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
-        """The keys of the nodes."""
+        """Return the keys of the nodes."""
         mu, nu = self.nodes.get(_MU), self.nodes.get(_NU)
         found = _ALONE
         if mu and nu and mu.keys() == nu.keys():
@@ -83,7 +83,7 @@ def _name(path: TreePath) -> str:
 
 
 def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
-    """The names of tensors by their paths; a count of steps has one for each parameter.
+    """Return the names of tensors by their paths; a count of steps has one for each parameter.
 
     >>> name_states([("params", "w"), ("o", 0, "mu", "w"), ("o", 0, "nu", "w"), ("o", 0, "count")])
     {('params', 'w'): ('params.w',), ('o', 0, 'mu', 'w'): ('optimizer.state.w.exp_avg',),
@@ -111,7 +111,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
 
 
 def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
-    """A name of what is kept of a parameter that no other state has."""
+    """Return a name of what is kept of a parameter that no other state has."""
     name, number = state_name(_name(leaf), key), 1
     while name in named:
         number += 1
@@ -120,7 +120,7 @@ def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
 
 
 def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
-    """The states, by their places, in the order of the tree."""
+    """Return the states, by their places, in the order of the tree."""
     inside: dict[TreePath, int] = {}
     leaves: set[TreePath] = set()
     for path in paths:
@@ -155,7 +155,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
 
 
 def _find_optimizer(path: TreePath) -> int | None:
-    """Where in a path the states of an optimizer begin, or None for what is none of one."""
+    """Return where in a path the states of an optimizer begin, or None for what is none of one."""
     for at, key in enumerate(path[:-1]):
         if isinstance(key, str) and _WORD.fullmatch(key):
             return at + 1
@@ -165,14 +165,15 @@ def _find_optimizer(path: TreePath) -> int | None:
 
 
 def is_count(path: TreePath) -> bool:
-    """Whether a path is that of a count of steps, which several names may share."""
+    """Return whether a path is that of a count of steps, which several names may share."""
     return bool(path) and path[-1 - (path[-1] == _VALUE) :][:1] == (_COUNT,)
 
 
 def place_states(
     names: Iterable[str], paths: Mapping[str, TreePath]
 ) -> tuple[dict[str, TreePath], list[TreePath]]:
-    """Where training state goes that has no place in a tree of Optax, and what is empty beside it.
+    """Return where training state goes that has no place in a tree of Optax, and what is empty
+    beside it.
 
     >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], {})[0]
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),

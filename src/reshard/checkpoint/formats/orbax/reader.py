@@ -183,8 +183,8 @@ def read(found: TreeFolder) -> Checkpoint:
 def _add_aggregate(
     folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any], unreadable: dict[str, str]
 ) -> tuple[TreeMetadata, dict[TreePath, PackedArray]]:
-    """The tree with what the one file of an older save has; its plain values go into `plain`, and
-    the arrays that lie in the file itself are returned."""
+    """Return the tree with what the one file of an older save has; its plain values go into
+    `plain`, and the arrays that lie in the file itself are returned."""
     leaves = dict(tree.leaves)
     whole: dict[TreePath, PackedArray] = {}
     for path, value in read_aggregate(folder / AGGREGATE_NAME):
@@ -203,7 +203,7 @@ def _add_aggregate(
 
 
 def _bind_whole(name: str, array: PackedArray) -> StoredTensor:
-    """A tensor that lies whole in the one file of an older save."""
+    """Return a tensor that lies whole in the one file of an older save."""
     place = FileRange(AGGREGATE_NAME, array.start_bytes)
     binding = Binding(Layout.whole(array.shape, [0], 1), {0: place}, {})
     return StoredTensor(name, array.dtype, binding)
@@ -215,7 +215,7 @@ def _find_rank(name: str) -> int:
 
 
 def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
-    """What an array is, by either version of Zarr."""
+    """Return what an array is, by either version of Zarr."""
     for metadata in (ZARR2_NAME, ZARR3_NAME):
         found = values.find(f"{name}/{metadata}")
         if found is not None:
@@ -231,7 +231,7 @@ def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
 
 
 def _read_number(values: KeyValues, name: str, array: ArrayMetadata, label: str) -> Any:
-    """The value of an array without dimensions as a number of Python."""
+    """Return the value of an array without dimensions as a number of Python."""
     if array.shape:
         raise FormatError(f"{label} has the shape {list(array.shape)}, expected a number")
     key, _ = next(array.list_keys())
@@ -256,7 +256,7 @@ def _bind(
     chunks: list[tuple[Box, FileRange]],
     sharding: ShardingSpec | None,
 ) -> StoredTensor:
-    """A tensor whose shards are chunks."""
+    """Return a tensor whose shards are chunks."""
     if not chunks:
         # Without elements, nothing is stored but the shape.
         raise FormatError(
@@ -281,8 +281,8 @@ def _bind(
 def _lay_out(
     shape: tuple[int, ...], boxes: tuple[Box, ...], sharding: ShardingSpec | None
 ) -> tuple[Layout, Mapping[int, tuple[int, ...]], str | None]:
-    """The layout of an array's chunks, the numbers of those of each rank, and its sharding's text,
-    where each chunk is all that a rank holds."""
+    """Return the layout of an array's chunks, the numbers of those of each rank, and its sharding's
+    text, where each chunk is all that a rank holds."""
     sharding = None if sharding is None else extend(sharding, len(shape))
     held = None if sharding is None else sharding.layout(shape)
     slots = held.slots if held is not None else 1
@@ -322,7 +322,7 @@ def _find_owner(start: tuple[int, ...], owners: list[tuple[Box, int]]) -> int:
 
 
 def _find_random_keys(folder: Path) -> dict[str, str]:
-    """The arrays that are keys of random numbers, and their kind."""
+    """Return the arrays that are keys of random numbers, and their kind."""
     found: dict[str, str] = {}
     metadatas = folder / "array_metadatas"
     if not metadatas.is_dir():

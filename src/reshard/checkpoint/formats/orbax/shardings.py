@@ -27,7 +27,7 @@ SHARDING_NAME = "_sharding"
 
 
 def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
-    """The shardings that the file names, by array; none where there is no such file."""
+    """Return the shardings that the file names, by array; none where there is no such file."""
     path = folder / SHARDING_NAME
     if not path.exists():
         return {}
@@ -54,7 +54,7 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
 
 
 def _read(text: str) -> ShardingSpec | None:
-    """A sharding as JAX has it; None if it is not known, or of another kind."""
+    """Return a sharding as JAX has it; None if it is not known, or of another kind."""
     try:
         described = json.loads(text)
         if described["sharding_type"] != "NamedSharding":
@@ -96,13 +96,13 @@ def _list_ids(level: Any) -> Iterator[int]:
 
 
 def find_mesh(shardings: Mapping[str, ShardingSpec]) -> DeviceMesh | None:
-    """The mesh that all shardings share, if there is one."""
+    """Return the mesh that all shardings share, if there is one."""
     meshes = {sharding.mesh for sharding in shardings.values()}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def extend(sharding: ShardingSpec, ndim: int) -> ShardingSpec | None:
-    """A sharding of JAX for an array of `ndim` dimensions, the last of which it may leave out."""
+    """Extend a sharding of JAX, which may leave out the last dimensions, to `ndim` dimensions."""
     missing = ndim - len(sharding.dim_specs)
     if missing < 0:
         return None
@@ -113,7 +113,8 @@ def extend(sharding: ShardingSpec, ndim: int) -> ShardingSpec | None:
 
 
 def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> bytes:
-    """The content of `_sharding` for arrays on a mesh, by name and the text of their sharding.
+    """Return the content of `_sharding` for arrays on a mesh, by name and the text of their
+    sharding.
 
     JAX looks there for every array: one whose cut it has no word for is replicated.
     """
@@ -135,7 +136,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
 
 
 def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:
-    """The entries of a partition spec, or None for a cut that JAX has no word for."""
+    """Return the entries of a partition spec, or None for a cut that JAX has no word for."""
     sharding = spec(mesh, text)
     entries: list[str | list[str] | None] = []
     for dimension in sharding.dim_specs:

@@ -76,7 +76,7 @@ class TreeMetadata:
 
 
 def read_tree(folder: Path) -> TreeMetadata:
-    """The tree in a folder with `_METADATA`.
+    """Return the tree in a folder with `_METADATA`.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -136,7 +136,7 @@ def _read_key(key: Mapping[str, Any]) -> str | int:
 
 
 def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
-    """The text of the leaves that are text.
+    """Return the text of the leaves that are text.
 
     Raises FormatError where one is not in the file.
     """
@@ -160,7 +160,7 @@ def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
 
 
 def tree_bytes(leaves: Iterable[tuple[Leaf, tuple[int, ...] | None]], custom: Any) -> bytes:
-    """The content of `_METADATA`, for leaves and the shapes of their chunks."""
+    """Return the content of `_METADATA`, for leaves and the shapes of their chunks."""
     entries = {}
     for leaf, chunk in leaves:
         value: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": leaf.is_empty}
@@ -182,7 +182,7 @@ def tree_bytes(leaves: Iterable[tuple[Leaf, tuple[int, ...] | None]], custom: An
 
 
 def strings_bytes(strings: Mapping[str, str]) -> bytes:
-    """The content of `_strings.json`."""
+    """Return the content of `_strings.json`."""
     content: dict[str, Any] = {}
     for name, text in strings.items():
         _put(content, name.split("/"), text)
@@ -192,7 +192,7 @@ def strings_bytes(strings: Mapping[str, str]) -> bytes:
 def join_sequences(
     values: Mapping[TreePath, Any], tensors: Iterable[TreePath]
 ) -> dict[TreePath, Any]:
-    """Plain values by path, with sequences that have no tensor in them as one value each.
+    """Return plain values by path, with sequences that have no tensor in them as one value each.
 
     >>> join_sequences({("g", 0, "lr"): 0.1, ("g", 1, "lr"): 0.2, ("n",): 3}, [])
     {('g',): [{'lr': 0.1}, {'lr': 0.2}], ('n',): 3}
@@ -221,7 +221,7 @@ def _put(content: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
 
 
 def _as_sequences(value: Any) -> Any:
-    """A dict by position as a list, where it has all positions; else as it is."""
+    """Return a dict by position as a list, where it has all positions; else as it is."""
     if not isinstance(value, dict) or not value:
         return value
     made = {key: _as_sequences(one) for key, one in value.items()}
@@ -231,7 +231,7 @@ def _as_sequences(value: Any) -> Any:
 
 
 def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
-    """The leaves of a plain value: what is in lists, tuples and dicts, and empty ones.
+    """Return the leaves of a plain value: what is in lists, tuples and dicts, and empty ones.
 
     >>> flatten(("g",), [{"lr": 0.1}, ()])
     [(('g', 0, 'lr'), 0.1), (('g', 1), ())]
@@ -243,7 +243,7 @@ def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
 
 
 def kind_of(value: Any) -> str | None:
-    """The kind of a plain value as a leaf; None if Orbax has none for it.
+    """Return the kind of a plain value as a leaf; None if Orbax has none for it.
 
     >>> kind_of(3), kind_of("x"), kind_of(()), kind_of(b"x")
     ('scalar', 'string', 'Tuple', None)
@@ -403,8 +403,8 @@ class _PackReader:
 
 
 def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
-    """The leaves of the file by their paths: plain values, `PackedArray`s, and placeholders; for an
-    array that cannot be read, the error.
+    """Return the leaves of the file by their paths: plain values, `PackedArray`s, and placeholders;
+    for an array that cannot be read, the error.
 
     Raises:
         FormatError: a file that is damaged.

@@ -76,7 +76,7 @@ class _Grid:
 
 
 def arrange_chunks(new: NewCheckpoint) -> WritePlan:
-    """Chunks in one file a rank.
+    """Return chunks in one file a rank.
 
     Raises:
         RecipeError: a partial layout.
@@ -125,7 +125,7 @@ def arrange_chunks(new: NewCheckpoint) -> WritePlan:
 
 
 def name_data_file(rank: int) -> str:
-    """The file of a rank's chunks, as OCDBT names files: by 32 digits that are no others'.
+    """Return the file of a rank's chunks, as OCDBT names files: by 32 digits that are no others'.
 
     >>> name_data_file(1)
     'ocdbt.process_1/d/099094bd7fb48367c884be3c6d70e132'
@@ -147,7 +147,7 @@ def _check_tensor(name: str, tensor: PlannedTensor) -> None:
 
 
 def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath]]:
-    """The plain values that Orbax can have, and where all that is kept stands in the tree."""
+    """Return the plain values that Orbax can store, and the paths of tensors and values."""
     placed, empty = place_states((*new.tensors, *new.values), new.paths)
     paths: dict[str, TreePath] = {}
     for name in new.tensors:
@@ -171,7 +171,8 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
 def _leave_out_copies(
     tensors: Mapping[str, PlannedTensor], paths: Mapping[str, TreePath]
 ) -> dict[str, PlannedTensor]:
-    """The tensors without those that another one stands for: one count of steps of all parameters.
+    """Return the tensors without those that another one stands for: one count of steps of all
+    parameters.
 
     Raises UsageError where two names stand at one place of the tree, or one inside another.
     """
@@ -201,7 +202,7 @@ def _leave_out_copies(
 
 @lru_cache(maxsize=4096)
 def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
-    """The grid of chunks in which a tensor of a layout is stored."""
+    """Return the grid of chunks in which a tensor of a layout is stored."""
     chunk = tuple(_find_step(table) for table in layout.tables)
     counts = [-(-n // step) for n, step in zip(layout.shape, chunk, strict=True)]
     if are_boxes(layout, storing):
@@ -228,7 +229,7 @@ def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
 
 
 def _find_step(table: RunTable) -> int:
-    """The length of chunks along a dimension, such that its cuts are between chunks."""
+    """Return the length of chunks along a dimension, such that its cuts are between chunks."""
     length = table.dimension_length
     edges = set()
     for part in range(table.parts):
@@ -243,7 +244,7 @@ def _find_step(table: RunTable) -> int:
 
 
 def _make_table(length: int, step: int) -> RunTable:
-    """Equal chunks of a dimension, the last one filled up."""
+    """Return equal chunks of a dimension, the last one filled up."""
     rows: list[tuple[int, ...]] = []
     for part, start in enumerate(range(0, length, step)):
         held = min(step, length - start)
@@ -254,7 +255,7 @@ def _make_table(length: int, step: int) -> RunTable:
 
 
 def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-    """What is written when all chunks are: the database, the tree, its text and its shardings."""
+    """Yield the files that are written after the chunks: database, tree, texts and shardings."""
     pairs: list[tuple[bytes, bytes | DataPlace]] = []
     leaves: list[tuple[Leaf, tuple[int, ...] | None]] = []
     is_cut = write_plan.mesh is not None
@@ -315,7 +316,7 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
 
 
 def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
-    """Where the chunks of a rank begin, in the order of its cells."""
+    """Yield where the chunks of a rank begin, in the order of its cells."""
     layout = tensor.layout
     for cell in layout.cells_of(slot):
         parts = layout.cell_part[cell].tolist()
@@ -325,7 +326,7 @@ def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
 
 
 def _as_json(value: Any) -> Any:
-    """Plain values as JSON has them. Raises UsageError for what it has not."""
+    """Return plain values as JSON has them. Raises UsageError for what it has not."""
     try:
         return json.loads(json.dumps(value, default=list))
     except (TypeError, ValueError):
@@ -336,7 +337,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _describe_keys(write_plan: WritePlan, keys: Mapping[str, Any]) -> bytes:
-    """What Orbax says of arrays beside Zarr: which are keys of random numbers."""
+    """Return what Orbax says of arrays beside Zarr: which are keys of random numbers."""
     entries = []
     for name, tensor in write_plan.tensors.items():
         chunk = tensor.layout.cell_shape[0].tolist()

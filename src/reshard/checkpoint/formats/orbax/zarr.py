@@ -121,7 +121,7 @@ class ArrayMetadata:
         return tuple(found)
 
     def list_keys(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The keys of the array, and where in it each begins."""
+        """Yield the keys of the array, and where in it each begins."""
         counts = [-(-size // step) for size, step in zip(self.shape, self.shard, strict=True)]
         for at in itertools.product(*map(range, counts)):
             start = tuple(i * step for i, step in zip(at, self.shard, strict=True))
@@ -129,7 +129,7 @@ class ArrayMetadata:
             yield self.separator.join(parts) or "0", start
 
     def box(self, start: tuple[int, ...]) -> Box | None:
-        """What of the array is in the chunk that begins at `start`; None if nothing is."""
+        """Return what of the array is in the chunk that begins at `start`; None if nothing is."""
         stop = tuple(
             min(a + step, n) for a, step, n in zip(start, self.chunk, self.shape, strict=True)
         )
@@ -139,7 +139,7 @@ class ArrayMetadata:
 
 
 def read_array(content: bytes, label: str) -> ArrayMetadata:
-    """What `.zarray` or `zarr.json` says; `label` names it in errors.
+    """Return what `.zarray` or `zarr.json` says; `label` names it in errors.
 
     Raises:
         FormatError: what is no description of an array.
@@ -294,7 +294,7 @@ def _refuse_codec(names: list[str], label: str) -> UnreadableTensorError:
 
 
 def _find_type(name: str, label: str) -> DType:
-    """The type that a name of Zarr means.
+    """Return the type that a name of Zarr means.
 
     >>> _find_type("<f4", "w"), _find_type("bfloat16", "w"), _find_type("int4", "w")
     (DType('float32'), DType('bfloat16'), DType('uint8'))
@@ -319,12 +319,12 @@ def _find_type(name: str, label: str) -> DType:
 
 
 def is_narrow(stored_type: str) -> bool:
-    """Whether a type of Zarr has less than a byte, and is read as one of a byte."""
+    """Return whether a type of Zarr has less than a byte, and is read as one of a byte."""
     return stored_type in _NARROW
 
 
 def array_bytes(stored_type: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
-    """The `.zarray` of an array without compression."""
+    """Return the `.zarray` of an array without compression."""
     content = {
         "chunks": list(chunk),
         "compressor": None,
@@ -340,7 +340,7 @@ def array_bytes(stored_type: str, shape: tuple[int, ...], chunk: tuple[int, ...]
 
 
 def name_type(dtype: DType) -> str:
-    """What Zarr 2, as TensorStore has it, calls a type.
+    """Return what Zarr 2, as TensorStore has it, calls a type.
 
     >>> name_type(as_dtype("float32")), name_type(as_dtype("bfloat16"))
     ('<f4', 'bfloat16')
@@ -390,7 +390,7 @@ class PackedChunks:
     by_file: dict[str, list[PackedChunk]] = field(default_factory=dict)
 
     def add(self, chunk: PackedChunk) -> FileRange:
-        """Where the chunk will be when it is unpacked.
+        """Return where the chunk will be when it is unpacked.
 
         Raises FormatError where so much cannot be.
         """
@@ -508,7 +508,7 @@ class _ChunkFile(ScratchFile):
 
 
 def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
-    """The elements of a chunk, in pieces that together are `size_bytes`."""
+    """Yield the elements of a chunk, in pieces that together are `size_bytes`."""
     stream = packed
     if chunk.codec:
         kind = ZStandardStream if chunk.codec == "zstd" else DeflateStream
@@ -531,7 +531,7 @@ def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
 
 
 def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Path) -> bytes:
-    """The bytes of the one chunk of an array without dimensions.
+    """Return the bytes of the one chunk of an array without dimensions.
 
     Raises FormatError for what is damaged.
     """
@@ -551,7 +551,7 @@ def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Pa
 def list_chunks(
     name: str, array: ArrayMetadata, values: KeyValues, packed: PackedChunks, *, has_all: bool
 ) -> Iterator[tuple[Box, FileRange]]:
-    """The chunks of an array: what each has of it, and where its bytes begin.
+    """Yield the chunks of an array: what each has of it, and where its bytes begin.
 
     Raises:
         CoverageError: a chunk that is missing, where all should be there.
@@ -603,7 +603,7 @@ def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple
 def _list_inner(
     value: StoredValue, array: ArrayMetadata, label: str, folder: Path
 ) -> list[tuple[tuple[int, ...], StoredValue | None]]:
-    """The chunks in a shard: where each begins in it, and its bytes; None if it has none."""
+    """Return the chunks in a shard: where each begins in it, and its bytes; None if it has none."""
     index = array.index
     if index is None or value.size_bytes < index.size_bytes:
         raise FormatError(f"{label} has {value.size_bytes} bytes, too few for an index of chunks")

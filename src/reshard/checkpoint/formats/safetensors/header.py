@@ -1,4 +1,4 @@
-"""The header of one safetensors file, read and written: where in the file each tensor lies.
+"""Reading the header of a safetensors file, which contains the byte range of each tensor.
 
 ::
 
@@ -9,19 +9,24 @@
     |end     |        "data_offsets": |  two tensors, none to nobody    |
     |first   |        [0, 24]}, ...}  |                                 |
 
-Reading:
+1. The length is checked against the size of the file before the header is read.
+2. The JSON is parsed strictly: ambiguous text, such as a repeated key, is an error.
+3. Every entry is checked: its keys, their types, and that its byte range has exactly the size of
+   its shape (`TensorHeader`).
+4. The tensors are sorted by offset. In a `FileHeader` each tensor starts at the end of the tensor
+   before it, the first at the start of the data, and the last stops at the end of the file. This
+   comparison, made for all tensors at once, excludes overlaps, holes and truncation.
 
-1. the length is checked against the file before anything of that size is read;
-2. the JSON is read strictly: one meaning or an error, so a key given twice is an error;
-3. every entry is checked by itself: its keys, their types, and that its range of bytes
-   holds exactly its shape;
-4. the tensors are sorted by offset, and `FileHeader` proves that they cover the data.
+Files may have headers of 100,000 tensors and more (`HeaderTensors` has them as columns). The
+safetensors package and this one write entries with their keys in a fixed order and without spaces::
 
-Writing lays tensors out in the order given and pads the header with spaces, so that the
-data starts at a multiple of the file system's blocks.
+    "w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}
 
-The format is that of the safetensors package; where its text leaves room (an empty name,
-several empty tensors at one offset), what that package loads is accepted.
+Such text is parsed by a regular expression, a megabyte at a time (`read_columns`). Any other text,
+also if it is wrong, is left to the JSON parser, which reports errors.
+
+The format is that of the safetensors package. In cases that it leaves open (an empty name, several
+empty tensors at an offset), files that the package loads are accepted.
 """
 
 from __future__ import annotations
@@ -47,24 +52,24 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.runs import IntArray
 
-#: The length of the header, in front of it.
+#: The size of the length of the header, with which a file begins.
 LENGTH_BYTES = 8
 
 #: The largest header that the safetensors package accepts, without the 8 bytes of its length.
 LARGEST_HEADER_BYTES = 100_000_000
 
-#: Of a file, and of what NumPy can index.
+#: The largest offset in a file, and the largest index of NumPy.
 LARGEST_OFFSET = 2**63 - 1
-_MOST_DIMENSIONS = 32  # of an array, in the oldest NumPy supported
+_MAX_DIMENSIONS = 32  # of an array, in the oldest NumPy supported
 
-# What a broken header holds may be of any size and depth; an error shows its beginning.
+# Values in a damaged header may be of any size and depth; errors show their beginning.
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200
 shown = _shortener.repr
 
 
 def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
-    """How many bytes a tensor of this type and `shape` takes; 0-d tensors hold one element.
+    """Return the size in bytes of a tensor; a 0-d tensor has a single element.
 
     >>> from reshard.dtypes import dtype
     >>> tensor_size_bytes(dtype("bfloat16"), (2, 3)), tensor_size_bytes(dtype("I64"), ())
@@ -73,15 +78,15 @@ def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
     return math.prod(shape) * element.itemsize_bytes
 
 
-#: Type and shape: what equal tensors have in common.
+#: Dtype and shape.
 HeaderKind = tuple[DType, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a file: its bytes are `start_bytes` to `stop_bytes` of the whole file.
+    """A tensor of a file, which takes bytes `start_bytes` to `stop_bytes` of the file.
 
-    Raises FormatError if the shape is impossible or the range does not hold exactly it.
+    Raises FormatError if the shape is impossible, or does not have the size of the range.
     """
 
     name: str
@@ -107,7 +112,7 @@ class TensorHeader:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes of the file the tensor takes."""
+        """The number of bytes of the tensor."""
         return self.stop_bytes - self.start_bytes
 
 
@@ -116,9 +121,9 @@ class HeaderTensors(Sequence[TensorHeader]):
 
     Args:
         names: of the tensors.
-        kinds: the kinds that there are.
-        kind: the number of the kind of each, shape `(tensors,)`.
-        starts: where in the file each begins, in bytes: shape `(tensors,)`.
+        kinds: the distinct kinds.
+        kind: the number of each tensor's kind, shape `(tensors,)`.
+        starts: the offset of each tensor in the file, in bytes, shape `(tensors,)`.
 
     >>> from reshard.dtypes import dtype
     >>> columns = HeaderTensors(["v", "w"], [(dtype("I8"), (4,))], [0, 0], [64, 68])
@@ -139,14 +144,14 @@ class HeaderTensors(Sequence[TensorHeader]):
         self.starts: IntArray = np.asarray(starts, dtype=np.int64)
 
     def without(self, names: Container[str]) -> HeaderTensors:
-        """Return all tensors but some."""
+        """Return the tensors that are not named."""
         rows = [row for row, name in enumerate(self.names) if name not in names]
         kept = [self.names[row] for row in rows]
         return HeaderTensors(kept, self.kinds, self.kind[rows], self.starts[rows])
 
     @classmethod
     def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
-        """The same tensors as columns."""
+        """Return tensors as columns."""
         if isinstance(tensors, HeaderTensors):
             return tensors
         tensors = tuple(tensors)
@@ -157,14 +162,14 @@ class HeaderTensors(Sequence[TensorHeader]):
 
     @cached_property
     def sizes(self) -> IntArray:
-        """How many bytes of the file each tensor takes, shape `(tensors,)`."""
+        """The size of each tensor in bytes, shape `(tensors,)`."""
         sizes = [tensor_size_bytes(element, shape) for element, shape in self.kinds]
         each: IntArray = np.array(sizes or [0], dtype=np.int64)[self.kind]
         return each
 
     @cached_property
     def stops(self) -> IntArray:
-        """Where each tensor ends, shape `(tensors,)`."""
+        """The end of each tensor in the file, shape `(tensors,)`."""
         stops: IntArray = self.starts + self.sizes
         return stops
 
@@ -196,14 +201,20 @@ class HeaderTensors(Sequence[TensorHeader]):
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What one safetensors file holds, proven: every byte of data belongs to one tensor.
+    """The contents of a safetensors file, every data byte of which belongs to a single tensor.
 
-    `label` names the file in errors (its path, if it has one). `tensors` are in the order
-    of their offsets, `metadata` cannot be changed. `unreadable` has a reason for each tensor of
-    an unknown element type; in `tensors` it stands as that many bytes.
+    Attributes:
+        label: names the file in errors.
+        metadata: of the file; it cannot be changed.
+        tensors: in the order of their offsets.
+        data_start_bytes: the offset of the data in the file.
+        file_size_bytes: of the file.
+        unreadable: the reason for each tensor of an unknown dtype; in `tensors` its bytes are
+            uint8.
 
-    Raises FormatError if the tensors overlap, leave holes or lie outside the file, if the
-    file ends too early or goes on after them, or if two share a name.
+    Raises:
+        FormatError: tensors that overlap, leave holes or are outside the file, a file that is
+            truncated or continues after them, or two tensors of a name.
     """
 
     label: str
@@ -237,7 +248,7 @@ class FileHeader:
 
 
 def is_text(value: object) -> bool:
-    """Whether UTF-8 can encode `value`: Python's text may hold halves of UTF-16 pairs."""
+    """Return whether `value` is text that UTF-8 can encode, without unpaired surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -261,16 +272,16 @@ def check_metadata(label: str, metadata: object) -> None:
 
 
 def check_shape(name: str, element: DType, shape: tuple[int, ...]) -> None:
-    if len(shape) > _MOST_DIMENSIONS:
+    if len(shape) > _MAX_DIMENSIONS:
         raise FormatError(
-            f"tensor {shown(name)}: {len(shape)} dimensions, expected at most {_MOST_DIMENSIONS}"
+            f"tensor {shown(name)}: {len(shape)} dimensions, expected at most {_MAX_DIMENSIONS}"
         )
     for length in shape:
         if type(length) is not int or length < 0:
             raise FormatError(
                 f"tensor {shown(name)}: shape {shown(list(shape))}, expected integers from 0 up"
             )
-    # NumPy's own limit: it counts a dimension of 0 as 1 here, since it strides over the others.
+    # NumPy's limit: it counts a dimension of 0 as 1 here, since it strides over the others.
     elements = math.prod(shape) or math.prod(length or 1 for length in shape)
     if elements * element.itemsize_bytes > LARGEST_OFFSET:
         raise FormatError(
@@ -291,7 +302,7 @@ def _check_coverage(header: FileHeader) -> None:
     expected = np.concatenate(([header.data_start_bytes], stops))
     misplaced = np.flatnonzero(starts != expected[:-1])
     if len(misplaced):
-        # Everything before the first misplaced tensor is in place, so it alone tells what is wrong.
+        # Tensors before the first misplaced tensor are in place, so it determines the error.
         first = int(misplaced[0])
         raise _explain_place(header, first, int(expected[first]))
     end = int(expected[-1])
@@ -349,11 +360,11 @@ _OFFSETS = re.compile(
 _FIXED_CHARACTERS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 _PIECE_CHARACTERS = 1 << 20
 
-#: Characters that may stand around JSON.
+#: Whitespace in JSON.
 JSON_SPACES = " \t\n\r"
 SUFFIX = ".safetensors"
 
-#: Keys of text metadata in PyTorch's convention for a rank's shards, and one of ours.
+#: Keys of text metadata in PyTorch's convention for a rank's shards, and a key of ours.
 SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
 VERSION_KEY = "DCP_VERSION"
 FILES_KEY = "RESHARD_FILES"
@@ -366,15 +377,16 @@ _ENTRY_KEYS = frozenset(["dtype", "shape", "data_offsets"])
 
 
 def read_header(path: str | os.PathLike[str], *, allows_unknown: bool = False) -> FileHeader:
-    """The header of the safetensors file at `path`; its data is not read.
+    """Read the header of the safetensors file at `path`, without its data.
 
-    Raises CheckpointError if the file is missing or cannot be read, FormatError if its
-    bytes are not what the format promises, or if it has tensors of unknown element types and
-    they are not allowed.
+    Raises:
+        CheckpointError: a file that is missing or cannot be read.
+        FormatError: a file that is not of the format, or has tensors of unknown dtypes unless
+            `allows_unknown`.
     """
     label, header_json, file_size_bytes = _read_header_json(path)
     text, data_start_bytes = _decode(header_json, label), LENGTH_BYTES + len(header_json)
-    # It may be long, and the text is as long again.
+    # It may be long, and the text has the same size.
     del header_json
     header = _parse_text(text, data_start_bytes, file_size_bytes, label)
     for name, why in {} if allows_unknown else header.unreadable.items():
@@ -383,7 +395,7 @@ def read_header(path: str | os.PathLike[str], *, allows_unknown: bool = False) -
 
 
 def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
-    """The name of a file in errors, its header's JSON, and its size in bytes."""
+    """Return the name of a file in errors, its header's JSON, and its size in bytes."""
     label = os.fspath(path)
     try:
         place = path if isinstance(path, Path) else Path(path)
@@ -416,13 +428,13 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The names of the safetensors files in a folder, sorted."""
+    """Return the names of the safetensors files in a folder, sorted."""
     names = [entry.name for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
     return sorted(name for name in names if not is_attribute_file(name))
 
 
 def drop_convention(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Text metadata without the keys of the convention for shards."""
+    """Return text metadata without the keys of PyTorch's convention for shards."""
     return {key: value for key, value in metadata.items() if key not in CONVENTION_KEYS}
 
 
@@ -450,7 +462,7 @@ def _header_length(first_bytes: bytes, file_size_bytes: int, label: str) -> int:
 
 
 def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHeader:
-    """The header written as `header_json`, which follows the 8 bytes of its length.
+    """Parse `header_json`, which follows the 8 bytes of its length.
 
     >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
     >>> header = parse_header(text, 8 + len(text) + 8, "w.safetensors")
@@ -476,25 +488,25 @@ def _refuse_unknown(label: str, name: str, why: str) -> FormatError:
 
 
 def _parse_text(text: str, data_start_bytes: int, file_size_bytes: int, label: str) -> FileHeader:
-    # A copy of it may be long.
+    # Avoid a copy, which may be long.
     text = text if text[:1] == "{" else text.lstrip(JSON_SPACES)
     unreadable: dict[str, str] = {}
     try:
         tensors, metadata = read_columns(text, data_start_bytes)
     except (ValueError, OverflowError, RecursionError):
-        # Written in another way, or wrong: then it is said what is.
+        # Text of another form, or wrong text, for which the JSON parser reports an error.
         entries = _parse_json(text, label)
         metadata = entries.pop("__metadata__", {})
         listed = [
             _tensor(label, name, entries[name], data_start_bytes, unreadable) for name in entries
         ]
         tensors = sorted_by_offset(HeaderTensors.of(listed))
-    given: Any = metadata  # `FileHeader` sees whether it is what it should be
-    return FileHeader(label, given, tensors, data_start_bytes, file_size_bytes, unreadable)
+    unchecked: Any = metadata  # `FileHeader` checks its type.
+    return FileHeader(label, unchecked, tensors, data_start_bytes, file_size_bytes, unreadable)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, str]:
-    """The text metadata of the file at `path`, where that can be told without its tensors.
+    """Return the text metadata of the file at `path`, without parsing its tensors if possible.
 
     Raises as `read_header`.
     """
@@ -550,7 +562,7 @@ def _tensor(
         raise wrong("the name is half of a UTF-16 pair", "text that UTF-8 can say")
     if not isinstance(entry, dict):
         raise wrong(f"its entry is {shown(entry)}", f"an object with {sorted(_ENTRY_KEYS)}")
-    # Exactly these keys: an unknown one might change what the bytes mean.
+    # Exactly these keys: others might change the meaning of the bytes.
     if entry.keys() != _ENTRY_KEYS:
         raise wrong(f"its entry has the keys {shown(sorted(entry))}", f"{sorted(_ENTRY_KEYS)}")
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -566,11 +578,11 @@ def _tensor(
     try:
         element = dtype(tag)
     except UsageError as error:
-        # Another version may know it; the bytes around it have their tensors all the same.
+        # A newer dtype, perhaps. The other tensors can be read.
         unreadable[name] = f"of {error}"
         element, shape = dtype("uint8"), [stop - start]
         tag = element.safetensors_tag
-    # Other spellings, such as "float32", name a type but are no tags.
+    # Other spellings of dtypes, such as "float32", are not tags.
     if element.safetensors_tag != tag:
         raise wrong(f"dtype {tag!r}", f"a tag such as {element.safetensors_tag or 'F32'!r}")
     try:
@@ -582,14 +594,18 @@ def _tensor(
 
 
 def _are_integers(value: object) -> bool:
-    # type, not isinstance: True is an integer to Python and not to JSON.
+    # `type` instead of `isinstance`, since bool is a subclass of int.
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mapping[str, object]]:
-    """The tensors in the JSON text of a header, in the order of their offsets, and its metadata.
+    """Parse the text of a header as the safetensors package writes it.
 
-    Raises ValueError for text that is not as the package writes it, or that is wrong.
+    Returns:
+        The tensors in the order of their offsets, and the metadata.
+
+    Raises:
+        ValueError: text of another form, or wrong text.
     """
     end = _find_end(text)
     at = 1
@@ -597,7 +613,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     if not text.startswith("{") or text[end - 1 : end] != "}":
         raise ValueError("no object")
     if text.startswith('{"__metadata__":{'):
-        # A key that is there twice is for the other reader.
+        # The JSON parser reports repeated keys.
         metadata, at = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
         if at == end - 1:
             return HeaderTensors((), (), (), ()), metadata
@@ -614,7 +630,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
         if not found:
             raise ValueError("no entries")
         columns = list(zip(*found, strict=True))
-        # Entries do not overlap: if they have all characters, nothing lies between them.
+        # Matches do not overlap: if they contain all characters, nothing is between them.
         characters = sum(sum(map(len, column)) for column in columns)
         if characters + len(found) * _FIXED_CHARACTERS != len(piece):
             raise ValueError("other entries")
@@ -634,7 +650,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
 
 
 def _find_end(text: str) -> int:
-    """Where the spaces behind a text begin; without a copy of it, which may be long."""
+    """Return the offset of trailing whitespace, without a copy of the text, which may be long."""
     end = len(text)
     while end and text[end - 1] in JSON_SPACES:
         begin = max(end - _PIECE_CHARACTERS, 0)
@@ -643,7 +659,7 @@ def _find_end(text: str) -> int:
 
 
 def find_metadata(text: str) -> Mapping[str, object] | None:
-    """The metadata of a header, read by itself; None if it does not come first.
+    """Return the metadata of a header, or None if it does not come first.
 
     >>> find_metadata('{"__metadata__":{"format":"pt"},"w":...')
     {'format': 'pt'}
@@ -661,9 +677,9 @@ def find_metadata(text: str) -> Mapping[str, object] | None:
 
 
 def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
-    """The offsets of these tensors in text as it is mostly written, of few objects for very many.
+    """Parse sharding information as it is mostly written, with few tuples for very many tensors.
 
-    None for text that has others, or another order: it may be right all the same.
+    Returns None for text of other tensors or in another order, which may be correct.
     """
     offsets: dict[str, tuple[int, ...]] = {}
     by_text: dict[str, tuple[int, ...]] = {}
@@ -682,7 +698,7 @@ def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] 
 
 
 def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:
-    """The tensors in the order of their offsets; empty ones come before another at their place."""
+    """Sort tensors by offset; empty tensors come before others of the same offset."""
     if (np.diff(tensors.starts) > 0).all():
         return tensors
     order = np.lexsort((tensors.stops, tensors.starts))
@@ -691,9 +707,9 @@ def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:
 
 
 def _cut_pieces(text: str, begin: int, end: int) -> Iterator[str]:
-    """The text in pieces of whole entries, each with the comma behind its last."""
+    """Yield the text in pieces of whole entries, each with a comma after its last."""
     while begin < end:
-        # No name has a quotation mark in it.
+        # Names contain no quotation marks.
         cut = text.find(']},"', begin + _PIECE_CHARACTERS, end)
         stop = end if cut < 0 else cut + 2
         yield text[begin:stop] + ","

@@ -1,12 +1,15 @@
-"""The text of a header as everybody writes it, read and written as columns.
+"""Writing the headers of new safetensors files from columns.
 
-Files have headers of 100,000 tensors and more. The safetensors package and this one write entries
-with their keys in one order and without spaces::
+A checkpoint of 100,000 tensors over 8 ranks has 8 headers of 20 MB each. A conversion computes
+their sizes when it plans, and makes them when it writes them, a piece at a time::
 
-    "w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}
+    |length |{"__metadata__":{...,"DCP_SHARDING_INFO":"{\"w\": ... | \"x\": ..."},"w":{ | ...
 
-Such text is read by a pattern, a megabyte at a time. Anything else, also all that is wrong, is left
-to the reader of JSON in `header`, which says what it is.
+1. `place_rows` divides tensors among files, and `place_header` checks that a header is valid.
+2. `NewHeader.pieces` yields its bytes. The parts of entries that depend only on the kind of a
+   tensor are formatted once. The header is padded with spaces, so that the data starts at a
+   multiple of the file system's blocks.
+3. A `HeaderFile` is a file of a new checkpoint that begins with a header.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from reshard.runs import IntArray
 def write_entries(
     names: Sequence[str], kinds: Sequence[HeaderKind], kind: IntArray, begin: int = 0
 ) -> str:
-    """The entries of tensors that follow each other from offset `begin` on, as JSON text."""
+    """Return the JSON text of the entries of consecutive tensors from offset `begin` on."""
     sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
     stops = begin + np.cumsum(np.array(sizes or [0], dtype=np.int64)[kind])
     starts = [begin, *stops[:-1].tolist()]
@@ -59,6 +62,9 @@ def write_entries(
     )
 
 
+#: Name, dtype and shape of a tensor that has no offset yet.
+NamedTensor = tuple[str, DType, tuple[int, ...]]
+
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
 _WRITTEN_BYTES = 1 << 18
@@ -66,13 +72,13 @@ _WRITTEN_BYTES = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class NewHeader:
-    """The header of a new file, whose tensors follow each other in this order.
+    """The header of a new file of consecutive tensors.
 
     Attributes:
-        names: of tensors, among which `rows` are those of the file: shape `(tensors,)`.
-        kinds: the kinds that there are; `kind` is the number of that of each tensor of the file.
-        metadata: text. That of the key `offsets_key` is made of `offsets`, which say for each
-            kind where in their tensors its shards begin.
+        names: of tensors; those of the file are in `rows`, shape `(tensors,)`.
+        kinds: the distinct kinds; `kind` has the number of each tensor's, shape `(tensors,)`.
+        metadata: text. The value of the key `offsets_key` is made from `offsets`, which are the
+            offsets in their tensors of the shards of each kind.
     """
 
     names: Sequence[str]
@@ -86,12 +92,12 @@ class NewHeader:
 
     @cached_property
     def text_bytes(self) -> int:
-        """Bytes of the JSON, without the spaces behind it."""
+        """The size of the JSON, without padding."""
         return sum(len(piece.encode()) for piece in self._text())
 
     @property
     def data_start_bytes(self) -> int:
-        """Where the first tensor begins: length, JSON and spaces end there."""
+        """The offset of the first tensor, after length, JSON and padding."""
         used_bytes = LENGTH_BYTES + self.text_bytes
         return used_bytes + -used_bytes % self.alignment_bytes
 
@@ -102,21 +108,21 @@ class NewHeader:
 
     @property
     def starts(self) -> IntArray:
-        """Where in the file each tensor begins, in bytes: shape `(tensors,)`."""
+        """The offset of each tensor in the file, in bytes, shape `(tensors,)`."""
         each = self._kind_bytes[self.kind]
         starts: IntArray = np.cumsum(each) - each + self.data_start_bytes
         return starts
 
     @property
     def file_size_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the file."""
         counts = np.bincount(self.kind, minlength=len(self._kind_bytes)).tolist()
         sizes = self._kind_bytes.tolist()
         elements = sum(size * count for size, count in zip(sizes, counts, strict=True))
         return self.data_start_bytes + int(elements)
 
     def pieces(self) -> Iterator[bytes]:
-        """The bytes that the file begins with, up to its first tensor."""
+        """Yield the bytes of the file up to its first tensor."""
         yield (self.data_start_bytes - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
         for piece in self._text():
             yield piece.encode()
@@ -142,13 +148,13 @@ class NewHeader:
         yield "}" if self.metadata or len(self.rows) else "{}"
 
     def _parts(self) -> Iterator[tuple[list[str], IntArray]]:
-        """Names and kinds of some tensors after the other."""
+        """Yield batches of names and kinds."""
         for low in range(0, len(self.rows), _TENSORS_A_PIECE):
             high = low + _TENSORS_A_PIECE
             yield [self.names[row] for row in self.rows[low:high].tolist()], self.kind[low:high]
 
     def _offsets_text(self) -> Iterator[str]:
-        """JSON in a JSON text: `{"w": {"saved_offsets": [0, 0]}, ...}` with escaped quotes."""
+        """Yield `{"w": {"saved_offsets": [0, 0]}, ...}` as a JSON string, with escaped quotes."""
         texts = [f': {{\\"saved_offsets\\": {json.dumps(offsets)}}}' for offsets in self.offsets]
         between = '"{'
         for names, kind in self._parts():
@@ -161,21 +167,21 @@ class NewHeader:
 
 @dataclass(frozen=True)
 class HeaderFile(NewFile):
-    """A file that begins with a header, which is made anew whenever it is asked for."""
+    """A file that begins with a header, whose bytes are made on each access."""
 
     header: NewHeader | None = None
 
     @classmethod
     def of(cls, name: str, rank: int, header: NewHeader) -> HeaderFile:
-        """The file of that name with this header."""
+        """Return the file of a header."""
         return cls(StoredFile(name, header.file_size_bytes, rank), header=header)
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """The header, in pieces."""
+        """Yield the header, in pieces."""
         at, gathered = 0, bytearray()
         for piece in self.header.pieces() if self.header else ():
             gathered += piece
-            # Each piece that is given is a write, and most of a header's are a few characters.
+            # Gather pieces, most of which are a few characters: each yield causes a write.
             if len(gathered) >= _WRITTEN_BYTES:
                 yield at, bytes(gathered)
                 at, gathered = at + len(gathered), bytearray()
@@ -186,11 +192,11 @@ class HeaderFile(NewFile):
 def aligned_rows(
     kinds: Sequence[HeaderKind], kind: IntArray, alignment_bytes: int = _ALIGNMENT_BYTES
 ) -> IntArray:
-    """The rows of tensors in the order in which they lie well in a file.
+    """Return the rows of tensors in an order that aligns them in a file.
 
-    Those whose size is a multiple of `alignment_bytes` come first, otherwise they stay as they are.
-    Each of the first then starts at such a multiple, and whole blocks of the file system can be
-    written without reading what is beside them.
+    Tensors whose size is a multiple of `alignment_bytes` come first; otherwise the order is kept.
+    Each of these then starts at such a multiple, so that whole blocks of the file system can be
+    written without reading adjacent bytes.
 
     >>> from reshard.dtypes import dtype
     >>> aligned_rows([(dtype("F32"), (3,)), (dtype("F32"), (2, 1024))], np.array([0, 1])).tolist()
@@ -212,18 +218,18 @@ def place_rows(
     offsets_key: str | None = None,
     offsets: Sequence[tuple[int, ...]] = (),
 ) -> list[NewHeader]:
-    """The headers of as many files as these rows need, since no header may be too long.
+    """Return the headers of as many files as are needed to keep each header below the limit.
 
     Args:
-        names: of tensors, of which those in `rows` are in the files.
-        rows: in the order of the files; within one, tensors of whole pages come first.
-        kinds: the kinds that there are, `kind` the number of that of each of the rows.
+        names: of tensors; those in `rows` are stored in the files.
+        rows: in the order of the files; in each file, tensors of whole pages come first.
+        kinds: the distinct kinds; `kind` has the number of each row's.
         metadata, offsets_key, offsets: as in a `NewHeader`.
 
     Raises:
-        UsageError: a name that a file cannot say.
+        UsageError: a name that a file cannot contain.
     """
-    # What UTF-8 cannot say has no length.
+    # Text that UTF-8 cannot encode has no length.
     _check_names("new file", [names[row] for row in rows.tolist()])
     files = 1
     while True:
@@ -237,21 +243,21 @@ def place_rows(
             header = NewHeader(names, own, of_file, of[order], metadata, offsets_key, begins)
             placed.append(header)
         longest = max(header.data_start_bytes for header in placed)
-        # A page is left for metadata that follows from the number of files.
+        # A page is left for metadata that depends on the number of files.
         if longest <= LARGEST_HEADER_BYTES - _ALIGNMENT_BYTES or files >= len(rows):
             return placed
         files = min(len(rows), max(files + 1, -(-files * longest // LARGEST_HEADER_BYTES)))
 
 
 def number_kinds(kinds: Iterable[HeaderKind]) -> tuple[tuple[HeaderKind, ...], IntArray]:
-    """The kinds that there are, and the number of each one given."""
+    """Return the distinct kinds, and the number of each tensor's."""
     numbers: dict[HeaderKind, int] = {}
     kind = [numbers.setdefault((element, tuple(shape)), len(numbers)) for element, shape in kinds]
     return tuple(numbers), np.array(kind, dtype=np.int64)
 
 
 def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
-    """The same header, of which it is known that such a file can say it.
+    """Check a header, and return it.
 
     Raises:
         UsageError: a type without a tag, a name given twice or reserved, an impossible shape,
@@ -291,7 +297,7 @@ def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
 
 def _check_names(label: str, names: Sequence[str]) -> None:
     seen: set[str] = set()
-    # All at once first: nearly always they are right.
+    # All at once first: nearly always they are valid.
     if all(isinstance(name, str) for name in names) and is_text("".join(names)):
         seen.update(names)
         if len(seen) == len(names) and "__metadata__" not in seen:
@@ -309,10 +315,7 @@ def _check_names(label: str, names: Sequence[str]) -> None:
 def aligned_order(
     tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
 ) -> tuple[NamedTensor, ...]:
-    """The tensors whose size is a multiple of `alignment_bytes` first, otherwise as given.
-
-    Laid out in that order by `build_header`, each of those starts at such a multiple, and
-    whole blocks of the file system can be written without reading what is beside them.
+    """Return tensors in the order of `aligned_rows`, in which `build_header` aligns them.
 
     >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
     >>> [name for name, _, _ in aligned_order([small, large])]
@@ -329,18 +332,16 @@ def build_header(
     alignment_bytes: int = 4096,
     label: str = "new file",
 ) -> tuple[bytes, FileHeader]:
-    """The first bytes of a file that holds `tensors` in this order, and the header they encode.
+    """Return the first bytes of a file of `tensors` in this order, and its header.
 
-    The bytes (length, JSON and padding) end where the data starts, at a multiple of
-    `alignment_bytes`; `FileHeader.tensors` gives each tensor's place, in the order given,
-    and `FileHeader.file_size_bytes` the size of the whole file.
+    The bytes (length, JSON and padding) end at the start of the data, a multiple of
+    `alignment_bytes`.
 
     >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
     >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
     (4096, [(4096, 4104), (4104, 4105)])
 
-    Raises UsageError for what such a file cannot say: a type without a tag, a name given
-    twice or reserved, an impossible shape, metadata that is not text, a header over 100 MB.
+    Raises UsageError as `place_header`.
     """
     tensors = tuple(tensors)
     kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
@@ -352,7 +353,3 @@ def build_header(
     return b"".join(new.pieces()), FileHeader(
         label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
     )
-
-
-#: (name, dtype, shape): what a header says of a tensor before it has a place in a file.
-NamedTensor = tuple[str, DType, tuple[int, ...]]

@@ -58,7 +58,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class HuggingFaceFormat(CheckpointFormat):
-    """Whole tensors in one safetensors file, or in many with an index."""
+    """Whole tensors in a safetensors file, or in several files with an index."""
 
     name = "safetensors"
     evidence = f"`{SINGLE_FILE}`, or `{INDEX_NAME}`"
@@ -68,14 +68,14 @@ class HuggingFaceFormat(CheckpointFormat):
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:
-        """Whether it is a file, or a folder with an index or a safetensors file."""
+        """Return whether it is a file, or a folder with an index or a safetensors file."""
         return not path.is_dir() or (path / INDEX_NAME).exists() or bool(list_files(path))
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of an index, or of a single file.
+        """Return the checkpoint of an index, or of a single file.
 
         Raises:
-            CheckpointError: several files, and nothing that says which belong to it.
+            CheckpointError: several files without an index.
         """
         if not path.is_dir():
             return read_indexed(path) if path.name.endswith(".index.json") else read_single(path)
@@ -90,7 +90,7 @@ class HuggingFaceFormat(CheckpointFormat):
         return read_single(path / (SINGLE_FILE if SINGLE_FILE in names else names[0]))
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """The checkpoint in the files of the manifest; others may lie beside them."""
+        """Describe the checkpoint in the files of the manifest; the folder may have others."""
         if len(manifest.files) > 1:
             found = read_indexed(folder / INDEX_NAME)
         else:
@@ -98,17 +98,17 @@ class HuggingFaceFormat(CheckpointFormat):
         return check_against_manifest(found, manifest)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """The index."""
+        """Return the index."""
         return (INDEX_NAME,)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Whole tensors in one file, or in files up to a limit."""
+        """Plan a file of whole tensors, or several files up to a limit."""
         metadata = {"format": "pt", **drop_convention(new.metadata)}
         kinds, kind = find_kinds(new.tensors)
         names = tuple(new.tensors)
         of_header = tuple((element, layout.shape) for element, layout, _ in kinds)
-        most, sources = new.most_file_bytes, new.source_files
-        headers = arrange_files(names, of_header, kind, metadata, most, sources)
+        limit, sources = new.most_file_bytes, new.source_files
+        headers = arrange_files(names, of_header, kind, metadata, limit, sources)
         if len(headers) == 1 and new.file_name is not None:
             headers = dict.fromkeys([new.file_name], *headers.values())
         files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
@@ -116,7 +116,7 @@ class HuggingFaceFormat(CheckpointFormat):
         return WritePlan(self.name, None, bind_shards(names, kinds, kind, shards), files)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The index, where there are several files."""
+        """Yield the index, where there are several files."""
         if len(write_plan.files) > 1:
             yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 
@@ -125,16 +125,16 @@ FORMAT = HuggingFaceFormat()
 
 
 def read_single(path: Path) -> Checkpoint:
-    """The checkpoint that is one safetensors file."""
+    """Describe the checkpoint in a single safetensors file."""
     return _checkpoint(path.parent, [read_header(path, allows_unknown=True)], [path.name])
 
 
 def read_indexed(index: Path) -> Checkpoint:
-    """The checkpoint that an index file describes.
+    """Return the checkpoint that an index file describes.
 
     Raises:
-        FormatError: an index that is no such JSON, names files outside its folder or a tensor
-            twice, or says something else than its files.
+        FormatError: an index that is not such JSON, names files outside its folder or a tensor
+            twice, or contradicts its files.
         CheckpointError: a file of it is missing.
     """
     weight_map = read_weight_map(index)
@@ -161,7 +161,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
             unreadable |= {tensor: f"in {header.label}, {why}" for tensor, why in unknown}
             columns = columns.without(header.unreadable)
         names_in += columns.names
-        # Many tensors of a model are of one kind.
+        # Many tensors of a model are of the same kind.
         numbers = [kinds.setdefault(one, len(kinds)) for one in columns.kinds]
         kind.append(np.array(numbers or [0], dtype=np.int64)[columns.kind])
         shards.append((0, name, first + np.arange(len(columns)), columns.starts))
@@ -180,18 +180,18 @@ def arrange_files(
     kinds: Sequence[HeaderKind],
     kind: IntArray,
     metadata: Mapping[str, str],
-    most_bytes: int | None,
+    max_bytes: int | None,
     source_files: Mapping[str, str] | None = None,
 ) -> dict[str, NewHeader]:
-    """The files of a new checkpoint: the header of each, by its name.
+    """Return the files of a new checkpoint: the header of each, by its name.
 
-    Without `most_bytes` there is one file; with it, a file holds that many bytes of tensors,
-    or one tensor that alone is larger. A header that would be too long is that of several files.
+    Without `max_bytes` there is a single file; otherwise a file contains at most so many bytes of
+    tensors, or a single larger tensor. If a header would be too long, there are several files.
 
     Args:
         names: of the tensors; `kind` has the number in `kinds` of each, shape `(tensors,)`.
         metadata: text for each file.
-        most_bytes: of the tensors of a file.
+        max_bytes: of the tensors of a file.
         source_files: the source's file of each tensor, instead of a limit.
     """
     sizes, numbers = [tensor_size_bytes(*one) for one in kinds], kind.tolist()
@@ -200,7 +200,7 @@ def arrange_files(
         by_file = group_by_file(names, source_files)
         groups = [[row_of[name] for name in group] for group in by_file]
     else:
-        groups = group_by_bytes(range(len(names)), lambda row: sizes[numbers[row]], most_bytes)
+        groups = group_by_bytes(range(len(names)), lambda row: sizes[numbers[row]], max_bytes)
     placed: list[NewHeader] = []
     for group in groups:
         rows = np.array(group, dtype=np.int64)
@@ -213,7 +213,7 @@ def arrange_files(
 
 
 def name_file(number: int, many: int) -> str:
-    """The name of file `number` of `many`, counted from 1.
+    """Return the name of file `number` of `many`, counted from 1.
 
     >>> name_file(1, 1), name_file(2, 3)
     ('model.safetensors', 'model-00002-of-00003.safetensors')
@@ -225,11 +225,11 @@ _LARGEST_INDEX_BYTES = 100_000_000
 
 
 def read_weight_map(index: Path) -> Mapping[str, str]:
-    """The file of each tensor.
+    """Return the file of each tensor.
 
     Raises:
         CheckpointError: an index that cannot be read.
-        FormatError: one that is no such JSON, or names files outside its folder.
+        FormatError: an index that is not such JSON, or names files outside its folder.
     """
     try:
         if index.stat().st_size > _LARGEST_INDEX_BYTES:
@@ -256,7 +256,7 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
         if not is_plain_name(file):
             raise FormatError(
                 f"{index} says that tensor {tensor!r} is in {file!r}, which leads outside the "
-                "checkpoint; only files beside the index are read"
+                "checkpoint; only files in the folder of the index are read"
             )
     return weight_map
 
@@ -275,7 +275,7 @@ def expect_files(index: Path, weight_map: Mapping[str, str]) -> None:
 def check_weight_map(
     index: Path, weight_map: Mapping[str, str], found: Mapping[str, Collection[str]]
 ) -> None:
-    """Raise FormatError unless each file has the tensors that the index says, and no others.
+    """Raise FormatError unless each file has exactly the tensors that the index lists.
 
     `found` has the names of the tensors in each file.
     """
@@ -299,7 +299,7 @@ def check_weight_map(
 
 
 def index_text(tensors: Iterable[StoredTensor]) -> str:
-    """The index of tensors in several files, as Hugging Face writes it."""
+    """Return the index of tensors in several files, as Hugging Face writes it."""
     weight_map = {}
     total = 0
     for tensor in tensors:

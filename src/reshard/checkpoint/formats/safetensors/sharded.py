@@ -1,17 +1,16 @@
-"""Checkpoints of shards, one safetensors file a rank.
+"""The format `sharded-safetensors`: a safetensors file of shards for each rank.
 
 PyTorch's convention (`torch.distributed.checkpoint.HuggingFaceStorageWriter` with
 `save_distributed=True`) names a rank's files `shard-0000R-model-0000I-of-0000N.safetensors`,
-counting from 1, and says in their metadata at which offsets of its tensor each shard begins::
+counting from 1, and stores the offsets of shards in their tensors in the metadata::
 
     DCP_VERSION         1.0
     DCP_SHARDING_INFO   {"lm_head.weight": {"saved_offsets": [7631, 0]}, ...}
 
-It stores neither the shape of the whole tensor nor the list of files. Our manifest does; a
-checkpoint without one has the shapes of the largest extents, and its shards are proven to
-cover them, each element once. A last shard that is missing cannot be noticed by that, so our
-files also say how many they are (`RESHARD_FILES`); of others, a note says what is not known.
-In our files, equal boxes of several ranks are copies.
+It stores neither the shapes of whole tensors nor the list of files. Our manifest does. Without it,
+the shape of a tensor is the extent of its shards, which must cover it, each element once. A missing
+last shard cannot be noticed by that, so our files also contain their number (`RESHARD_FILES`); for
+other files, a note reports the uncertainty. In our files, equal boxes of several ranks are copies.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetens
 
 
 class ShardedFormat(CheckpointFormat):
-    """A rank's shards in one safetensors file."""
+    """The shards of each rank in a safetensors file."""
 
     name = "sharded-safetensors"
     evidence = f"shard files ending in `{SUFFIX}`"
@@ -85,12 +84,12 @@ class ShardedFormat(CheckpointFormat):
     own_metadata = OWN_METADATA
 
     def detect(self, path: Path) -> bool:
-        """Whether a file says where in their tensors its shards begin, or is named as a rank's.
+        """Return whether a file has the offsets of shards, or all files are named as ranks'.
 
-        A folder with an index is one of whole tensors.
+        A folder with an index contains whole tensors.
 
         Raises:
-            FormatError: a file in the folder that is no safetensors file.
+            FormatError: a file in the folder that is not a safetensors file.
         """
         if path.is_dir():
             names = [] if (path / INDEX_NAME).exists() else list_files(path)
@@ -117,19 +116,19 @@ class ShardedFormat(CheckpointFormat):
         return read_without_manifest(path.parent, [path.name])
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """The checkpoint in the layouts of the manifest."""
+        """Describe the checkpoint in the layouts of the manifest."""
         return read_with_manifest(folder, manifest)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Shards in one file a rank.
+        """Plan a file of shards for each rank.
 
-        A rank's shards go into its file page-sized ones first, so that they begin on pages.
-        PyTorch's convention says where a shard begins in its tensor by one offset a dimension. It
-        is used for the whole checkpoint if that is true of every shard; interleaved or padded
-        shards need our manifest to be understood, and then the files do not pretend otherwise.
+        Shards whose size is a multiple of pages come first, so that they begin at pages. PyTorch's
+        convention describes a shard by its offset in each dimension. It is used if every shard is a
+        box; otherwise none of the files has offsets, since interleaved and padded shards can only
+        be read with our manifest.
 
         Raises:
-            RecipeError: a partial layout; a checkpoint holds values, not contributions.
+            RecipeError: a partial layout; a checkpoint stores values, not contributions.
         """
         tensors, metadata = new.tensors, drop_convention(new.metadata)
         check_values(tensors)
@@ -143,13 +142,14 @@ class ShardedFormat(CheckpointFormat):
                     "describe by a sharding; give rules instead"
                 )
         stored, storing = _number_storing(find_storing_ranks(tensors, new.replicas).values())
-        # A checkpoint of no tensors has one file all the same.
+        # A checkpoint without tensors has a file.
         ranks = sorted(frozenset().union(*storing)) or [0]
-        # Tensors that are cut alike and stored by the same ranks are alike in every file.
+        # Tensors of equal layouts that the same ranks store have equal shards in every file.
         codes = kind * len(storing) + stored
         _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
         cuts = [(*kinds[int(kind[row])][:2], storing[int(stored[row])]) for row in first.tolist()]
-        # One such tensor is enough: offsets for the others would make the checkpoint look readable.
+        # A single such tensor suffices: with offsets for the others, the checkpoint would seem to
+        # be readable by PyTorch.
         has_boxes = [are_boxes(layout, slots) for _, layout, slots in cuts]
         interleaved = np.flatnonzero(~np.array(has_boxes or [True])[alike])
         metadata, offsets_key = {"format": "pt", **metadata}, None
@@ -187,7 +187,7 @@ class ShardedFormat(CheckpointFormat):
         notes: tuple[str, ...] = ()
         if len(interleaved):
             notes = (
-                f"{len(interleaved)} tensors have shards that are no single box (first: "
+                f"{len(interleaved)} tensors have shards that are not a single box (first: "
                 f"{names[int(interleaved[0])]}), so PyTorch's reader cannot read this checkpoint; "
                 "reshard can",
             )
@@ -205,7 +205,7 @@ def _is_sharded(path: Path) -> bool:
 
 
 def shard_file_name(rank: int, number: int = 1, many: int = 1) -> str:
-    """The name of file `number` of the `many` of a rank, counted from 1.
+    """Return the name of file `number` of the `many` of a rank, counted from 1.
 
     >>> shard_file_name(0)
     'shard-00001-model-00001-of-00001.safetensors'
@@ -214,7 +214,7 @@ def shard_file_name(rank: int, number: int = 1, many: int = 1) -> str:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank in a file name, or None.
+    """Return the rank in a file name, or None.
 
     >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors"), rank_of_file("a.safetensors")
     (2, None)
@@ -226,24 +226,24 @@ def rank_of_file(name: str) -> int | None:
 def _number_storing(
     storing: Collection[frozenset[int]],
 ) -> tuple[IntArray, list[frozenset[int]]]:
-    """The sets of ranks that there are, and the number of that of each tensor."""
+    """Return the number of each tensor's set of ranks, and the distinct sets."""
     numbers: dict[frozenset[int], int] = {}
     of_each = (numbers.setdefault(slots, len(numbers)) for slots in storing)
     return np.fromiter(of_each, np.int64, len(storing)), list(numbers)
 
 
 def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
-    """A checkpoint of shards that has a manifest.
+    """Describe a checkpoint of shards with a manifest.
 
     Raises:
-        CheckpointError: a file that is missing, or whose size is not what was written.
-        FormatError: shards that are not what the manifest says.
+        CheckpointError: a file that is missing, or was not written with this size.
+        FormatError: shards that contradict the manifest.
     """
     described = ManifestTensors.of(manifest.tensors)
     shards = []
     metadata: dict[str, str] = {}
-    # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
-    # shards that the manifest expects. Headers may be long: one at a time is in memory.
+    # 1. Every file must have the size and the rank with which it was written, and contain the
+    # shards that the manifest lists. Headers may be long: a single header is in memory at a time.
     headers = map_paths(read_header, (folder / file.name for file in manifest.files))
     for file, header in zip(manifest.files, headers, strict=True):
         held, starts, found = _read_shards(folder, file, header, described)
@@ -251,7 +251,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         shards.append((file.rank, file.name, held, starts))
     # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
     kinds = [(kind.dtype, kind.layout, kind.spec) for kind in described.kinds]
-    # One rank may have several files.
+    # A rank may have several files.
     shards.sort(key=lambda shard: shard[0])
     tensors = bind_shards(described.names, kinds, described.kind, shards, described.digests)
     for number in range(len(tensors.kinds)):
@@ -262,7 +262,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
 def _read_shards(
     folder: Path, file: StoredFile, header: FileHeader, described: ManifestTensors
 ) -> tuple[IntArray, IntArray, Mapping[str, str]]:
-    """The shards of a file: the rows of their tensors, and where each begins; and its metadata."""
+    """Return the rows of the tensors of a file's shards, the offset of each, and the metadata."""
     path = folder / file.name
     if header.file_size_bytes != file.size_bytes:
         raise CheckpointError(
@@ -294,8 +294,8 @@ def _check_shards(
     rank: int,
     offsets: Mapping[str, tuple[int, ...]] | None,
 ) -> None:
-    """Check the shards of a file, which those in `rows` of the manifest say."""
-    # Those that are equal on both sides are checked once.
+    """Check the shards of a file against the rows of the manifest."""
+    # Shards that are equal on both sides are checked once.
     columns = [shards.kind, described.kind[rows]]
     if offsets is not None:
         numbers: dict[tuple[int, ...], int] = {}
@@ -338,8 +338,8 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
 
     Raises:
         FormatError: files without offsets, or offsets that do not fit.
-        CoverageError: shards of one tensor that disagree in type or rank, overlap, or leave a
-            part of it out; fewer or more files than they say they are.
+        CoverageError: shards of a tensor that differ in dtype or number of dimensions, overlap, or
+            do not cover it; another number of files than they record.
     """
     _check_file_numbers(folder, names)
     counts: dict[str, str | None] = {}
@@ -357,7 +357,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         offsets = _read_offsets(folder / name, header)
         for entry in header.tensors:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
-    # Other programs write each box once: what is there twice is left over from another save.
+    # Other programs write each box once: a second file is left over from another save.
     has_copies = all(count is not None for count in counts.values())
     tensors = {
         name: _join_shards(folder, name, pieces, has_copies) for name, pieces in shards.items()
@@ -369,7 +369,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
 
 
 def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[str, ...]:
-    """Check that there are as many files as they record; a note where they record nothing."""
+    """Check the number of files that they record; return a note if they do not record it."""
     for name, count in counts.items():
         if count is not None and count != str(len(counts)):
             raise CoverageError(
@@ -387,7 +387,7 @@ def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[
 
 
 def _check_file_numbers(folder: Path, names: list[str]) -> None:
-    """A rank's tensors may be in files 1 to N, and every name says N."""
+    """Check that a rank's files are numbered 1 to N, and that all names agree on N."""
     matches = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
     totals = sorted({int(match[3]) for match in matches})
     if len(totals) > 1:
@@ -409,7 +409,7 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     text = header.metadata.get(SHARDING_INFO_KEY)
     if text is None:
         raise FormatError(
-            f"{path} has no {SHARDING_INFO_KEY} in its metadata, while files beside it have; "
+            f"{path} has no {SHARDING_INFO_KEY} in its metadata, while other files have; "
             "whole and sharded tensors cannot be in one checkpoint"
         )
     try:
@@ -442,7 +442,7 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
 
 
 def _are_indices(found: tuple[object, ...]) -> bool:
-    # Numbers that are equal to others, such as True, and lists, which are none, are looked at.
+    # Values such as True are equal to numbers, and lists are not hashable: these are checked.
     return all(type(offset) is int for offset in found)
 
 
@@ -452,7 +452,7 @@ def _join_shards(
     pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]],
     has_copies: bool,
 ) -> StoredTensor:
-    """Return the tensor made of shards, proven to cover it once, or in equal copies if allowed."""
+    """Return the tensor of shards that cover it once, or in equal copies if allowed."""
     _, first_file, first, _ = pieces[0]
     for _, file, entry, _ in pieces:
         if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
@@ -470,7 +470,7 @@ def _join_shards(
             )
         stop = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
         boxes[rank] = (file, entry.start_bytes, Box(offsets, stop))
-    # Nothing says the shape of the tensor: it reaches as far as its shards do.
+    # The files do not contain the shape of the tensor: it is the extent of its shards.
     ends = [box.stop for _, _, box in boxes.values()]
     shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
     placed = [(file, box) for file, _, box in boxes.values()]
@@ -494,12 +494,12 @@ def _prove_covered(folder: Path, tensor: StoredTensor) -> None:
 
 def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
     """Raise CoverageError for shards (file, box) of the tensor `name` that overlap."""
-    # Sorted by where they begin, only neighbours that still reach each other are compared.
+    # In the order of their starts, only boxes that overlap along the first dimension are compared.
     filled = [(file, box) for file, box in boxes if box.elements]
     ordered = sorted(filled, key=lambda item: item[1].start)
     open_boxes: list[tuple[str, Box]] = []
     for file, box in ordered:
-        # A box that ends before this one begins, along the first dimension, meets no later one.
+        # A box that ends before this box overlaps none of the later boxes.
         if box.start:
             open_boxes = [item for item in open_boxes if item[1].stop[0] > box.start[0]]
         for other_file, other in open_boxes:

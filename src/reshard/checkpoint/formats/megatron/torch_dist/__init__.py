@@ -27,7 +27,7 @@ _LARGEST_CONFIG_BYTES = 1 << 20
 
 
 def backend_of(folder: Path) -> str | None:
-    """The backend that `metadata.json` names; None if there is none of Megatron's."""
+    """Return the backend that `metadata.json` names; None if there is none of Megatron's."""
     path = folder / CONFIG_NAME
     try:
         with path.open("rb") as file:
@@ -56,7 +56,7 @@ class TorchDistFormat(CheckpointFormat):
     )
 
     def detect(self, path: Path) -> bool:
-        """Whether Megatron wrote it: the folder of a step, or the one with all steps."""
+        """Return whether Megatron wrote it: the folder of a step, or the one with all steps."""
         folder = find_iteration(path)
         if folder is None or not folder.is_dir():
             return False
@@ -64,13 +64,13 @@ class TorchDistFormat(CheckpointFormat):
         return backend_of(folder) is not None or (has_metadata and (folder / COMMON_NAME).exists())
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of the step that is asked for, or of the last one."""
+        """Return the checkpoint of the step that is asked for, or of the last one."""
         from reshard.checkpoint.formats.megatron.torch_dist.reader import read
 
         return read(find_iteration(path) or path)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """The checkpoint in the layouts of the manifest."""
+        """Return the checkpoint in the layouts of the manifest."""
         from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
         return bind_to_manifest(self.open(folder), manifest)
@@ -82,23 +82,23 @@ class TorchDistFormat(CheckpointFormat):
         return find_read_names(names)
 
     def is_own_value(self, name: str, value: Any) -> bool:
-        """Whether Megatron's files have such a value of their own."""
+        """Return whether Megatron's files have such a value of their own."""
         from reshard.checkpoint.formats.megatron.common_state import is_own_value
 
         return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """The states beside the tensors."""
+        """Return the states beside the tensors."""
         return (COMMON_NAME, CONFIG_NAME)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Chunks in one file a rank."""
+        """Return chunks in one file a rank."""
         from reshard.checkpoint.formats.megatron.torch_dist.writer import plan_files
 
         return plan_files(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The states beside the tensors, and `.metadata`."""
+        """Return the states beside the tensors, and `.metadata`."""
         from reshard.checkpoint.formats.megatron.torch_dist.writer import list_final_files
 
         return list_final_files(write_plan)

@@ -70,7 +70,7 @@ _OBJECT = re.compile(_PREFIX + r"(\w+)/shard_0_1$")
 
 
 def is_of_buckets(name: str) -> bool:
-    """Whether a tensor or an object of `torch_dist` is a part of optimizer state in buckets.
+    """Return whether a tensor or an object of `torch_dist` is a part of optimizer state in buckets.
 
     >>> is_of_buckets("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
     True
@@ -105,7 +105,7 @@ class BucketSpace:
         return any(map(is_of_buckets, (*self._found.tensors, *self._found.items)))
 
     def tensors(self, weights: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-        """The optimizer state of weights, by the names of all training formats."""
+        """Return the optimizer state of weights, by the names of all training formats."""
         buffers = self._collect()
         self._read_groups()
         try:
@@ -224,7 +224,7 @@ class BucketSpace:
 
 
 def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
-    """The parameters of the model in the order of its modules."""
+    """Return the parameters of the model in the order of its modules."""
     is_local = arguments.get("transformer_impl") == "local"
     is_grouped = bool(arguments.get("moe_grouped_gemm"))
     keys = {
@@ -242,7 +242,7 @@ def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _find_place(sizes: Parallelism, rank: int, *, is_expert: bool) -> RankPlace:
-    """The place of a model-parallel rank: tensor parallelism counts first."""
+    """Return the place of a model-parallel rank: tensor parallelism counts first."""
     tp, rest = rank % sizes.tp, rank // sizes.tp
     return RankPlace(tp, rest // sizes.ep, rest % sizes.ep) if is_expert else RankPlace(tp, rest)
 
@@ -267,7 +267,7 @@ def _list_parameters(
 def _find_lengths(
     stored: _Buffer, parameters: Sequence[BufferedParameter], arguments: Mapping[str, Any]
 ) -> BufferPlan | None:
-    """The plan of a buffer whose lengths are those that are stored."""
+    """Return the plan of a buffer whose lengths are those that are stored."""
     sizes = bucket_sizes(arguments)
     if stored.flat:
         lengths = {tensor.shape[0] for tensor, _ in stored.flat.values()}
@@ -282,7 +282,7 @@ _Block = tuple[str, DType, BufferedParameter, list[StoredBox]]
 
 
 def _list_blocks(stored: _Buffer, plan: BufferPlan) -> Iterator[_Block]:
-    """Of each key the block of each parameter, in the boxes that it is stored in."""
+    """Yield of each key the block of each parameter, in the boxes that it is stored in."""
     for key, (tensor, item) in stored.flat.items():
         itemsize_bytes = tensor.dtype.itemsize_bytes
         ahead = item.place.start_bytes + tensor.view.offset * itemsize_bytes

@@ -132,7 +132,7 @@ def _read_common(folder: Path) -> CommonState:
 
 
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
-    """The tensors by the names of modules, optimizer state behind its parameter."""
+    """Yield the tensors by the names of modules, optimizer state behind its parameter."""
     reshaped = found.attributes.get("mcore_data")
     reshaped = reshaped if isinstance(reshaped, Mapping) else {}
 
@@ -178,7 +178,7 @@ def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]
 def _name_checksums(
     checksums: Iterable[StoredChecksum], tensors: Mapping[str, StoredTensor]
 ) -> Iterator[StoredChecksum]:
-    """The checksums of archives, each under the first tensor that lies in it."""
+    """Yield the checksums of archives, each under the first tensor that lies in it."""
     names: dict[tuple[str, int], str] = {}
     for name, tensor in tensors.items():
         for address in tensor.binding.addresses.values():
@@ -194,7 +194,7 @@ _SHAPE_KEY = "nd_reformulated_orig_global_shape"
 
 
 def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
-    """A tensor of blocks and elements as the tensor that it was; `described` has its shape.
+    """Return a tensor of blocks and elements as the tensor that it was; `described` has its shape.
 
     Raises:
         FormatError: a shape that its blocks do not make.
@@ -217,7 +217,7 @@ def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
 
 
 def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[StoredBox]:
-    """The boxes of the true tensor, block by block."""
+    """Yield the boxes of the true tensor, block by block."""
     itemsize_bytes = tensor.dtype.itemsize_bytes
     for one in list_stored_boxes(tensor):
         # A chunk is of one block, but a tensor that is put together may have boxes of several.

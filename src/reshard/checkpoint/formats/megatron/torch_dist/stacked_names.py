@@ -40,7 +40,7 @@ _HALF = re.compile(r"^(.*linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 
 
 def has_stacks(key: str) -> bool:
-    """Whether a tensor of that name holds layers or experts.
+    """Return whether a tensor of that name holds layers or experts.
 
     >>> has_stacks("decoder.layers.mlp.linear_fc1.weight"), has_stacks("decoder.layers.0.mlp")
     (True, False)
@@ -49,7 +49,7 @@ def has_stacks(key: str) -> bool:
 
 
 def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """The tensors that a stacked one holds, by the names of the modules; itself elsewhere."""
+    """Yield the tensors that a stacked one holds, by the names of the modules; itself elsewhere."""
     key = _EXPERT.sub(r".experts.local_experts.\1.", tensor.name)
     for pattern, into in ((_LAYERS, "{}."), (_EXPERTS, None)):
         match = pattern.search(key)
@@ -73,7 +73,7 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
 
 
 def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """Tensors with those halves joined that `singleton_local_shards` keeps apart."""
+    """Yield tensors with those halves joined that `singleton_local_shards` keeps apart."""
     waiting: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         match = _HALF.match(tensor.name)
@@ -95,7 +95,7 @@ def _rename(tensor: StoredTensor, name: str) -> StoredTensor:
 
 
 def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, StackedPlace]:
-    """Where `torch_dist` has each tensor, by the names of the modules.
+    """Return where `torch_dist` has each tensor, by the names of the modules.
 
     Args:
         layouts: element type and layout by name.
@@ -122,7 +122,7 @@ _Shapes = Mapping[str, tuple[object, tuple[int, ...]]]
 
 
 def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
-    """The places of experts that are complete, from 0 on, and of one shape."""
+    """Return the places of experts that are complete, from 0 on, and of one shape."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _LOCAL_EXPERT.search(name)
@@ -140,7 +140,7 @@ def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
 
 
 def _find_alike_layers(shapes: _Shapes) -> dict[str, int]:
-    """The rows of layers of which all have the same tensors, with their number."""
+    """Return the rows of layers of which all have the same tensors, with their number."""
     rows: dict[str, dict[int, set[tuple[object, ...]]]] = {}
     for name, kind in shapes.items():
         match = _LAYER.match(name)

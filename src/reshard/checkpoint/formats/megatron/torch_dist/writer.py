@@ -62,7 +62,7 @@ _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
 
 
 def plan_files(new: NewCheckpoint) -> WritePlan:
-    """Chunks in one file a rank, and extra states that the source lacks in one more.
+    """Return chunks in one file a rank, and extra states that the source lacks in one more.
 
     Raises:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
@@ -87,7 +87,7 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
 
 
 def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-    """`common.pt`, `metadata.json`, and `.metadata` last."""
+    """Yield `common.pt`, `metadata.json`, and `.metadata` last."""
     places = _find_all_places(write_plan.tensors, write_plan.values)
     _, objects = _extra_states(places, write_plan.items)
     is_stacked = any(place.counts for place in places.values())
@@ -109,7 +109,7 @@ def _is_distributed(values: Mapping[str, Any]) -> bool:
 def _find_all_places(
     tensors: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, StackedPlace]:
-    """Where each tensor is stored: weights, and the state under each key of the optimizer."""
+    """Return the place in a stack of each weight, and of each tensor of optimizer state."""
     by_key: dict[str, dict[str, str]] = {}
     for name in tensors:
         parameter, key = split_state_name(name) or (name, "")
@@ -141,7 +141,7 @@ def _find_all_places(
 def _extra_states(
     places: Mapping[str, StackedPlace], items: Collection[str]
 ) -> tuple[bytes, dict[str, StoredBytes]]:
-    """The extra states of linear layers that the items lack: their bytes, and where each lies."""
+    """Return the missing extra states of linear layers: their bytes, and the location of each."""
     nothing = saved_bytes([None])
     content, objects = b"", {}
     for place in places.values():
@@ -158,7 +158,7 @@ def _extra_states(
 
 
 def _common_state(write_plan: WritePlan, is_stacked: bool) -> dict[str, Any]:
-    """The nested state of `common.pt`."""
+    """Return the nested state of `common.pt`."""
     values = {
         name: value
         for name, value in write_plan.values.items()
@@ -188,7 +188,7 @@ def _axis_sizes(write_plan: WritePlan) -> dict[str, int]:
 
 
 def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, Any]:
-    """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
+    """Return the optimizer's state without tensors, if needed for dense parameters and experts."""
     groups, step = groups_of(write_plan.values), step_of(write_plan.values)
 
     def make(of_experts: bool) -> dict[str, Any]:
