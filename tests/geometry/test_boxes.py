@@ -168,14 +168,14 @@ def test_what_parts_have(first: list[Run], second: list[Run]) -> None:
     ]
     wanted = [set().union(*(range(a, b) for of, a, b in second if of == p)) for p in range(PARTS)]
     mine, others = columns(first), columns(second)
-    for low, high, sets in zip(*(hull.tolist() for hull in mine.hulls()), held, strict=True):
+    for low, high, sets in zip(*(hull.tolist() for hull in mine.bounds()), held, strict=True):
         every = set().union(*sets)
         assert (low, high) == ((min(every), max(every) + 1) if every else (0, 0))
     for part, sets in enumerate(held):
         twice = sum(map(len, sets)) > len(set().union(*sets))
         assert mine.has_twice(np.array([part])) == twice
     hulls = [
-        list(zip(*(hull.tolist() for hull in of.hulls()), strict=True)) for of in (mine, others)
+        list(zip(*(hull.tolist() for hull in of.bounds()), strict=True)) for of in (mine, others)
     ]
     pairs = [
         (a, b)

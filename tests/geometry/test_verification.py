@@ -375,7 +375,7 @@ def test_the_error_says_which_transfer_is_wrong() -> None:
 def test_a_plan_of_its_own_is_compared_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = example("mesh transposed")
     monkeypatch.setattr(LayoutChange, "lower_bound_elements", 25)
-    with pytest.raises(PlanError, match="moves 26 elements where 25 suffice"):
+    with pytest.raises(PlanError, match="moves 26 elements, but 25 suffice"):
         plan.verify()
 
 

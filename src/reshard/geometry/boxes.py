@@ -37,27 +37,30 @@ from numpy.typing import NDArray
 
 from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
 
-# The most candidates that are compared at a time: columns of 8 MiB.
+# Number of candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
-# Bands are tried where there are more candidates for a box than this.
+# Bands are tried if there are more candidates per box than this.
 _MANY = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes `start:stop`, both of shape `(dims, boxes)`, none of them empty."""
+    """Boxes `start:stop`, both arrays of shape `(dims, boxes)`; none is empty."""
 
     start: IntArray
     stop: IntArray
 
     @property
     def count(self) -> int:
-        """How many boxes there are."""
+        """Number of boxes."""
         return int(self.start.shape[1])
 
 
 class Intervals:
-    """Intervals of a line, none empty. Interval `i` belongs to `owner[i]`; itself when None."""
+    """Non-empty intervals of a line.
+
+    Interval `i` belongs to `owner[i]`, or to `i` if `owner` is None.
+    """
 
     def __init__(self, start: IntArray, stop: IntArray, owner: IntArray | None = None) -> None:
         self.start, self.stop = start, stop
@@ -66,8 +69,10 @@ class Intervals:
         self._rising = start[self.by_start]
 
     def beginning_inside(self, other: Intervals, after: bool) -> tuple[IntArray, IntArray]:
-        """For each interval of `other` the stretch of `by_start` that begins inside it, as its
-        first and its length; with `after`, without those that begin where it begins.
+        """Return for each interval of `other` the range of `by_start` that begins inside it.
+
+        The range is given by its first position and its length. With `after`, intervals that begin
+        at the same index are excluded.
         """
         low = np.searchsorted(self._rising, other.start, side="right" if after else "left")
         high = np.searchsorted(self._rising, other.stop, side="left")
@@ -75,27 +80,29 @@ class Intervals:
 
 
 def intersect_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[IntArray, IntArray]]:
-    """The owners of all intervals that meet, each pair of intervals once, in blocks.
+    """Yield the owners of all pairs of intervals that intersect, each pair once, in blocks.
 
     >>> a = Intervals(np.array([0, 5]), np.array([4, 9]))
     >>> b = Intervals(np.array([3, 4]), np.array([6, 5]))
     >>> [(i.tolist(), j.tolist()) for i, j in intersect_intervals(a, b)]
     [([0], [0]), ([1], [0])]
     """
-    # Of two intervals that meet one begins inside the other. Where both begin at once, only the
-    # first pass counts them, so that every pair comes once.
+    # If two intervals intersect, one begins inside the other. Pairs with equal starts are found
+    # by the first pass only, so that every pair occurs once.
     for outer, inner, after in ((first, second, False), (second, first, True)):
         low, count = inner.beginning_inside(outer, after)
         ends = np.cumsum(count)
         begin = 0
         while begin < len(count):
-            # At least one interval a block, however many begin inside it.
+            # A block has at least one interval, however many begin inside it.
             limit = (ends[begin - 1] if begin else 0) + _BLOCK
             end = max(int(np.searchsorted(ends, limit, side="right")), begin + 1)
-            some = slice(begin, end)
+            block = slice(begin, end)
             begin = end
-            over = np.repeat(np.arange(some.start, some.stop), count[some])
-            under = inner.by_start[np.repeat(low[some], count[some]) + ragged_arange(count[some])]
+            over = np.repeat(np.arange(block.start, block.stop), count[block])
+            under = inner.by_start[
+                np.repeat(low[block], count[block]) + ragged_arange(count[block])
+            ]
             if not len(over):
                 continue
             over = over if outer.owner is None else outer.owner[over]
@@ -106,9 +113,9 @@ def intersect_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[I
 def intersect_boxes(
     first: Boxes, second: Boxes, shape: Sequence[int]
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """The numbers of boxes of a tensor of `shape` that meet, in blocks, in no given order.
+    """Yield the numbers of all pairs of boxes that intersect, in blocks, in no particular order.
 
-    Where bands are taken a pair may come more than once.
+    The boxes are of a tensor of `shape`. If bands are used, a pair may occur more than once.
 
     >>> a = Boxes(np.array([[0, 1]]), np.array([[1, 4]]))
     >>> b = Boxes(np.array([[0, 2]]), np.array([[2, 4]]))
@@ -119,13 +126,13 @@ def intersect_boxes(
         return
     line = _choose_intervals(first, second, shape)
     for i, j in intersect_intervals(*line):
-        # Meeting on the line is necessary; boxes meet where they do in every dimension.
-        meet = np.ones(len(i), dtype=bool)
+        # Intersecting on the line is necessary; boxes intersect if they do in every dimension.
+        intersects = np.ones(len(i), dtype=bool)
         for d in range(len(shape)):
-            meet &= first.start[d][i] < second.stop[d][j]
-            meet &= second.start[d][j] < first.stop[d][i]
-        if not meet.all():
-            i, j = i[meet], j[meet]
+            intersects &= first.start[d][i] < second.stop[d][j]
+            intersects &= second.start[d][j] < first.stop[d][i]
+        if not intersects.all():
+            i, j = i[intersects], j[intersects]
         if len(i):
             yield i, j
 
@@ -135,7 +142,7 @@ _IntervalSides = tuple[Intervals, Intervals]
 
 def _choose_intervals(first: Boxes, second: Boxes, shape: Sequence[int]) -> _IntervalSides:
     lines: list[_IntervalSides] = []
-    # Numbers of elements that outgrow 64 bits have no line.
+    # Row-major numbers beyond 64 bits are not supported.
     if math.prod(shape) < 2**62:
         lines.append((_number_row_major(first, shape), _number_row_major(second, shape)))
     dims = [
@@ -145,7 +152,7 @@ def _choose_intervals(first: Boxes, second: Boxes, shape: Sequence[int]) -> _Int
     lines += dims
     counts = [_count_candidates(line) for line in lines]
     best = min(range(len(lines)), key=counts.__getitem__)
-    # No line separates the boxes well: the two best dimensions together may.
+    # If no line separates the boxes well, the two best dimensions together may.
     if counts[best] > _MANY * (first.count + second.count) and len(dims) > 1:
         of_dims = counts[len(counts) - len(dims) :]
         a, b = sorted(range(len(dims)), key=of_dims.__getitem__)[:2]
@@ -176,11 +183,12 @@ def _number_row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
 def _cut_into_bands(
     first: Boxes, second: Boxes, a: int, b: int, size: int, most: int
 ) -> _IntervalSides | None:
-    """Dimension `b`, of length `size`, once for each band of dimension `a`; None where that is
-    more than `most` intervals.
+    """Return dimension `b`, of length `size`, once for each band of dimension `a`.
+
+    Return None if that makes more than `most` intervals.
     """
     starts = np.sort(np.concatenate((first.start[a], second.start[a])))
-    # About as many bands as the root of the boxes, and in each about as many boxes begin.
+    # About as many bands as the square root of the boxes; about as many boxes begin in each.
     edges = np.unique(starts[:: math.isqrt(len(starts)) + 1])
     sides = []
     for boxes in (first, second):
@@ -192,7 +200,7 @@ def _cut_into_bands(
     line = []
     for boxes, low, count in sides:
         owner = np.repeat(np.arange(boxes.count), count)
-        # Band `k` is the stretch `k * size:(k + 1) * size` of the line, so bands never meet.
+        # Band `k` is the section `k * size:(k + 1) * size` of the line, so bands do not intersect.
         base = (np.repeat(low, count) + ragged_arange(count)) * size
         line.append(Intervals(base + boxes.start[b][owner], base + boxes.stop[b][owner], owner))
     return line[0], line[1]
@@ -212,27 +220,27 @@ class PartRuns:
 
     @classmethod
     def of(cls, parts: int, part: IntArray, start: IntArray, stop: IntArray) -> PartRuns:
-        """From columns of the runs, in any order."""
+        """Build from columns of the runs, in any order."""
         row = np.argsort(part, kind="stable")
         return cls(np.searchsorted(part[row], np.arange(parts + 1)), row, start, stop)
 
     @property
     def counts(self) -> IntArray:
-        """How many runs each part has: shape `(parts,)`."""
+        """Number of runs of each part, shape `(parts,)`."""
         return np.diff(self.begin)
 
-    def hulls(self) -> tuple[IntArray, IntArray]:
-        """The first index of each part, and the one behind its last; equal where it has none."""
+    def bounds(self) -> tuple[IntArray, IntArray]:
+        """Return the first index of each part and the end of its last run; equal if it has none."""
         low, high = np.zeros((2, len(self.begin) - 1), dtype=np.int64)
-        # Parts without runs are left out: reduceat would give them the value of another part.
-        some = np.flatnonzero(self.counts)
-        if len(some):
-            low[some] = np.minimum.reduceat(self.start[self.row], self.begin[some])
-            high[some] = np.maximum.reduceat(self.stop[self.row], self.begin[some])
+        # Parts without runs are excluded: reduceat would return the value of another part.
+        filled = np.flatnonzero(self.counts)
+        if len(filled):
+            low[filled] = np.minimum.reduceat(self.start[self.row], self.begin[filled])
+            high[filled] = np.maximum.reduceat(self.stop[self.row], self.begin[filled])
         return low, high
 
     def has_twice(self, part: IntArray) -> bool:
-        """Whether one of the parts has an index twice."""
+        """Return whether any of the parts contains an index twice."""
         part = part[self.counts[part] > 1]
         _, left, right = intersect_runs(self, self, part, part)
         return bool((left != right).any())
@@ -241,9 +249,10 @@ class PartRuns:
 def intersect_runs(
     first: PartRuns, second: PartRuns, a: IntArray, b: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """For pairs of parts, `a` of the first and `b` of the second, the runs that share an index.
+    """Return the runs that share an index, for pairs of parts `a` of `first` and `b` of `second`.
 
-    Columns of the number of the pair, the run of `a` and the run of `b`, in no given order.
+    The result is columns of the number of the pair, the run of `a` and the run of `b`, in no
+    particular order.
 
     >>> runs = PartRuns.of(2, *(np.array(c) for c in ([0, 1, 0], [0, 3, 5], [4, 6, 9])))
     >>> [column.tolist() for column in intersect_runs(runs, runs, np.array([0]), np.array([1]))]
@@ -254,11 +263,13 @@ def intersect_runs(
     of_b, at_b = ragged_ranges(second.begin[b], second.counts[b])
     run_a, run_b = first.row[at_a], second.row[at_b]
     if isinstance(of_a, slice) and isinstance(of_b, slice):
-        # One run each: row `i` is pair `i`.
-        meet = (first.start[run_a] < second.stop[run_b]) & (second.start[run_b] < first.stop[run_a])
-        return pair[meet], run_a[meet], run_b[meet]
+        # A single run each: row `i` is pair `i`.
+        intersects = (first.start[run_a] < second.stop[run_b]) & (
+            second.start[run_b] < first.stop[run_a]
+        )
+        return pair[intersects], run_a[intersects], run_b[intersects]
     pair_a, pair_b = pair[of_a], pair[of_b]
-    # Pair `i` has the stretch from `i * width` on, so runs of different pairs never meet.
+    # Pair `i` has the section from `i * width` on, so runs of different pairs do not intersect.
     width = max(int(first.stop.max(initial=0)), int(second.stop.max(initial=0)))
     blocks = list(
         intersect_intervals(
@@ -273,15 +284,15 @@ def intersect_runs(
 
 
 def share_an_index(first: PartRuns, second: PartRuns, a: IntArray, b: IntArray) -> BoolArray:
-    """Of pairs of parts whose hulls meet, whether the parts share an index."""
-    # Parts of one run each are their hulls, and those meet.
-    found = np.ones(len(a), dtype=bool)
-    many = np.flatnonzero((first.counts[a] > 1) | (second.counts[b] > 1))
-    if len(many):
+    """Return whether the parts of each pair share an index, for parts whose bounds intersect."""
+    # Parts of a single run are equal to their bounds, which intersect.
+    shares = np.ones(len(a), dtype=bool)
+    several = np.flatnonzero((first.counts[a] > 1) | (second.counts[b] > 1))
+    if len(several):
         parts = len(second.begin) - 1
-        asked = a[many] * parts + b[many]
+        asked = a[several] * parts + b[several]
         code = distinct(asked)
         shared = np.zeros(len(code), dtype=bool)
         shared[intersect_runs(first, second, code // parts, code % parts)[0]] = True
-        found[many] = shared[np.searchsorted(code, asked)]
-    return found
+        shares[several] = shared[np.searchsorted(code, asked)]
+    return shares

@@ -43,9 +43,9 @@ BoolArray = NDArray[np.bool_]
 class Replicas:
     """The keys of a placement, in rising order of contribution and parts.
 
-    The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, one a slot, in the order of their
-    slots, which are beside them in `slot`; `first[k]` is the first of them. `slot_key` is
-    `key * slots + slot` for each entry of `cells`, rising.
+    The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, at most one per slot, in the order of
+    their slots, which are in `slot`; `first[k]` is the first of them. `slot_key` is `key * slots +
+    slot` for each entry of `cells`, rising.
     """
 
     slots: int
@@ -57,24 +57,24 @@ class Replicas:
 
     @property
     def keys(self) -> int:
-        """How many different keys there are."""
+        """Number of keys."""
         return len(self.first)
 
     def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
-        """The cell of a key that lies on a slot, or -1 where the slot has no copy."""
+        """Return the cell of each key on a slot, or -1 if the slot has no replica."""
         if not len(self.cells):
             return np.full(len(key), -1, dtype=np.int64)
         real = (key >= 0) & (slot < self.slots)
-        at, found = find_in(self.slot_key, np.where(real, key * self.slots + slot, -1))
-        return np.where(found, self.cells[at], -1)
+        at, is_present = find_in(self.slot_key, np.where(real, key * self.slots + slot, -1))
+        return np.where(is_present, self.cells[at], -1)
 
 
 @lru_cache(maxsize=256)
 def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
-    """The keys of a placement, and the cells that are copies of each.
+    """Return the keys of a placement, and the cells that are replicas of each.
 
-    A slot may have a key twice, in two places of its memory. Then only the first is a copy; or,
-    with `apart`, the second cells of all slots are copies of a key of their own.
+    A slot may have a key twice, in two places of its memory. Then only the first is a replica; or,
+    with `apart`, the second cells of all slots are replicas of a key of their own.
 
     >>> twice = Placement(np.array([0, 0, 1]), np.array([[5], [5], [5]]), np.array([0, 0, 0]))
     >>> find_replicas(twice).begin.tolist(), find_replicas(twice, apart=True).cells.tolist()
@@ -85,16 +85,16 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     for dimension in range(placement.part.shape[1]):
         part = placement.part[:, dimension]
         size = int(part.max(initial=0)) + 1
-        # Before a number outgrows 64 bits it is replaced by its rank, as in `holders.KeyCode`.
+        # Before a number exceeds 64 bits it is replaced by its rank, as in `KeyCode`.
         if bound * size >= 2**62:
-            known = distinct(code)
-            code, bound = np.searchsorted(known, code), len(known)
+            prefixes = distinct(code)
+            code, bound = np.searchsorted(prefixes, code), len(prefixes)
         code, bound = code * size + part, bound * size
-    # Small numbers are sorted by their digits, in time that only grows with the cells.
+    # NumPy sorts 16-bit integers by radix, in linear time.
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
     code, slot = code[order], placement.slot[order]
     new = np.diff(code, prepend=-1) != 0
-    # Cells are in the order of slots and the sort is stable, so a slot's second cell of a key
+    # Cells are ordered by slot and the sort is stable, so the second cell of a slot with a key
     # follows its first.
     again = ~new & (np.diff(slot, prepend=-1) == 0)
     if again.any() and not apart:
@@ -114,11 +114,11 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
 
 @lru_cache(maxsize=256)
 def replica_turns(placement: Placement) -> IntArray:
-    """For each cell a number by which copies that want the same take different turns.
+    """Return for each cell a number by which replicas take different turns at the holders.
 
-    It is the first slot that wants it, and the place of the cell's slot among all that do: so
-    copies spread over those who can send, and different keys begin with different ones. What
-    slots behind the others want changes nothing of it.
+    It is the first slot with the cell's key, plus the position of the cell's slot among those with
+    the key. So replicas spread over the holders, and different keys begin with different holders.
+    Adding slots at the end does not change the numbers of the others.
 
     >>> placement = Placement(np.arange(4), np.array([[0], [1], [0], [1]]), np.zeros(4, int))
     >>> replica_turns(placement).tolist()
@@ -132,37 +132,39 @@ def replica_turns(placement: Placement) -> IntArray:
 
 
 def _times_in_a_row(again: BoolArray) -> IntArray:
-    """How many true entries end at each place, without a false one between."""
-    # The count of true entries, less what it was at the last false one.
+    """Return the number of consecutive true entries that end at each position."""
+    # The count of true entries, minus the count at the last false entry.
     count = np.cumsum(again)
     times: IntArray = count - np.maximum.accumulate(np.where(again, 0, count))
     return times
 
 
 def find_in(
-    values: IntArray, wanted: IntArray, known: BoolArray | None = None
+    values: IntArray, sought: IntArray, valid: BoolArray | None = None
 ) -> tuple[IntArray, BoolArray]:
-    """Where in the rising `values` each wanted one is, and whether it is there at all."""
+    """Return the position of each value of `sought` in the rising `values`, and whether it is
+    present.
+    """
     if not len(values):
-        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=bool)
+        return np.zeros(len(sought), dtype=np.int64), np.zeros(len(sought), dtype=bool)
     if values[-1] - values[0] == len(values) - 1:
-        # Without gaps a value's place is its distance from the first.
-        at = np.clip(wanted - values[0], 0, len(values) - 1)
-        found = values[at] == wanted
-        return at, found if known is None else found & known
-    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-    found = values[at] == wanted
-    return at, found if known is None else found & known
+        # Without gaps, the position of a value is its distance from the first.
+        at = np.clip(sought - values[0], 0, len(values) - 1)
+        is_present = values[at] == sought
+        return at, is_present if valid is None else is_present & valid
+    at = np.minimum(np.searchsorted(values, sought), len(values) - 1)
+    is_present = values[at] == sought
+    return at, is_present if valid is None else is_present & valid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionHolders:
-    """One dimension of the source as stretches, and the parts that hold them.
+    """A dimension of the source as stretches, and the parts that hold them.
 
-    `start`, `stop` and `holder_set` have shape `(stretches,)` and are sorted by start. Set `s`
-    has the parts `set_part[set_begin[s]:set_begin[s + 1]]`. `entry_key` lists
-    `stretch * parts + part` in rising order, with the local position of the stretch in that
-    part in `entry_local`. Where `is_single`, set `s` is part `s` alone.
+    `start`, `stop` and `holder_set` have shape `(stretches,)` and are sorted by start. Set `s` has
+    the parts `set_part[set_begin[s]:set_begin[s + 1]]`. `entry_key` lists `stretch * parts + part`
+    in rising order, with the local offset of the stretch in that part in `entry_local`. If
+    `is_single`, set `s` is part `s` alone.
     """
 
     parts: int
@@ -182,20 +184,20 @@ class DimensionHolders:
 
     @property
     def part_runs(self) -> PartRuns:
-        """The stretches of each part, where each is held by one."""
+        """The stretches of each part, if each has a single holder."""
         return PartRuns.of(self.parts, self.holder_set, self.start, self.stop)
 
     def local_start(self, stretch: IntArray, part: IntArray) -> IntArray:
-        """Where a stretch begins in the local order of a part that holds it."""
+        """Return the offset of each stretch in the local order of a part that holds it."""
         at = np.searchsorted(self.entry_key, stretch * self.parts + part)
         return self.entry_local[at]
 
 
 class KeyCode:
-    """One number for a contribution and a part a dimension, equal only for equal ones.
+    """A number for a contribution and a part per dimension, equal only for equal ones.
 
-    The number is positional. Where it would outgrow 64 bits, what was read so far is first
-    replaced by its rank among the prefixes that occur in the given cells of the layout.
+    The number is positional. Before it would exceed 64 bits, the prefix so far is replaced by its
+    rank among the prefixes that occur in the given cells of the layout.
     """
 
     def __init__(self, layout: Layout, cells: IntArray) -> None:
@@ -212,23 +214,25 @@ class KeyCode:
         self.of_cells: IntArray = code
 
     def of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
-        """The number of each contribution and parts; -1 where the layout has nothing like it."""
+        """Return the number of each contribution and parts, or -1 if the layout has no
+        such cell.
+        """
         code = contribution
-        known = np.ones(len(code), dtype=bool)
+        valid = np.ones(len(code), dtype=bool)
         for size, prefix, part in zip(self._sizes, self._prefixes, parts, strict=True):
             if prefix is not None:
-                code, known = find_in(prefix, code, known)
+                code, valid = find_in(prefix, code, valid)
             code = code * size + part
-        return np.where(known, code, -1)
+        return np.where(valid, code, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The whole source: dimensions, keys, and the cells that are copies of each key.
+    """The holders of a whole source: its dimensions, its keys, and the replicas of each key.
 
-    `keys` has shape `(keys,)`, rising; `copies` says which cells have key number `k`.
-    `is_exclusive` says that no element has two keys (of one contribution), and `is_grid` that
-    the parts of all keys are disjoint in every dimension.
+    `keys` has shape `(keys,)`, rising; `copies` has the cells of each key. `is_exclusive` means
+    that no element has two keys of the same contribution, `is_grid` that the parts of all keys are
+    disjoint in every dimension.
     """
 
     layout: Layout
@@ -241,12 +245,12 @@ class Holders:
 
     @property
     def cell_begin(self) -> IntArray:
-        """Where the cells of each key begin in `cells`: shape `(keys + 1,)`."""
+        """Offset of the cells of each key in `cells`, shape `(keys + 1,)`."""
         return self.copies.begin
 
     @property
     def cells(self) -> IntArray:
-        """The cells of all keys, those of one key in the order of their slots."""
+        """The cells of all keys, those of a key in the order of their slots."""
         return self.copies.cells
 
     @property
@@ -256,19 +260,19 @@ class Holders:
         return copies.slot_key // copies.slots * self.layout.slots + copies.slot
 
     def key_of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
-        """The key number of a contribution and a part a dimension, or -1 where no cell has it."""
-        at, found = find_in(self.keys, self.code.of(contribution, parts))
-        return np.where(found, at, -1)
+        """Return the key of each contribution and parts, or -1 if no cell has it."""
+        at, is_present = find_in(self.keys, self.code.of(contribution, parts))
+        return np.where(is_present, at, -1)
 
     def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
-        """The cell of a key that lies on a slot, or -1 where the slot has no copy."""
+        """Return the cell of each key on a slot, or -1 if the slot has no replica."""
         return self.copies.cell_on_slot(key, slot)
 
 
-# A model has few different sources, and many targets for each.
+# A model has few distinct sources, and many targets for each.
 @lru_cache(maxsize=128)
 def find_holders(layout: Layout) -> Holders:
-    """The holders of each element of `layout`, as a source."""
+    """Return the holders of each element of `layout` as a source."""
     copies = find_replicas(layout.placement)
     key_code = KeyCode(layout, copies.first)
     runs = [_find_stretches(table) for table in layout.tables]
@@ -281,12 +285,12 @@ def find_holders(layout: Layout) -> Holders:
 
 @lru_cache(maxsize=256)
 def _find_stretches(table: RunTable) -> DimensionHolders:
-    """The runs of a table that may be sources, each held by its one part."""
+    """Return the runs of a table that may be sources, each held by its part alone."""
     single = table.single_runs()
     single = single.take((single.role == OWNED) | (single.role == FRESH_HALO))
     single = single.take(np.argsort(single.start, kind="stable"))
     stretch = np.arange(len(single.part))
-    # Set `p` is part `p` alone, so the sets' parts are all parts in order.
+    # Set `p` is part `p` alone, so the parts of the sets are all parts in order.
     every_part = np.arange(table.parts + 1)
     key = stretch * table.parts + single.part
     return DimensionHolders(
@@ -303,28 +307,28 @@ def _find_stretches(table: RunTable) -> DimensionHolders:
 
 
 def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]) -> bool:
-    """Whether the parts that the given cells take are disjoint in every dimension."""
+    """Return whether the parts that the given cells take are disjoint in every dimension."""
     for d, dimension in enumerate(dimensions):
         used = np.zeros(dimension.parts, dtype=bool)
         used[layout.cell_part[cells, d]] = True
         runs = used[dimension.holder_set]
         start, stop = dimension.start[runs], dimension.stop[runs]
-        # Sorted by start, runs overlap where one begins before the furthest stop so far.
+        # Runs are sorted by start; a run overlaps if it begins before the furthest stop so far.
         if (start[1:] < np.maximum.accumulate(stop)[:-1]).any():
             return False
     return True
 
 
 def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]) -> bool:
-    """Whether the given cells, one a key, have no element twice within a contribution."""
+    """Return whether the given cells, one per key, share no element within a contribution."""
     runs = [dimension.part_runs for dimension in dimensions]
     part = layout.cell_part[cells]
-    boxes, cell = hulls(layout, layout.cell_contribution[cells], part, runs)
-    # A part has an index twice: only stretches cut at every edge tell them apart.
+    boxes, cell = bounding_boxes(layout, layout.cell_contribution[cells], part, runs)
+    # If a part has an index twice, only stretches divided at every edge separate them.
     if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
         return False
     for left, right in intersect_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
-        # Each pair of cells once, and no cell with itself.
+        # Each pair of cells once, and no cell paired with itself.
         other = left < right
         a, b = part[cell[left[other]]], part[cell[right[other]]]
         share = np.ones(len(a), dtype=bool)
@@ -335,19 +339,19 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[Dimensi
     return True
 
 
-def hulls(
+def bounding_boxes(
     layout: Layout, contribution: IntArray, part: IntArray, runs: list[PartRuns]
 ) -> tuple[Boxes, IntArray]:
-    """The hulls of cells, as boxes of a tensor with the contributions as its first dimension.
+    """Return the bounding boxes of cells, with the contribution as their first dimension.
 
-    The cells are given by a contribution and a part of each dimension, and the runs of the parts
-    are those of `runs`. Cells without an element have none; box `i` is of cell `cell[i]`.
+    The cells are given by a contribution and a part of each dimension, and `runs` are the runs of
+    these parts. Cells without elements have no box; box `i` is that of cell `cell[i]`.
     """
     size = (layout.ndim + 1, len(contribution))
     start, stop = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
     start[0], stop[0] = contribution, contribution + 1
     for d, of in enumerate(runs, start=1):
-        low, high = of.hulls()
+        low, high = of.bounds()
         start[d], stop[d] = low[part[:, d - 1]], high[part[:, d - 1]]
     cell = np.flatnonzero((start < stop).all(axis=0))
     if len(cell) < len(contribution):
@@ -357,25 +361,25 @@ def hulls(
 
 @lru_cache(maxsize=256)
 def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
-    """Cut the stretches at every boundary, and collect the parts that hold each piece."""
-    # A piece lies between two neighbouring edges. Rows are pieces with a run that contains them.
+    """Divide the stretches at every boundary, and collect the parts that hold each piece."""
+    # A piece is between two adjacent edges. Rows are pieces with a run that contains them.
     edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
     low = np.searchsorted(edges, dimension.start)
     count = np.searchsorted(edges, dimension.stop) - low
     run = np.repeat(np.arange(len(count)), count)
     piece = np.repeat(low, count) + ragged_arange(count)
     key = piece * dimension.parts + dimension.holder_set[run]
-    # A part that has a piece twice holds it once, where it has it first.
+    # A part that has a piece twice holds it once, at its first offset.
     key, first = np.unique(key, return_index=True)
     piece, run = piece[first], run[first]
     local = dimension.entry_local[run] + edges[piece] - dimension.start[run]
     begin = np.flatnonzero(np.diff(piece, prepend=-1))
     members = np.split(key % dimension.parts, begin[1:]) if len(begin) else []
-    # Pieces that the same parts hold share a set; equal lists of parts have equal bytes.
+    # Pieces held by the same parts share a set; equal lists of parts have equal bytes.
     numbers: dict[bytes, int] = {}
     holder_set = [numbers.setdefault(group.tobytes(), len(numbers)) for group in members]
     sets = [np.frombuffer(group, dtype=np.int64) for group in numbers]
-    # Pieces without a holder are no stretches.
+    # Pieces without a holder are not stretches.
     held = piece[begin]
     stretch_of_piece = np.repeat(np.arange(len(held)), np.diff(np.append(begin, len(piece))))
     return DimensionHolders(

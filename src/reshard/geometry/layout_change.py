@@ -1,13 +1,13 @@
-"""The change from one layout of a tensor to another: what moves, what stays, and the least.
+"""The change from one layout of a tensor to another: the boxes that move and that stay.
 
-A `LayoutChange` is geometry: for one shape and two layouts, which boxes go from which slot to
-which. It is a value, found without looking at any data, the same on every rank.
+A `LayoutChange` is geometry: for a shape and two layouts, the boxes that are copied from each slot
+to each other. It is a value that depends on no data and is the same on every rank.
 
-1. `holders`: who holds each element of the source;
-2. `overlap`: along each dimension, what each target part takes from whom;
-3. `routes`: the product of the dimensions, and a canonical sender for each, which says where the
-   elements can be read; who sends them in an exchange is decided by `reshard.plans`;
-4. `transfers`: routes written out as boxes, for one rank or for all.
+1. `holders`: the slots that hold each element of the source;
+2. `overlap`: along each dimension, the indices each target part takes from each holder;
+3. `routes`: the product of the dimensions, with a canonical sender for each, from which the
+   elements can be read; the senders of an exchange are chosen by `reshard.plans`;
+4. `transfers`: routes expanded to boxes, for a rank or for all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from reshard.runs import IntArray
 
 
 class LayoutChange(Interned):
-    """The change from `source` to `target`, both of one shape, in elements.
+    """The change from `source` to `target`, two layouts of one shape, in elements.
 
-    It is the part of a plan that all tensors of the same two layouts share. Slots of the same
-    number in both layouts are the same place: what a slot holds already stays there.
+    The plans of all tensors with the same two layouts share it. Slots of the same number in both
+    layouts are the same memory: elements that a slot holds already stay there.
 
     >>> from reshard import DeviceMesh, spec
     >>> mesh = DeviceMesh.of(x=2, y=3)
@@ -80,7 +80,9 @@ class LayoutChange(Interned):
 
     @property
     def is_determined(self) -> bool:
-        """Whether each element of the source has one holder, so that senders are not chosen."""
+        """Whether each element of the source has a single holder, so that senders are
+        not chosen.
+        """
         return self.holders.is_exclusive and len(self.holders.cells) == len(self.holders.keys)
 
     @cached_property
@@ -90,7 +92,7 @@ class LayoutChange(Interned):
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The overlap of both layouts, one a dimension."""
+        """The overlap of both layouts in each dimension."""
         return self._finder.overlaps
 
     @cached_property
@@ -99,19 +101,19 @@ class LayoutChange(Interned):
 
     @cached_property
     def routes(self) -> Routes:
-        """All routes. Raises PlanError when the source leaves out an element."""
+        """All routes. Raises PlanError if the source lacks an element."""
         return self._finder.into(np.arange(self.target.cells))
 
     def routes_into(self, rank: int) -> Routes:
-        """The routes that end on a rank, those that stay included."""
+        """Return the routes that end on a rank, including those that stay."""
         cells = self.target.cells_of(rank) if rank < self.target.slots else range(0)
-        # Most ranks have no part in most tensors of a model; then nothing is built.
+        # Most ranks have no part in most tensors of a model.
         if not cells:
             return Routes.none(self.target.ndim)
         return self._finder.into(np.arange(cells.start, cells.stop))
 
     def routes_out_of(self, rank: int) -> Routes:
-        """The routes that begin on a rank and end on another."""
+        """Return the routes from a rank to other ranks."""
         if rank >= self.source.slots or not self.source.cells_of(rank):
             return Routes.none(self.target.ndim)
         return self._finder.out_of(rank)
@@ -122,7 +124,7 @@ class LayoutChange(Interned):
         return self.pieces_of(self.routes)
 
     def pieces_of(self, routes: Routes) -> tuple[RoutePieces, ...]:
-        """For each dimension, the pieces of every one of some routes."""
+        """Return for each dimension the pieces of the given routes."""
         return tuple(
             overlap.pieces(routes.pair[d], self.source.cell_part[routes.source_cell, d])
             for d, overlap in enumerate(self.overlaps)
@@ -130,22 +132,23 @@ class LayoutChange(Interned):
 
     @cached_property
     def transfers(self) -> Transfers:
-        """Every box, those that stay included."""
+        """All boxes, including those that stay."""
         return self.expand(self.routes)
 
     def expand(self, routes: Routes) -> Transfers:
-        """Routes written out as boxes."""
+        """Expand routes to boxes."""
         boxes = expand(self.source, self.target, self.overlaps, routes)
-        # Where no element has two keys, the pieces were joined dimension by dimension already.
+        # If no element has two keys, the pieces are joined dimension by dimension already.
         return boxes if self.holders.is_exclusive else coalesce(boxes)
 
     def for_rank(self, rank: int) -> Transfers:
-        """The transfers of one rank: to it, within it and from it, found without the others'.
+        """Return the transfers of a rank: to it, within it and from it.
 
-        Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
+        They are computed without those of other ranks. Raises LayoutError for an invalid rank; a
+        rank beyond both layouts has no transfers.
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-            raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
+            raise LayoutError(f"rank {rank!r}; ranks are integers from 0")
         received = self.expand(self.routes_into(rank))
         sent = self.expand(self.routes_out_of(rank))
         if not len(sent):
@@ -155,33 +158,33 @@ class LayoutChange(Interned):
     def _sum_by(self, layout: Layout, cell: IntArray) -> IntArray:
         moving = ~self.routes.stays
         total = np.zeros(layout.slots, dtype=np.int64)
-        # Slots repeat, which `total[...] += ...` would count once.
+        # Slots repeat, and `total[...] += ...` would count them once.
         np.add.at(total, layout.cell_slot[cell[moving]], self.routes.elements[moving])
         return total
 
     @cached_property
     def sent_elements(self) -> IntArray:
-        """Elements each source slot sends to others: shape `(source.slots,)`."""
+        """Elements each source slot sends to others, shape `(source.slots,)`."""
         return self._sum_by(self.source, self.routes.source_cell)
 
     @cached_property
     def received_elements(self) -> IntArray:
-        """Elements each target slot receives from others: shape `(target.slots,)`."""
+        """Elements each target slot receives from others, shape `(target.slots,)`."""
         return self._sum_by(self.target, self.routes.target_cell)
 
     @property
     def moved_elements(self) -> int:
-        """Elements that move between slots."""
+        """Number of elements that move between slots."""
         return int(self.received_elements.sum())
 
     @property
     def staying_elements(self) -> int:
-        """Elements that are in place already."""
+        """Number of elements that are in place already."""
         return int(self.routes.elements[self.routes.stays].sum())
 
     @cached_property
     def lower_bound_elements(self) -> int:
-        """The fewest elements any direct exchange can move."""
+        """The fewest elements that any direct exchange can move."""
         return int(lower_bound_elements(self.source, self.target, self.combines).sum())
 
     @property
@@ -211,8 +214,8 @@ class LayoutChange(Interned):
         """Check the transfers of this change, or the given ones, against the two layouts.
 
         Raises:
-            PlanError: a box that is missing, doubled, misplaced, or sent by a slot that has
-                it not, or that the receiver held already; or more that moves than must.
+            PlanError: a box that is missing, duplicated, misplaced, sent by a slot that does not
+                hold it, or held by the receiver already; or more elements that move than must.
         """
         if transfers is None:
             transfers = self.transfers
@@ -220,7 +223,7 @@ class LayoutChange(Interned):
         moved = int(transfers.elements[~transfers.stays].sum())
         if moved != self.lower_bound_elements:
             raise PlanError(
-                f"the plan moves {moved} elements where {self.lower_bound_elements} suffice"
+                f"the plan moves {moved} elements, but {self.lower_bound_elements} suffice"
             )
 
     def __repr__(self) -> str:

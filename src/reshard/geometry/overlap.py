@@ -30,14 +30,22 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from reshard.geometry.boxes import PartRuns, intersect_boxes, intersect_runs
-from reshard.geometry.holders import DimensionHolders, find_holders, find_in, find_replicas, hulls
+from reshard.geometry.holders import (
+    DimensionHolders,
+    bounding_boxes,
+    find_holders,
+    find_in,
+    find_replicas,
+)
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutePieces:
-    """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
+    """The pieces of routes along a dimension: those of route `i` are `begin[i]:begin[i] +
+    count[i]`.
+    """
 
     begin: IntArray
     count: IntArray
@@ -47,12 +55,12 @@ class RoutePieces:
     target_local: IntArray
 
     def rows(self, route: int) -> slice:
-        """Where the pieces of one route are in the columns."""
+        """Return the slice of the columns with the pieces of a route."""
         begin = int(self.begin[route])
         return slice(begin, begin + int(self.count[route]))
 
     def of(self, unit: IntArray) -> RoutePieces:
-        """The same pieces for other routes, each with those of a route of this one."""
+        """Return the pieces of other routes, each with those of the route `unit[i]` of these."""
         return RoutePieces(
             self.begin[unit],
             self.count[unit],
@@ -65,10 +73,10 @@ class RoutePieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPieces:
-    """The pieces of every pair, cut alike for all of its holders.
+    """The pieces of every pair, divided equally for all of its holders.
 
     Pieces that continue one another for all holders are joined. Those of pair `i` are
-    `begin[i]:begin[i + 1]`; `entry` is where each begins in the columns of the overlap.
+    `begin[i]:begin[i + 1]`; `entry` is the offset of each in the columns of the overlap.
     """
 
     begin: IntArray
@@ -80,11 +88,11 @@ class SharedPieces:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The pairs (target part, holder set) of one dimension, and their pieces.
+    """The pairs (target part, holder set) of a dimension, and their pieces.
 
-    Pairs are sorted by target part, so the pairs of part `p` are
-    `part_begin[p]:part_begin[p + 1]`. The pieces of pair `i` are
-    `piece_begin[i]:piece_begin[i + 1]`, in the target part's local order.
+    Pairs are sorted by target part, so the pairs of part `p` are `part_begin[p]:part_begin[p + 1]`.
+    The pieces of pair `i` are `piece_begin[i]:piece_begin[i + 1]`, in the local order of the target
+    part.
     """
 
     holders: DimensionHolders
@@ -99,25 +107,27 @@ class Overlap:
 
     @cached_property
     def pair_length(self) -> IntArray:
-        """How many indices each pair has: shape `(pairs,)`."""
+        """Number of indices of each pair, shape `(pairs,)`."""
         total = np.concatenate(([0], np.cumsum(self.length)))
         return total[self.piece_begin[1:]] - total[self.piece_begin[:-1]]
 
     def pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
-        """The pieces of pairs taken from chosen source parts: those of route `i` are of
-        `pair[i]` and `source_part[i]`. Pieces that continue one another are joined.
+        """Return the pieces of pairs taken from chosen source parts.
+
+        Those of route `i` are of `pair[i]` and `source_part[i]`. Pieces that continue one another
+        are joined.
         """
         if self.holders.is_single:
             return self._pieces_of_pairs.of(pair)
         parts = self.holders.parts
         # Routes with the same pair and source part share their pieces.
         units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
-        found = self._join_pieces(units // parts, units % parts)
-        return found.of(of_route)
+        pieces = self._join_pieces(units // parts, units % parts)
+        return pieces.of(of_route)
 
     @cached_property
     def _pieces_of_pairs(self) -> RoutePieces:
-        """The pieces of every pair, where each holder set is one part."""
+        """The pieces of every pair, if each holder set is a single part."""
         return self._join_pieces(np.arange(len(self.pair_set)), self.pair_set)
 
     @cached_property
@@ -126,7 +136,8 @@ class Overlap:
         pairs = np.arange(len(self.pair_set))
         begin = self.piece_begin
         pair = np.repeat(pairs, np.diff(begin))
-        # Each piece with each part that holds it; the next one's rows lie as far behind.
+        # Each piece with each part that holds it; the rows of the next piece follow in the same
+        # order.
         sets = self.pair_set[pair]
         first = self.holders.set_begin[sets]
         count = self.holders.set_begin[sets + 1] - first
@@ -135,7 +146,7 @@ class Overlap:
         local = self.source_local(piece, part)
         row = np.flatnonzero(np.append(np.diff(pair) == 0, False)[piece])
         following = row + count[piece[row]]
-        # It takes only one holder with the two apart in its memory to keep them apart for all.
+        # Pieces are joined only if they are adjacent in the memory of every holder.
         breaks = local[row] + self.length[piece[row]] != local[following]
         follows = (
             (np.diff(pair) == 0)
@@ -155,7 +166,9 @@ class Overlap:
         )
 
     def source_local(self, entry: IntArray, source_part: IntArray) -> IntArray:
-        """Where the piece of each entry begins in the local order of a part that holds it."""
+        """Return the offset of the piece of each entry in the local order of a part
+        that holds it.
+        """
         stretch = self.stretch[entry]
         inside = self.start[entry] - self.holders.start[stretch]
         return self.holders.local_start(stretch, source_part) + inside
@@ -163,14 +176,14 @@ class Overlap:
     def _join_pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
         low = self.piece_begin[pair]
         count = self.piece_begin[pair + 1] - low
-        # A row for each piece of each pair asked about: the number of the pair and of the piece.
+        # A row for each piece of each given pair: the numbers of the pair and of the piece.
         unit = np.repeat(np.arange(len(pair)), count)
         piece = np.repeat(low, count) + ragged_arange(count)
         start, length = self.start[piece], self.length[piece]
         target_local, stretch = self.target_local[piece], self.stretch[piece]
         source_local = self.holders.local_start(stretch, source_part[unit])
         source_local = source_local + start - self.holders.start[stretch]
-        # Joined where one continues the other in the tensor and in both local arrays.
+        # Joined if they are adjacent in the tensor and in both local arrays.
         follows = (
             (np.diff(unit) == 0)
             & (start[:-1] + length[:-1] == start[1:])
@@ -186,13 +199,13 @@ class Overlap:
         return RoutePieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
 
 
-# The tensors of all layers are cut alike, wherever the layers live.
+# The tensors of all layers are sharded alike, wherever the layers are.
 @lru_cache(maxsize=128)
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
-    """The overlap of the parts of `target` and the holder sets of a source."""
+    """Return the overlap of the parts of `target` and the holder sets of a source."""
     runs = _find_runs(target)
-    # Stretches may overlap and nest, so the first that can reach a run is found by the
-    # furthest stop so far, and what does not reach it after all is dropped.
+    # Stretches may overlap and nest. The first candidate for a run is found by the furthest stop
+    # so far; candidates that do not reach the run are dropped later.
     reach = np.maximum.accumulate(holders.stop) if len(holders.stop) else holders.stop
     low = np.searchsorted(reach, runs.start, side="right")
     count = np.maximum(np.searchsorted(holders.start, runs.stop, side="left") - low, 0)
@@ -204,9 +217,9 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
 def overlap_of_pairs(
     holders: DimensionHolders, target: RunTable, part: IntArray, source_part: IntArray
 ) -> Overlap:
-    """The overlap of given pairs of a target part and a source part, in any order and repeated.
+    """Return the overlap of given pairs of a target part and a source part.
 
-    Each holder set must be one part.
+    The pairs may be in any order and repeated. Each holder set must be a single part.
     """
     pair = distinct(part * holders.parts + source_part)
     part, source_part = pair // holders.parts, pair % holders.parts
@@ -216,7 +229,7 @@ def overlap_of_pairs(
 
 
 def wanted_runs(target: RunTable) -> PartRuns:
-    """The runs of each part of a target, pads left out."""
+    """Return the runs of each part of a target, without padding."""
     runs = _find_runs(target)
     return PartRuns.of(target.parts, runs.part, runs.start, runs.stop)
 
@@ -229,15 +242,15 @@ def _find_runs(target: RunTable) -> SingleRuns:
 def _build_overlap(
     holders: DimensionHolders, parts: int, runs: SingleRuns, run: IntArray, stretch: IntArray
 ) -> Overlap:
-    """The overlap of `parts` target parts, from runs and stretches that may overlap."""
+    """Return the overlap of `parts` target parts, from candidate pairs of runs and stretches."""
     start = np.maximum(holders.start[stretch], runs.start[run])
     length = np.minimum(holders.stop[stretch], runs.stop[run]) - start
     real = length > 0
     run, stretch, start, length = run[real], stretch[real], start[real], length[real]
     part, holder_set = runs.part[run], holders.holder_set[stretch]
     target_local = runs.local_start[run] + start - runs.start[run]
-    # By target part, then holder set, then local position (lexsort's last key is the first):
-    # the pieces of a pair lie together and in order.
+    # By target part, then holder set, then local offset (the last key of lexsort is primary):
+    # the pieces of a pair are contiguous and in order.
     order = np.lexsort((target_local, holder_set, part))
     part, holder_set = part[order], holder_set[order]
     new = np.append(True, (np.diff(part) != 0) | (np.diff(holder_set) != 0))[: len(part)]
@@ -281,10 +294,10 @@ def list_combined(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyIntersections:
-    """The keys that target cells meet.
+    """The keys that target cells overlap.
 
     Those of cell `c` are rows `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of
-    contributions and source keys; `pair` is the pair of each overlap.
+    contributions and source keys; `pair` has the pair of each overlap.
     """
 
     overlaps: tuple[Overlap, ...]
@@ -299,9 +312,10 @@ class KeyIntersections:
 def find_key_intersections(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
 ) -> KeyIntersections:
-    """The keys that the cells of `target` meet, of a source in which no element has two keys.
+    """Return the keys that the cells of `target` overlap.
 
-    `combines[c]` are the source contributions that target contribution `c` adds up.
+    No element of the source may have two keys. `combines[c]` are the source contributions that
+    target contribution `c` combines.
     """
     holders = find_holders(source)
     copies = find_replicas(target.placement, apart=True)
@@ -313,31 +327,31 @@ def find_key_intersections(
     )
     source_part = source.cell_part[holders.copies.first]
     target_part = target.cell_part[copies.first]
-    held_hulls, held_key = hulls(
+    held_boxes, held_key = bounding_boxes(
         source,
         source.cell_contribution[holders.copies.first],
         source_part,
         [dimension.part_runs for dimension in holders.dimensions],
     )
-    wanted_hulls, wanted_row = hulls(
+    needed_boxes, needed_row = bounding_boxes(
         target, contribution, target_part[target_key], [wanted_runs(t) for t in target.tables]
     )
     shape = (source.contributions, *source.shape)
     # Every pair once, by row and key.
-    code = [i * held_hulls.count + j for i, j in intersect_boxes(wanted_hulls, held_hulls, shape)]
-    met = distinct(np.concatenate(code)) if code else order[:0]
-    row, key = wanted_row[met // held_hulls.count], held_key[met % held_hulls.count]
+    code = [i * held_boxes.count + j for i, j in intersect_boxes(needed_boxes, held_boxes, shape)]
+    code_met = distinct(np.concatenate(code)) if code else order[:0]
+    row, key = needed_row[code_met // held_boxes.count], held_key[code_met % held_boxes.count]
     overlaps: list[Overlap] = []
     pairs: list[IntArray] = []
     for d, (dimension, table) in enumerate(zip(holders.dimensions, target.tables, strict=True)):
         part, held = target_part[target_key[row], d], source_part[key, d]
         overlap = overlap_of_pairs(dimension, table, part, held)
-        # Hulls may meet where the parts share no index: such rows have no pair, and go.
-        known = overlap.pair_part * dimension.sets + overlap.pair_set
-        pair, found = find_in(known, part * dimension.sets + held)
-        if not found.all():
-            row, key, pair = row[found], key[found], pair[found]
-            pairs = [column[found] for column in pairs]
+        # Bounding boxes may intersect although the parts share no index: such rows are dropped.
+        pair_codes = overlap.pair_part * dimension.sets + overlap.pair_set
+        pair, is_present = find_in(pair_codes, part * dimension.sets + held)
+        if not is_present.all():
+            row, key, pair = row[is_present], key[is_present], pair[is_present]
+            pairs = [column[is_present] for column in pairs]
         overlaps.append(overlap)
         pairs.append(pair)
     begin = np.searchsorted(target_key[row], np.arange(copies.keys + 1))

@@ -57,7 +57,7 @@ from reshard.runs import PAD, IntArray, distinct, ragged_arange, ragged_ranges
 
 
 def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each target contribution, the source contributions it combines, in order.
+    """Return for each target contribution the source contributions it combines, in order.
 
     >>> full = Layout.replicated((4,), 2)
     >>> partial = Layout((4,), full.tables, 2, [0, 1], [[0], [0]], [0, 1], 2, "sum")
@@ -69,7 +69,7 @@ def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...
     if target.reduction == "mean" and source.reduction != "mean":
         return (tuple(range(source.contributions)),) * target.contributions
     goes_to = np.zeros(source.contributions, dtype=np.int64)
-    # Under another reduction the source is reduced in full, and the first gets it.
+    # With a different reduction the source is reduced completely, into the first contribution.
     if source.reduction in (None, target.reduction):
         votes = np.zeros((source.contributions, target.contributions), dtype=np.int64)
         carried = {
@@ -79,7 +79,7 @@ def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...
         for slot, contribution in zip(source.cell_slot, source.cell_contribution, strict=True):
             if int(slot) in carried:
                 votes[int(contribution), carried[int(slot)]] += 1
-        # Of equal numbers argmax takes the first, and so where there are no votes.
+        # argmax returns the first of equal counts, and 0 without votes.
         goes_to = votes.argmax(axis=1)
     return tuple(
         tuple(np.flatnonzero(goes_to == contribution).tolist())
@@ -88,7 +88,7 @@ def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...
 
 
 def mean_scale(source: Layout, target: Layout) -> tuple[int, int]:
-    """The fraction `(numerator, denominator)` that added-up contributions are scaled by."""
+    """Return the fraction `(numerator, denominator)` by which summed contributions are scaled."""
     if source.reduction == "mean":
         if target.reduction == "mean":
             return (target.contributions, source.contributions)
@@ -98,7 +98,7 @@ def mean_scale(source: Layout, target: Layout) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Routes as columns of shape `(routes,)`; `pair` has one for each dimension.
+    """Routes as columns of shape `(routes,)`; `pair` has a column for each dimension.
 
     `order` counts the contributions of a target cell in the order they are combined.
     """
@@ -112,7 +112,7 @@ class Routes:
 
     @classmethod
     def none(cls, ndim: int) -> Routes:
-        """No routes."""
+        """Return an empty set of routes."""
         nothing = np.zeros(0, dtype=np.int64)
         pair = (nothing,) * ndim
         return cls(nothing, nothing, nothing, pair, nothing, np.zeros(0, dtype=bool))
@@ -124,10 +124,10 @@ CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteFinder:
-    """Finds routes between two layouts. See the module's docstring.
+    """Finds the routes between two layouts; see the module's docstring.
 
-    `combines[c]` are the source contributions that target contribution `c` adds up. With
-    `intersections` the overlaps have only the pairs of those.
+    `combines[c]` are the source contributions that target contribution `c` combines. With
+    `intersections`, the overlaps have the pairs of those only.
     """
 
     source: Layout
@@ -141,11 +141,11 @@ class RouteFinder:
     def between(
         cls, source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
     ) -> RouteFinder:
-        """The finder of the routes from `source` to `target`.
+        """Return the finder of the routes from `source` to `target`.
 
-        Of a source that is a grid, every product of pairs is a need, so there are never more
-        pairs than needs. Of any other most products may have no holder, and its cells are
-        compared instead; unless an element has two keys, which takes stretches cut at all edges.
+        If the source is a grid, every product of pairs is a need, so there are never more pairs
+        than needs. In other sources most products may have no holder, so the cells are compared
+        instead; unless an element has two keys, which requires stretches divided at all edges.
         """
         holders = find_holders(source)
         if holders.is_grid or not holders.is_exclusive:
@@ -156,7 +156,7 @@ class RouteFinder:
         return cls(source, target, holders, intersections.overlaps, combines, intersections)
 
     def into(self, cells: IntArray) -> Routes:
-        """The routes that end in the given target cells.
+        """Return the routes that end in the given target cells.
 
         Raises:
             PlanError: an element that no source slot holds.
@@ -166,13 +166,13 @@ class RouteFinder:
         return routes
 
     def out_of(self, slot: int) -> Routes:
-        """The routes that begin on a source slot and end on another."""
+        """Return the routes from a source slot to other slots."""
         source, target = self.source, self.target
         mine = source.cells_of(slot) if slot < source.slots else range(0)
         if not mine or not target.cells:
             return Routes.none(target.ndim)
         # Only target cells that take, in every dimension, from a set with a part of this slot can
-        # get anything from it; the others are not expanded.
+        # receive from it; the others are not expanded.
         reached = np.ones(target.cells, dtype=bool)
         allowed = []
         for d, overlap in enumerate(self.overlaps):
@@ -182,7 +182,7 @@ class RouteFinder:
             if not sets.is_single:
                 owns = touched[sets.set_part]
                 # The appended entry is for an empty set at the end. For other empty sets reduceat
-                # gives the next entry, which the line below takes back.
+                # returns the next entry, which the line below resets.
                 touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
                 touched &= np.diff(sets.set_begin) > 0
             pairs = touched[overlap.pair_set] if len(touched) else np.zeros(0, dtype=bool)
@@ -191,7 +191,7 @@ class RouteFinder:
             reached &= parts[target.cell_part[:, d]]
             allowed.append(pairs)
         routes = self._choose(self.needs(np.flatnonzero(reached), allowed))
-        # What is reached may still have another sender.
+        # Reached cells may have another canonical sender.
         chosen = (source.cell_slot[routes.source_cell] == slot) & ~routes.stays
         return _take(routes, chosen)
 
@@ -200,12 +200,12 @@ class RouteFinder:
         cells: IntArray,
         allowed: list[BoolArray] | None = None,
     ) -> CellNeeds:
-        """The needs of cells: the product of their pairs, for each contribution."""
+        """Return the needs of cells: the product of their pairs, for each contribution."""
         if self.intersections is not None:
             return self._find_intersecting_needs(self.intersections, cells, allowed)
         of, order, contribution = list_combined(self.combines, self.target.cell_contribution[cells])
         cell = cells[of]
-        # The product of the pairs, a dimension at a time: a row is repeated for each of its pairs.
+        # The product of the pairs, dimension by dimension: a row is repeated for each of its pairs.
         pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):
             part = self.target.cell_part[cell, d]
@@ -221,7 +221,7 @@ class RouteFinder:
     def _find_intersecting_needs(
         self, intersections: KeyIntersections, cells: IntArray, allowed: list[BoolArray] | None
     ) -> CellNeeds:
-        """The needs of cells, from what each is known to meet."""
+        """Return the needs of cells from the keys that each overlaps."""
         key = intersections.of_cell[cells]
         row, at = ragged_ranges(intersections.begin[key], np.diff(intersections.begin)[key])
         cell = cells[row]
@@ -234,7 +234,7 @@ class RouteFinder:
         return cell, intersections.order[at], intersections.contribution[at], pair
 
     def _choose(self, needs: CellNeeds) -> Routes:
-        """The source cell of each need; needs without a holder are left out."""
+        """Choose the source cell of each need; needs without a holder are dropped."""
         cell, order, contribution, pairs = needs
         if self.holders.is_exclusive:
             return self._choose_copy(cell, order, contribution, pairs)
@@ -249,23 +249,25 @@ class RouteFinder:
         base = np.zeros(len(cell), dtype=np.int64)
         first = np.flatnonzero(np.diff(need, prepend=-1))
         base[need[first]] = before[first]
-        # Among all copies of all keys of a need, in order, the turn picks one.
+        # The turn picks one of the replicas of all keys of a need, in order.
         turn = base[need] + replica_turns(self.target.placement)[cell[need]] % total[need] - before
         picked = (turn >= 0) & (turn < copies)
         chosen = np.full(len(cell), -1, dtype=np.int64)
         chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
-        own = holders.cell_on_slot(key, slot[need])
-        # What the target's slot holds itself stays there, whosever turn it is.
-        chosen[need[own >= 0]] = own[own >= 0]
+        local_cell = holders.cell_on_slot(key, slot[need])
+        # Needs that the target's slot holds itself stay there, regardless of the turn.
+        chosen[need[local_cell >= 0]] = local_cell[local_cell >= 0]
         stays = np.zeros(len(cell), dtype=bool)
-        stays[need[own >= 0]] = True
+        stays[need[local_cell >= 0]] = True
         elements = self.elements(pairs, len(cell))
         return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
 
     def candidates(
         self, contribution: IntArray, pairs: tuple[IntArray, ...]
     ) -> tuple[IntArray, IntArray]:
-        """The source keys that hold each need: columns of the need and of the key, by need."""
+        """Return the source keys that hold each need: columns of the need and of the
+        key, by need.
+        """
         need = np.arange(len(contribution))
         parts: list[IntArray] = []
         for d, overlap in enumerate(self.overlaps):
@@ -279,7 +281,7 @@ class RouteFinder:
             member = np.repeat(begin[sets], count) + ragged_arange(count)
             parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
             need = need[row]
-        # Not every product of parts is taken by a cell.
+        # Not every product of parts has a cell.
         key = self.holders.key_of(contribution[need], parts)
         held = key >= 0
         return (need, key) if held.all() else (need[held], key[held])
@@ -291,7 +293,7 @@ class RouteFinder:
         contribution: IntArray,
         pairs: tuple[IntArray, ...],
     ) -> Routes:
-        """The source cell of each need, where a need has one key: one of its copies."""
+        """Choose the source cell of each need among the replicas of its single key."""
         holders = self.holders
         parts = [overlap.pair_set[pairs[d]] for d, overlap in enumerate(self.overlaps)]
         key = holders.key_of(contribution, parts)
@@ -302,40 +304,40 @@ class RouteFinder:
         slot = self.target.cell_slot[cell]
         begin = holders.cell_begin[key]
         copies = holders.cell_begin[key + 1] - begin
-        own = holders.cell_on_slot(key, slot)
-        stays = own >= 0
-        # Most plans have one copy of each element; then there are no turns to take.
+        local_cell = holders.cell_on_slot(key, slot)
+        stays = local_cell >= 0
+        # In most plans each element has a single holder, and there are no turns.
         if (copies > 1).any():
             begin = begin + replica_turns(self.target.placement)[cell] % copies
-        chosen = np.where(stays, own, holders.cells[begin])
+        chosen = np.where(stays, local_cell, holders.cells[begin])
         return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
 
     def elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:
-        """How many elements each need has: the product of its pairs."""
+        """Return the number of elements of each need: the product of its pairs."""
         elements = np.ones(count, dtype=np.int64)
         for d, overlap in enumerate(self.overlaps):
             elements *= overlap.pair_length[pairs[d]]
         return elements
 
     def check_complete(self, cells: IntArray, target_cell: IntArray, elements: IntArray) -> None:
-        """Raise PlanError unless what was found for the given cells is all they need."""
-        # Needs share no element, so equal volumes mean that none is missing.
+        """Raise PlanError unless `elements` are all that the given cells need."""
+        # Needs are disjoint, so equal volumes mean that no element is missing.
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
-        found = np.zeros(self.target.cells, dtype=np.int64)
-        np.add.at(found, target_cell, elements)
-        short = np.flatnonzero(found[cells] != needed)
+        total = np.zeros(self.target.cells, dtype=np.int64)
+        np.add.at(total, target_cell, elements)
+        short = np.flatnonzero(total[cells] != needed)
         if len(short):
             cell = int(cells[short[0]])
             slot = int(self.target.cell_slot[cell])
             raise PlanError(
-                f"the source holds only {found[cell]} of the {needed[short[0]]} elements that rank "
+                f"the source holds only {total[cell]} of the {needed[short[0]]} elements that rank "
                 f"{slot} of the target needs{self._example(cell)}; every element of the tensor "
                 "must be held somewhere in the source"
             )
 
     def _example(self, cell: int) -> str:
-        """The first indices along one dimension that no source part holds, if that is why."""
+        """Return a note on the first index of a dimension that no source part holds, if any."""
         for d, table in enumerate(self.target.tables):
             holders = self.overlaps[d].holders
             for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
@@ -346,7 +348,7 @@ class RouteFinder:
                         break
                     at = max(at, high)
                 if at < stop and role != PAD:
-                    return f" (nobody holds index {at} of dimension {d})"
+                    return f" (no rank holds index {at} of dimension {d})"
         return ""
 
 
@@ -363,8 +365,10 @@ def _take(routes: Routes, index: BoolArray) -> Routes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyNeeds:
-    """The needs of target keys from source keys, as columns of shape `(needs,)`; `pair` has one for
-    each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`.
+    """The needs of target keys from source keys, as columns of shape `(needs,)`.
+
+    `pair` has a column for each dimension. The source keys of need `n` are
+    `key[key_begin[n]:key_begin[n + 1]]`.
     """
 
     overlaps: tuple[Overlap, ...]
@@ -378,10 +382,11 @@ class KeyNeeds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Needs:
-    """The needs of one plan.
+    """The needs of a plan.
 
-    The slots that hold need `n` are set `holder_set[n]` of the sets
-    `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
+    A need is a target key, a contribution, and a pair of each dimension: a product of pieces that
+    the same slots hold, any of which may send it. The slots that hold need `n` are set
+    `holder_set[n]` of the sets `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
     """
 
     source: Layout
@@ -397,7 +402,7 @@ class Needs:
         return len(self.holder_set)
 
     def source_cell(self, need: IntArray, slot: IntArray) -> IntArray:
-        """The cell from which a holder on `slot` sends each `need`, or -1 where it holds none."""
+        """Return the cell from which a holder on `slot` sends each need, or -1 if it holds none."""
         begin = self.of_keys.key_begin[need]
         count = self.of_keys.key_begin[need + 1] - begin
         if (count == 1).all():
@@ -405,36 +410,36 @@ class Needs:
         row = np.repeat(np.arange(len(need)), count)
         key = self.of_keys.key[np.repeat(begin, count) + ragged_arange(count)]
         cell = self.source_copies.cell_on_slot(key, slot[row])
-        found = np.full(len(need), -1, dtype=np.int64)
-        # Of several keys on one slot the first: written last.
+        cells = np.full(len(need), -1, dtype=np.int64)
+        # Written in reverse, so that the first of several keys on a slot is kept.
         holds = np.flatnonzero(cell >= 0)[::-1]
-        found[row[holds]] = cell[holds]
-        return found
+        cells[row[holds]] = cell[holds]
+        return cells
 
 
 @lru_cache(maxsize=1024)
 def find_needs(source: Layout, target: Layout) -> Needs:
-    """The needs of the movement from `source` to `target`.
+    """Return the needs of the movement from `source` to `target`.
 
     Raises:
         PlanError: an element that no source slot holds.
     """
-    held, wanted = find_replicas(source.placement), find_replicas(target.placement, apart=True)
+    held, needed = find_replicas(source.placement), find_replicas(target.placement, apart=True)
     combines = contribution_sources(source, target)
     needs = _find_key_needs(
-        _keep_one_a_key(source, held), _keep_one_a_key(target, wanted), combines
+        _keep_one_a_key(source, held), _keep_one_a_key(target, needed), combines
     )
     if needs is None:
-        # Keys have no ranks. The search among the cells themselves raises an error that names one.
-        RouteFinder.between(source, target, combines).into(wanted.first)
+        # Keys have no ranks. The search among the cells raises an error that names a rank.
+        RouteFinder.between(source, target, combines).into(needed.first)
         raise PlanError("the source leaves out an element of the target")
     sets = _number_holder_sets(held, needs.key_begin, needs.key)
-    return Needs(source, target, needs, held, wanted, *sets)
+    return Needs(source, target, needs, held, needed, *sets)
 
 
 @lru_cache(maxsize=1024)
 def _keep_one_a_key(layout: Layout, copies: Replicas) -> Layout:
-    """The layout with one slot for each key. Layouts of the same cut on any ranks share it."""
+    """Return the layout with a slot for each key, shared by equal layouts on any ranks."""
     first = copies.first
     return Layout(
         layout.shape,
@@ -452,12 +457,12 @@ def _keep_one_a_key(layout: Layout, copies: Replicas) -> Layout:
 def _find_key_needs(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
 ) -> KeyNeeds | None:
-    """The needs of layouts with a slot for each key; None where an element is nowhere."""
+    """Return the needs of layouts with a slot per key, or None if an element has no holder."""
     finder = RouteFinder.between(source, target, combines)
     target_key, order, contribution, pair = finder.needs(np.arange(target.cells))
     need, key = finder.candidates(contribution, pair)
     held = np.flatnonzero(np.bincount(need, minlength=len(target_key)))
-    # Needs that no key holds are dropped; the check of volumes below finds what is missing.
+    # Needs without a key are dropped; the check of volumes below detects missing elements.
     if len(held) < len(target_key):
         need = np.searchsorted(held, need)
         target_key, order = target_key[held], order[held]
@@ -466,7 +471,7 @@ def _find_key_needs(
     try:
         finder.check_complete(np.arange(target.cells), target_key, elements)
     except PlanError:
-        # A value and no exception, for exceptions would not be cached.
+        # Return a value, since exceptions would not be cached.
         return None
     key_begin = np.searchsorted(need, np.arange(len(target_key) + 1))
     return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
@@ -475,12 +480,12 @@ def _find_key_needs(
 def _number_holder_sets(
     copies: Replicas, key_begin: IntArray, key: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """The set of each need, and the sets' slots: needs of the same source keys share a set."""
+    """Return the set of each need, and the slots of the sets; equal source keys share a set."""
     if (np.diff(key_begin) == 1).all():
-        # Each need has one source key, whose slots are its set.
+        # Each need has a single source key, whose slots are its set.
         return key, copies.begin, copies.slot
     numbers: dict[bytes, int] = {}
-    # Equal lists of keys have equal bytes, and so one number.
+    # Equal lists of keys have equal bytes, and so the same number.
     groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
     holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
     members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
@@ -488,7 +493,7 @@ def _number_holder_sets(
     count = copies.begin[keys + 1] - copies.begin[keys]
     slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
     of_key = np.repeat(np.arange(len(members)), [len(group) for group in members])
-    # A slot with two keys of a set is in it once.
+    # A slot with two keys of a set is in the set once.
     pairs = distinct(np.repeat(of_key, count) * copies.slots + slot)
     of_set, slot = np.divmod(pairs, copies.slots)
     return holder_set, np.searchsorted(of_set, np.arange(len(members) + 1)), slot

@@ -35,10 +35,9 @@ from reshard.runs import IntArray, ragged_ranges
 class Transfers:
     """Boxes to copy, as columns: `(transfers,)`, or `(transfers, dims)` for the last four.
 
-    `start` and `shape` are the box in the tensor; `source_start` and `target_start` are where
-    it begins in the local array of its source cell and target cell. `order` is the place of
-    its contribution among those that are combined there. What `stays` is on the right slot
-    already.
+    `start` and `shape` are the box in the tensor; `source_start` and `target_start` are its offsets
+    in the local arrays of its source cell and target cell. `order` is the position of its
+    contribution among those combined there. A transfer that `stays` is on the right slot already.
     """
 
     source_slot: IntArray
@@ -54,7 +53,7 @@ class Transfers:
 
     @classmethod
     def none(cls, ndim: int) -> Transfers:
-        """No transfers, of a tensor of `ndim` dimensions."""
+        """Return no transfers, of a tensor of `ndim` dimensions."""
         nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
         stays = np.zeros(0, dtype=bool)
         columns = (nothing, nothing, nothing, nothing, nothing, stays)
@@ -65,24 +64,24 @@ class Transfers:
 
     @property
     def elements(self) -> IntArray:
-        """Elements of each transfer: shape `(transfers,)`."""
+        """Elements of each transfer, shape `(transfers,)`."""
         elements: IntArray = self.shape.prod(axis=1)
         return elements
 
     @property
     def moving(self) -> Transfers:
-        """Only those between different slots."""
+        """The transfers between different slots."""
         return self.take(~self.stays)
 
     @classmethod
     def joined(cls, parts: Iterable[Transfers]) -> Transfers:
-        """Transfers one behind the other; at least one part."""
+        """Concatenate transfers; at least one part."""
         columns = zip(*(part.columns for part in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, index: Any) -> Transfers:
-        """The chosen rows, in the order asked for."""
-        # Written out, for a loop over the columns would take twice as long for few rows.
+        """Return the chosen rows, in the given order."""
+        # Written out, since a loop over the columns takes twice as long for few rows.
         return Transfers(
             self.source_slot[index],
             self.target_slot[index],
@@ -102,7 +101,7 @@ class Transfers:
         return _COLUMNS_OF(self)
 
     def box(self, row: int) -> Box:
-        """The box of the tensor that a row copies."""
+        """Return the box of the tensor that a row copies."""
         start, shape = self.start[row].tolist(), self.shape[row].tolist()
         return Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
 
@@ -120,31 +119,31 @@ _COLUMNS_OF: Callable[[Transfers], tuple[NDArray[Any], ...]] = attrgetter(*Trans
 def expand(
     source: Layout, target: Layout, overlaps: tuple[Overlap, ...], routes: Routes
 ) -> Transfers:
-    """Every box that the routes copy, in the order of the routes."""
+    """Return every box that the routes copy, in the order of the routes."""
     if not len(routes.target_cell):
         return Transfers.none(target.ndim)
-    # Where every route is one box, rows are routes and nothing is repeated.
+    # If every route is a single box, rows are routes and nothing is repeated.
     route: IntArray | slice = slice(None)
-    # Row `r` is box `r` so far: of route `route[r]`, with piece `chosen[d][r]` of dimension `d`.
+    # Row `r` is a box so far: of route `route[r]`, with piece `chosen[d][r]` of dimension `d`.
     # Each further dimension repeats the rows, once for each of its pieces.
     pieces: list[RoutePieces] = []
     chosen: list[IntArray] = []
     for d, overlap in enumerate(overlaps):
-        found = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
-        row, piece = ragged_ranges(found.begin[route], found.count[route])
+        route_pieces = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
+        row, piece = ragged_ranges(route_pieces.begin[route], route_pieces.count[route])
         if not isinstance(row, slice):
             chosen = [earlier[row] for earlier in chosen]
             route = row if isinstance(route, slice) else route[row]
-        pieces.append(found)
+        pieces.append(route_pieces)
         chosen.append(piece)
     rows = len(chosen[0]) if chosen else len(routes.target_cell)
-    # Start, length and both local starts: one block each, in the end seen as `(rows, dims)`.
+    # Start, length and both local starts: a block each, returned as views of `(rows, dims)`.
     boxes = np.empty((4, len(overlaps), rows), dtype=np.int64)
-    for d, (found, piece) in enumerate(zip(pieces, chosen, strict=True)):
-        boxes[0, d] = found.start[piece]
-        boxes[1, d] = found.length[piece]
-        boxes[2, d] = found.source_local[piece]
-        boxes[3, d] = found.target_local[piece]
+    for d, (route_pieces, piece) in enumerate(zip(pieces, chosen, strict=True)):
+        boxes[0, d] = route_pieces.start[piece]
+        boxes[1, d] = route_pieces.length[piece]
+        boxes[2, d] = route_pieces.source_local[piece]
+        boxes[3, d] = route_pieces.target_local[piece]
     start, shape, source_start, target_start = (box.T for box in boxes)
     return Transfers(
         source.cell_slot[routes.source_cell][route],
@@ -161,7 +160,7 @@ def expand(
 
 
 def coalesce(transfers: Transfers) -> Transfers:
-    """The same copies in fewer transfers, none of which continues another, in their order.
+    """Merge adjacent boxes, so that no transfer continues another, and keep their order.
 
     >>> from reshard.layout import Box, Layout
     >>> from reshard.geometry.layout_change import LayoutChange
@@ -171,24 +170,27 @@ def coalesce(transfers: Transfers) -> Transfers:
     1 -> 0 [6:9]
     """
     ndim = transfers.shape.shape[1]
-    place = np.arange(len(transfers))
-    # What is joined along one dimension may then be alike along another: until nothing joins.
-    found = -1
-    while found != len(transfers):
-        found = len(transfers)
+    origin = np.arange(len(transfers))
+    # Boxes joined along a dimension may then match along another: repeat until nothing joins.
+    previous = -1
+    while previous != len(transfers):
+        previous = len(transfers)
         for dimension in reversed(range(ndim)):
-            transfers, place = _join_along(transfers, place, dimension)
-    return transfers.take(np.argsort(place, kind="stable"))
+            transfers, origin = _join_along(transfers, origin, dimension)
+    return transfers.take(np.argsort(origin, kind="stable"))
 
 
 def _join_along(
     transfers: Transfers, place: IntArray, dimension: int
 ) -> tuple[Transfers, IntArray]:
-    """Join in one dimension. `place` is where each transfer, or the first of it, stood."""
+    """Join boxes along a dimension.
+
+    `place` is the original position of each transfer, or of the first one merged into it.
+    """
     others = np.delete(np.arange(transfers.shape.shape[1]), dimension)
     start = transfers.start[:, dimension]
-    # Rows equal in all of these differ only in where they lie along `dimension`. The offsets of
-    # local positions are among them, so what continues in the tensor does in both local arrays.
+    # Rows equal in all of these differ only in their position along `dimension`. The offsets of
+    # local positions are among them, so boxes adjacent in the tensor are so in both local arrays.
     alike = np.column_stack(
         (
             transfers.source_cell,

@@ -1,13 +1,13 @@
-"""Verification: transfers turn the source into the target, all of it, once.
+"""Verification: transfers turn the source into the target, completely and once.
 
-The transfers are checked against the two layouts alone, not against how they were found:
+The transfers are checked against the two layouts alone, independently of the planner:
 
-1. every box lies inside its source cell, and at the local place it says, in runs that may be
-   sources; so does it in its target cell;
-2. a transfer that stays has one slot, one that moves has two, and the slot that receives it
-   did not hold it;
-3. the contributions that meet in a target cell are exactly those it combines, and the boxes
-   of each are disjoint and fill the cell.
+1. Every box is inside its source cell, at the local offset it claims, in runs that may be sources;
+   and likewise in its target cell.
+2. A transfer that stays has equal slots. A transfer that moves has different slots, and the
+   receiving slot did not hold its elements.
+3. The contributions combined in a target cell are exactly those it requires, and the boxes of each
+   are disjoint and fill the cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_arange
 
 BoolArray = NDArray[np.bool_]
-# A grid of more cells than this is counted only where comparing boxes in pairs takes longer.
+# A larger grid is counted only if comparing all pairs of boxes takes longer.
 _MAX_GRID = 1 << 22
 
 
@@ -34,13 +34,13 @@ def verify_transfers(
     combines: tuple[tuple[int, ...], ...],
     transfers: Transfers,
 ) -> None:
-    """Raise PlanError unless the transfers do what the layouts ask for."""
+    """Raise PlanError unless the transfers turn the source into the target."""
     check_slots(source, target, transfers)
     for d in range(target.ndim):
         check_ends(source, transfers.source_cell, transfers.source_start, transfers, d, "source")
         check_ends(target, transfers.target_cell, transfers.target_start, transfers, d, "target")
     _check_stays(source, transfers)
-    # Cell by cell: what ends in a cell is the stretch `begin[cell]:begin[cell + 1]` of `order`.
+    # Cell by cell: the transfers into a cell are `order[begin[cell]:begin[cell + 1]]`.
     order = np.lexsort((transfers.order, transfers.target_cell))
     cells = transfers.target_cell[order]
     begin = np.searchsorted(cells, np.arange(target.cells + 1))
@@ -57,7 +57,7 @@ def _fail(transfers: Transfers, row: int, problem: str) -> None:
 
 
 def check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
-    """Raise PlanError unless every transfer has a cell of its slot at both ends, and elements."""
+    """Raise PlanError unless every transfer has elements, and cells of its slots at both ends."""
     for layout, cell, slot, name in (
         (source, transfers.source_cell, transfers.source_slot, "source"),
         (target, transfers.target_cell, transfers.target_slot, "target"),
@@ -76,15 +76,14 @@ def check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
 def check_ends(
     layout: Layout, cell: IntArray, local: IntArray, transfers: Transfers, d: int, name: str
 ) -> None:
-    """Every box lies in one run of its cell's part, at the local position it claims."""
+    """Raise PlanError unless every box is in a run of its cell's part, at its local offset."""
     table: RunTable = layout.tables[d]
     runs = table.single_runs()
     usable = (OWNED, FRESH_HALO) if name == "source" else (OWNED, HALO, FRESH_HALO)
     runs = runs.take(np.isin(runs.role, usable))
-    # Roles aside, runs that continue one another are one: a box may lie across owned indices and
-    # a halo.
+    # Adjacent runs are joined regardless of their role: a box may span owned indices and a halo.
     runs = joined(replace(runs, role=np.zeros_like(runs.role)))
-    # Runs are sorted by part and local position: put both on one line.
+    # Runs are sorted by part and local position: map both to one line.
     span = int(table.local_lengths.max(initial=0)) + 1
     line = runs.part * span + runs.local_start
     part = layout.cell_part[cell, d]
@@ -113,8 +112,8 @@ def _check_stays(source: Layout, transfers: Transfers) -> None:
     same = transfers.source_slot == transfers.target_slot
     wrong = np.flatnonzero(same != transfers.stays)
     if len(wrong):
-        _fail(transfers, int(wrong[0]), "it must stay exactly when both ranks are one")
-    # Every transfer that moves, with every cell that its receiver has of the same contribution.
+        _fail(transfers, int(wrong[0]), "it must stay if and only if both ranks are equal")
+    # Every transfer that moves, with every cell of its receiver.
     moving = np.flatnonzero(~transfers.stays & (transfers.target_slot < source.slots))
     slot = transfers.target_slot[moving]
     first = np.searchsorted(source.cell_slot, slot)
@@ -127,21 +126,21 @@ def _check_stays(source: Layout, transfers: Transfers) -> None:
         stop = start + transfers.shape[row, d]
         held &= _holds_some(table, source.cell_part[cell, d], start, stop)
     if held.any():
-        _fail(transfers, int(row[held][0]), "the receiver held it already")
+        _fail(transfers, int(row[held][0]), "the receiver holds it already")
 
 
 def _holds_some(table: RunTable, part: IntArray, start: IntArray, stop: IntArray) -> BoolArray:
-    """Whether a part may be a source of any index of `start:stop`, for columns of all three."""
+    """Return whether a part may be a source of any index of `start:stop`; columns of all three."""
     runs = table.single_runs()
     runs = runs.take((runs.role == OWNED) | (runs.role == FRESH_HALO))
-    # Lay all parts on one line: the runs that begin before `stop`, and how far they reach.
+    # Map all parts to one line: the runs that begin before `stop`, and how far they reach.
     width = table.dimension_length + 1
     order = np.lexsort((runs.start, runs.part))
     begin = (runs.part * width + runs.start)[order]
     reach = np.maximum.accumulate((runs.part * width + runs.stop)[order])
     last = np.searchsorted(begin, part * width + stop)
-    found: BoolArray = np.append(-1, reach)[last] > part * width + start
-    return found
+    holds: BoolArray = np.append(-1, reach)[last] > part * width + start
+    return holds
 
 
 def _check_cell(
@@ -151,27 +150,27 @@ def _check_cell(
     combines: tuple[tuple[int, ...], ...],
     rows: Transfers,
 ) -> None:
-    wanted = combines[int(target.cell_contribution[cell])]
+    combined = combines[int(target.cell_contribution[cell])]
     elements = int(target.cell_elements[cell])
-    if len(rows) and not (set(rows.order.tolist()) <= set(range(len(wanted)))):
-        raise PlanError(f"target cell {cell} combines more than its {len(wanted)} contributions")
-    for order, contribution in enumerate(wanted):
-        mine = rows.take(rows.order == order)
-        carried = source.cell_contribution[mine.source_cell]
+    if len(rows) and not (set(rows.order.tolist()) <= set(range(len(combined)))):
+        raise PlanError(f"target cell {cell} combines more than its {len(combined)} contributions")
+    for order, contribution in enumerate(combined):
+        boxes = rows.take(rows.order == order)
+        carried = source.cell_contribution[boxes.source_cell]
         if (carried != contribution).any():
             raise PlanError(
                 f"target cell {cell} combines contribution {carried[carried != contribution][0]} "
                 f"where {contribution} is due"
             )
-        if int(mine.elements.sum()) != elements or not _disjoint(mine):
+        if int(boxes.elements.sum()) != elements or not _disjoint(boxes):
             raise PlanError(
-                f"rank {target.cell_slot[cell]} receives {int(mine.elements.sum())} elements of "
+                f"rank {target.cell_slot[cell]} receives {int(boxes.elements.sum())} elements of "
                 f"contribution {contribution} for a cell of {elements}; each must come once"
             )
 
 
 def _disjoint_by_pairs(low: IntArray, high: IntArray) -> bool:
-    """Whether boxes `low:high`, a row each, share no element: each is compared with later ones."""
+    """Return whether boxes `low:high`, a row each, are disjoint, by comparing all pairs."""
     return not any(
         ((low[number] < high[number + 1 :]) & (low[number + 1 :] < high[number])).all(axis=1).any()
         for number in range(len(low) - 1)
@@ -179,9 +178,11 @@ def _disjoint_by_pairs(low: IntArray, high: IntArray) -> bool:
 
 
 def _disjoint(transfers: Transfers) -> bool:
-    """Whether the boxes of one target cell share no element: counted on a grid of all edges."""
+    """Return whether the boxes of a target cell are disjoint, by counting on a grid of
+    all edges.
+    """
     low, high = transfers.target_start, transfers.target_start + transfers.shape
-    # In a dimension where all boxes have the same range, they share whatever the others share.
+    # Dimensions in which all boxes have the same range do not separate them.
     differ = ((low != low[:1]) | (high != high[:1])).any(axis=0)
     if not differ.any():
         return len(transfers) <= 1
@@ -195,7 +196,7 @@ def _disjoint(transfers: Transfers) -> bool:
         (np.searchsorted(edges[d], low[:, d]), np.searchsorted(edges[d], high[:, d]))
         for d in range(dims)
     ]
-    # Add one at a box's corner and take it back behind it: the running sum counts boxes.
+    # Add 1 at the first corner of a box and subtract it at its ends: the prefix sum counts boxes.
     for choice in np.ndindex(*(2,) * dims):
         at = tuple(corners[d][side] for d, side in enumerate(choice))
         np.add.at(count, at, (-1) ** sum(choice))

@@ -36,9 +36,9 @@ from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, r
 def lower_bound_elements(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
 ) -> IntArray:
-    """The elements each slot of the target must receive: shape `(target.slots,)`.
+    """Return the elements each slot of the target must receive, shape `(target.slots,)`.
 
-    `combines[c]` are the source contributions that target contribution `c` adds up.
+    `combines[c]` are the source contributions that target contribution `c` combines.
 
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
@@ -48,22 +48,22 @@ def lower_bound_elements(
     [2, 5, 6, 6, 5, 2]
     """
     bound = np.zeros(target.slots, dtype=np.int64)
-    known: dict[tuple[int, int, int], _Intervals] = {}
+    cache: dict[tuple[int, int, int], _Intervals] = {}
     for slot in target.holders:
         for cell in target.cells_of(slot):
-            wanted = combines[int(target.cell_contribution[cell])]
-            needed = int(target.cell_elements[cell]) * len(wanted)
-            for contribution in wanted:
-                needed -= held_elements(source, slot, target, cell, contribution, known)
+            combined = combines[int(target.cell_contribution[cell])]
+            needed = int(target.cell_elements[cell]) * len(combined)
+            for contribution in combined:
+                needed -= held_elements(source, slot, target, cell, contribution, cache)
             bound[slot] += needed
     return bound
 
 
 def gather_elements(source: Layout, target: Layout) -> int:
-    """The elements that move when each rank of the target collects the whole tensor first.
+    """Count the elements that move if each rank of the target gathers the whole tensor first.
 
-    It is what an all-gather, and then a slice of it, moves: on every rank all contributions,
-    but for what the rank holds of them.
+    An all-gather followed by a slice moves that much: on every rank all contributions, except for
+    the elements of them that the rank holds.
 
     >>> gather_elements(Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)}), Layout.replicated((6,)))
     3
@@ -71,7 +71,7 @@ def gather_elements(source: Layout, target: Layout) -> int:
     whole = math.prod(source.shape) * source.contributions
     held = np.zeros(max(source.slots, target.slots), dtype=np.int64)
     np.add.at(held, source.cell_slot, source.cell_elements)
-    # Cells that overlap may add up to more than the whole.
+    # Overlapping cells may add up to more than the whole.
     return sum(whole - min(whole, int(held[slot])) for slot in target.holders)
 
 
@@ -84,68 +84,71 @@ def held_elements(
     target: Layout,
     cell: int,
     contribution: int,
-    known: dict[tuple[int, int, int], _Intervals],
+    cache: dict[tuple[int, int, int], _Intervals],
 ) -> int:
-    """Elements of a contribution of a target cell that a source slot holds, each counted once.
+    """Count the elements of a contribution of a target cell that a source slot holds, each once.
 
-    `known` keeps what parts share from one question to the next; it begins empty.
+    `cache` keeps results between calls; it is empty at first.
     """
-    mine = source.cells_of(slot) if slot < source.slots else range(0)
+    cells = source.cells_of(slot) if slot < source.slots else range(0)
     return _count_union(
         [
-            _count_shared(source, int(own), target, cell, known)
-            for own in mine
-            if source.cell_contribution[own] == contribution
+            _count_shared(source, int(source_cell), target, cell, cache)
+            for source_cell in cells
+            if source.cell_contribution[source_cell] == contribution
         ]
     )
 
 
 def _count_shared(
     source: Layout,
-    own: int,
+    source_cell: int,
     target: Layout,
     cell: int,
-    known: dict[tuple[int, int, int], _Intervals],
+    cache: dict[tuple[int, int, int], _Intervals],
 ) -> list[_Intervals]:
-    """Per dimension, the positions of a target cell that a source cell holds too."""
+    """Return per dimension the positions of a target cell that a source cell holds too."""
     shared = []
     for d in range(target.ndim):
-        source_part, target_part = int(source.cell_part[own, d]), int(target.cell_part[cell, d])
+        source_part, target_part = (
+            int(source.cell_part[source_cell, d]),
+            int(target.cell_part[cell, d]),
+        )
         key = (d, source_part, target_part)
-        if key not in known:
-            known[key] = _find_positions(
+        if key not in cache:
+            cache[key] = _find_positions(
                 source.tables[d], source_part, target.tables[d], target_part
             )
-        shared.append(known[key])
+        shared.append(cache[key])
     return shared
 
 
 def _find_positions(
     source: RunTable, source_part: int, target: RunTable, target_part: int
 ) -> _Intervals:
-    """Local intervals of a target part whose elements a source part holds."""
+    """Return the local intervals of a target part whose elements a source part holds."""
     held = [
         (start, stop)
         for start, stop, _, role in source.runs_of(source_part)
         if role in (OWNED, FRESH_HALO)
     ]
-    found: _Intervals = []
+    positions: _Intervals = []
     for start, stop, local, role in target.runs_of(target_part):
         if role == PAD:
             continue
         pieces = [(max(start, a), min(stop, b)) for a, b in held if max(start, a) < min(stop, b)]
-        found += [(local + a - start, local + b - start) for a, b in pieces]
-    return found
+        positions += [(local + a - start, local + b - start) for a, b in pieces]
+    return positions
 
 
 def _count_union(held: list[list[_Intervals]]) -> int:
-    """The volume of the union of products of intervals."""
+    """Return the volume of a union of products of intervals."""
     if not held:
         return 0
     if len(held) == 1:
         return _count_product(held[0])
-    # Inclusion and exclusion over the few cells that one slot holds would be exponential;
-    # a grid over all boundaries is exact and small.
+    # Inclusion and exclusion over the cells of a slot would be exponential; a grid over all
+    # boundaries is exact and small.
     dims = len(held[0])
     if dims == 0:
         return 1
@@ -164,7 +167,7 @@ def _count_union(held: list[list[_Intervals]]) -> int:
                 for d, (a, b) in enumerate(box)
             )
             covered[at] = True
-    # The volume of a covered cell is the product of its widths, multiplied in by dimension.
+    # The volume of a covered cell is the product of its widths.
     volume = covered.astype(np.int64)
     for d in range(dims):
         shape = [1] * dims
@@ -201,14 +204,14 @@ def overlap_elements(
 
     See `LayoutChange.overlap_elements`.
     """
-    # One row for each source key, one column for each target key.
+    # A row for each source key, a column for each target key.
     key_cell = holders.cells[holders.cell_begin[:-1]]
     described = np.column_stack((target.cell_contribution, target.cell_part))
     _, first, target_key = np.unique(described, axis=0, return_index=True, return_inverse=True)
-    # Versions of NumPy differ in the shape of the inverse where an axis is given.
+    # NumPy versions differ in the shape of the inverse if an axis is given.
     target_key = target_key.reshape(-1)
-    # Elements that a source key and a target key share: the product of what their parts share,
-    # or none where the target does not combine the key's contribution.
+    # Elements shared by a source key and a target key: the product over their parts, or 0 if the
+    # target does not combine the key's contribution.
     shared = np.ones((len(key_cell), len(first)), dtype=np.int64)
     for d, overlap in enumerate(overlaps):
         table = _count_shared_indices(overlap, target.tables[d].parts)
@@ -218,7 +221,7 @@ def overlap_elements(
         combined[list(sources), contribution] = True
     carried = source.cell_contribution[key_cell][:, None]
     shared *= combined[carried, target.cell_contribution[first]]
-    # A slot that has a key twice holds it once.
+    # A slot that has a key twice counts it once.
     key = np.repeat(np.arange(len(key_cell)), np.diff(holders.cell_begin))
     owned = distinct(key * source.slots + source.cell_slot[holders.cells])
     held = np.zeros((source.slots, len(first)), dtype=np.int64)
@@ -226,14 +229,14 @@ def overlap_elements(
         np.add.at(held, owned % source.slots, shared[owned // source.slots])
     if not holders.is_exclusive:
         _count_once(source, target, combines, first, held)
-    # Cells that are copies of a target key each need what it needs.
-    kept = np.zeros((target.slots, source.slots), dtype=np.int64)
-    np.add.at(kept, target.cell_slot, held.T[target_key])
-    return kept.T
+    # Each replica of a target key has its need.
+    held_of_slot = np.zeros((target.slots, source.slots), dtype=np.int64)
+    np.add.at(held_of_slot, target.cell_slot, held.T[target_key])
+    return held_of_slot.T
 
 
 def _count_shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
-    """Indices that each source part shares with each target part: `(parts, target_parts)`."""
+    """Count the indices each source part shares with each target part: `(parts, target_parts)`."""
     sets = overlap.holders
     begin = sets.set_begin[overlap.pair_set]
     count = sets.set_begin[overlap.pair_set + 1] - begin
@@ -254,11 +257,11 @@ def _count_once(
 ) -> None:
     """Recount exactly for the slots whose cells may share elements."""
     slots, count = np.unique(source.cell_slot, return_counts=True)
-    known: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    cache: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for slot in slots[count > 1].tolist():
         for column, cell in enumerate(cells.tolist()):
-            wanted = combines[int(target.cell_contribution[cell])]
+            combined = combines[int(target.cell_contribution[cell])]
             held[slot, column] = sum(
-                held_elements(source, slot, target, cell, contribution, known)
-                for contribution in wanted
+                held_elements(source, slot, target, cell, contribution, cache)
+                for contribution in combined
             )
