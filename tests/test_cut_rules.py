@@ -344,7 +344,7 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Windows(((-1, 1),)), r"window \[-1, 1\] must not be negative"),
         (lambda: Windows(((0, 4),)).table(4, 2), "1 windows for 2 parts"),
         (lambda: Windows(((0, 4), (2, 7))).table(6, 2), "window 2:7 reaches outside"),
-        (lambda: Windows(((0, 2), (3, 6))).table(6, 2), "leaves indices 2:3 of 6"),
+        (lambda: Windows(((0, 2), (3, 6))).table(6, 2), "assigns indices 2:3 of 6"),
         (lambda: Heads(0), "heads 0"),
         (lambda: Heads(4).table(6, 2), "length 6 is not made of 4 equal heads"),
         (lambda: Strided(0), "stride 0"),
@@ -355,12 +355,12 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Grouped(2).table(7, 2), "7 is not made of groups of 2"),
         (lambda: Joined((4, -1), (Ceil(), Ceil())), r"blocks \[4, -1\]"),
         (lambda: Joined((4, 2), (Ceil(),)), "1 rules for 2 blocks; give one for each"),
-        (lambda: Joined((4,), Ceil()), "give a list with one for each block"),  # type: ignore[arg-type]
-        (lambda: Joined((4,), (2,)), "2 is no cut rule"),  # type: ignore[arg-type]
+        (lambda: Joined((4,), Ceil()), "give a list with a rule per block"),  # type: ignore[arg-type]
+        (lambda: Joined((4,), (2,)), "2 is not a cut rule"),  # type: ignore[arg-type]
         (lambda: Joined((4, 2), (Ceil(), Ceil())).table(7, 2), r"\[4, 2\] add up to 6"),
         (lambda: Joined((4,), (Heads(3),)).table(4, 2), "4 is not made of 3 equal heads"),
         (lambda: Pieces(((4, -2),)), r"pieces \[4, -2\]"),
-        (lambda: Pieces(((),)), "pieces of a block are none"),
+        (lambda: Pieces(((),)), "a block has no pieces"),
         (lambda: Pieces(((4, 2),)).table(6, 3), "2 pieces for 3 parts"),
         (lambda: Pieces(((4, 2), (1, 1))).table(6, 2), r"\[6, 2\] add up to 8"),
         (lambda: Pieces.from_splits([(1, 2), (3,)]), "must be equally many"),
@@ -371,13 +371,13 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: WholeBlocks((4, 2), counts=(2,)).table(6, 2), "1 block counts for 2 parts"),
         (lambda: BlockCyclic(0), "block 0"),
         (lambda: BlockCyclic(2, -1), "first part -1 must not be negative"),
-        (lambda: BlockCyclic(2, 2).table(6, 2), "first part 2 of a cyclic cut over 2 parts"),
+        (lambda: BlockCyclic(2, 2).table(6, 2), "first part 2 of a cyclic split over 2 parts"),
         (lambda: Padded(0), "multiple 0"),
         (lambda: Halo(-1, 0), "halo -1 must not be negative"),
         (lambda: Halo(1, 1, rule=Strided(2)).table(8, 2), "`stride2` gives part 0 2 runs"),
-        (lambda: Blocks((4, 2), 2), "2 is no cut rule"),  # type: ignore[arg-type]
-        (lambda: Halo(1, 1, rule="unit2"), "'unit2' is no cut rule"),  # type: ignore[arg-type]
-        (lambda: Nested(((Ceil(), 2), (Ceil(), 2))).table(6, 3), "4 parts in all"),
+        (lambda: Blocks((4, 2), 2), "2 is not a cut rule"),  # type: ignore[arg-type]
+        (lambda: Halo(1, 1, rule="unit2"), "'unit2' is not a cut rule"),  # type: ignore[arg-type]
+        (lambda: Nested(((Ceil(), 2), (Ceil(), 2))).table(6, 3), "4 parts in total"),
         (lambda: Nested(((Ceil(), 2), (Sizes((2, 1)), 2))).table(5, 4), "length is 2"),
     ],
 )
@@ -404,7 +404,7 @@ def test_a_rule_that_does_not_fit_says_why(refused: Callable[[], object], messag
         (lambda: Sizes.from_offsets((0, 1.5)), r"offsets \[0, 1\.5\]"),
         (lambda: Windows(((0, 2.5),)), r"window \[0, 2\.5\]"),
         (lambda: Windows((4,)), "window 4 must be a list of whole numbers"),
-        (lambda: Windows(4), "window 4 must be a list with a list"),
+        (lambda: Windows(4), "window 4 must be a list of lists"),
         (lambda: Windows(((0, 1, 2),)), r"window \[0, 1, 2\] must be \(start, stop\)"),
         (lambda: Heads(4.0), r"heads 4\.0"),
         (lambda: Padded(1.5), r"multiple 1\.5"),
@@ -414,7 +414,7 @@ def test_a_rule_that_does_not_fit_says_why(refused: Callable[[], object], messag
         (lambda: Strided(2, (2.0,)), r"local lengths \[2\.0\]"),
         (lambda: Blocks((True, 2)), r"blocks \[True, 2\]"),
         (lambda: Pieces(((1.5,),)), r"pieces \[1\.5\]"),
-        (lambda: Pieces(3), "pieces 3 must be a list with a list"),
+        (lambda: Pieces(3), "pieces 3 must be a list of lists"),
         (lambda: WholeBlocks((2.5,)), r"blocks \[2\.5\]"),
         (lambda: WholeBlocks((2, 2), (1.0, 1.0)), r"block counts \[1\.0, 1\.0\]"),
         (lambda: BlockCyclic(2.5), r"block 2\.5"),

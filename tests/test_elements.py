@@ -123,5 +123,5 @@ def test_rounding_is_that_of_torch() -> None:
 
 
 def test_unknown_types_are_refused() -> None:
-    with pytest.raises(UsageError, match="no values are known of float8_e3m4"):
+    with pytest.raises(UsageError, match="the values of float8_e3m4 are unknown"):
         float8_values("float8_e3m4")

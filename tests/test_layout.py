@@ -177,7 +177,7 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
         (lambda: Layout.replicated((4,), 2).local_shape(-1), "rank -1 must not be negative"),
         (
             lambda: Layout.from_boxes((4,), [(0, Box((0,), (5,)))]),
-            r"box \[0:5\] does not lie in a tensor of shape \[4\]",
+            r"box \[0:5\] is outside a tensor of shape \[4\]",
         ),
         (lambda: Layout.from_boxes((4,), [(0, Box((3,), (2,)))]), r"box \[3:2\]"),
         (lambda: Layout.from_boxes((4,), [(0, Box((0, 0), (1, 1)))]), r"box \[0:1, 0:1\]"),
@@ -185,19 +185,19 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
         (lambda: Layout.from_boxes((4, 2), [(0, Box((0, 0), (1,)))]), r"\(0, 0\) to \(1,\)"),
         (
             lambda: Layout.flat_ranges((4, 2), {1: (0, 9)}),
-            "range 0:9 of rank 1 does not lie in the 8 indices",
+            "range 0:9 of rank 1 is not within the 8 indices",
         ),
         (lambda: Layout.flat_ranges((4, 2), {1: (3, 2)}), "range 3:2"),
         (lambda: Layout.flat_ranges((4, 2), {0: (0, 5)}, dims=1), "the 4 indices of the leading 1"),
         (lambda: Layout.flat_ranges((4, 2), {0: (0, 4)}, dims=3), "the leading 3 dimensions of"),
         (lambda: Layout.flat_ranges((4, 2), [(0, 4)]), r"ranges \[\(0, 4\)\]; give \{rank"),
         (lambda: Layout((4,), ["rows"], 2, [0], [[0]]), "give a RunTable for each dimension"),
-        (lambda: Layout((4,), [ROWS], 2, [0, 1], [[0]]), "give one part a cell and dimension"),
+        (lambda: Layout((4,), [ROWS], 2, [0, 1], [[0]]), "give one part per cell and dimension"),
         (
             lambda: Layout.from_boxes((4,), [Box((0,), (4,))]),
-            "where a rank and a box were expected",
+            "is not a rank and a box",
         ),
-        (lambda: Layout.from_boxes((4,), [3]), "3 where a rank and a box were expected"),
+        (lambda: Layout.from_boxes((4,), [3]), "3 is not a rank and a box"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
@@ -287,10 +287,10 @@ def test_a_binding_gives_addresses_and_views() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "rank 1 has an address, but holds noth"),
+        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "rank 1 has an address, but holds no part"),
         (lambda: Binding(LAYOUT, {}, {0: View(0, (1,))}), r"rank 0 has 1 strides for .* \(2, 2\)"),
         (lambda: Binding(LAYOUT, {}, {1: View(0, (1,))}), "rank 1 has 1 strides"),
-        (lambda: Binding(LAYOUT, {}, {}).view(1), "rank 1 holds nothing"),
+        (lambda: Binding(LAYOUT, {}, {}).view(1), "rank 1 holds no part"),
     ],
 )
 def test_a_binding_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:

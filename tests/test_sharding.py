@@ -250,12 +250,12 @@ def test_a_rule_that_does_not_fit_names_its_numbers() -> None:
         (
             lambda: spec("a=2", "a"),
             SpecError,
-            r"is no DeviceMesh; .*DeviceMesh\.parse\('a=2'\)",
+            r"is not a DeviceMesh; .*DeviceMesh\.parse\('a=2'\)",
         ),
-        (lambda: spec(None, "a"), SpecError, r"None is no DeviceMesh; make one"),
+        (lambda: spec(None, "a"), SpecError, r"None is not a DeviceMesh; make one"),
         (lambda: spec(MESH, ["dp"]), NotationError, r"sharding \['dp'\]; give it as a text"),
         (lambda: spec(MESH, "x, ...", ndim=2.5), UsageError, r"ndim 2\.5 must be a whole number"),
-        (lambda: ShardingSpec("a=2", [["a"]]), SpecError, "'a=2' is no DeviceMesh"),
+        (lambda: ShardingSpec("a=2", [["a"]]), SpecError, "'a=2' is not a DeviceMesh"),
         (lambda: ShardingSpec(MESH, "x, y"), SpecError, r"read by reshard\.spec\(mesh, 'x, y'\)"),
         (lambda: ShardingSpec(MESH, ["x", "y"]), SpecError, r"dimension 'x' .* such as \['tp'\]"),
         (lambda: ShardingSpec(MESH, [["x"]], "y"), SpecError, "axes 'y'; give a list"),
@@ -265,7 +265,7 @@ def test_a_rule_that_does_not_fit_names_its_numbers() -> None:
         (lambda: DimSpec("dp"), SpecError, "levels 'dp' of a dimension; give a list of mesh axes"),
         (lambda: DimSpec(3), SpecError, "levels 3 of a dimension"),
         (lambda: DimSpec(["dp"], priority=1.5), SpecError, r"priority 1\.5 must be a whole number"),
-        (lambda: Level(["dp"], "balanced"), RuleError, "'balanced' is no cut rule"),
+        (lambda: Level(["dp"], "balanced"), RuleError, "'balanced' is not a cut rule"),
     ],
 )
 def test_arguments_that_are_something_else_are_refused(
@@ -380,12 +380,12 @@ def test_dots_stand_for_dimensions_that_are_not_cut() -> None:
         ("tp ? dp", NotationError, r"cannot read the axis '\?'"),
         ("tp !x", NotationError, "cannot read the axis '!x'"),
         ("tp | ", None, ""),
-        ("tp | median(dp)", NotationError, r"cannot read 'median\(dp\)' behind the bar"),
+        ("tp | median(dp)", NotationError, r"cannot read 'median\(dp\)' after the bar"),
         ("tp | sum()", NotationError, r"cannot read 'sum\(\)'"),
         ("tp | sum(dp) max(pp)", NotationError, "two reductions, sum and max"),
         ("tp | sum(dp", NotationError, r"cannot read 'sum\(dp'"),
         ("tp | dp | pp", NotationError, r"cannot read 'dp \| pp'"),
-        ("tp | only()", NotationError, r"cannot read 'only\(\)' behind the bar"),
+        ("tp | only()", NotationError, r"cannot read 'only\(\)' after the bar"),
         ("tp | only(pp)", NotationError, r"cannot read 'pp' in only\(pp\); write an axis and"),
         ("tp | only(pp=x)", NotationError, "cannot read 'pp=x'"),
         ("tp | only(pp=1,)", NotationError, "cannot read 'pp=1,'"),
@@ -393,7 +393,7 @@ def test_dots_stand_for_dimensions_that_are_not_cut() -> None:
         ("tp | only(pp=3)", SpecError, r"only coordinates \[3\] of axis pp"),
         ("tp | only(tp=1)", SpecError, "axis tp is used in dimension 0 and the restricted axes"),
         ("tp | only(pp=1) only(pp=2)", SpecError, "axis pp is restricted twice"),
-        ("tp, ...", NotationError, r"`...` can be used once, and where the number"),
+        ("tp, ...", NotationError, r"`...` can be used once, and only if the number"),
     ],
 )
 def test_a_text_that_means_nothing_is_refused(

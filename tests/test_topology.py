@@ -93,8 +93,8 @@ def test_it_prints_its_size() -> None:
         (lambda: Topology.of(hosts=True, ranks_per_host=1), "hosts True must be a whole number"),
         (lambda: Topology([0, 0]).host_of([0.5]), r"ranks \[0\.5\] must be whole numbers"),
         (lambda: Topology([0, 0]).ranks_of(0.0), r"host 0\.0 must be a whole number"),  # type: ignore[arg-type]
-        (lambda: Topology([0, 0], within_host=5e9), "5000000000.0 is no link"),  # type: ignore[arg-type]
-        (lambda: Topology([0, 0], overhead=1e-3), r"0\.001 is no overhead"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], within_host=5e9), "5000000000.0 is not a link"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], overhead=1e-3), r"0\.001 is not an overhead"),  # type: ignore[arg-type]
         (lambda: Topology.of_names("ab"), "names 'ab'; give the name of each rank's host"),
         (lambda: Topology.of(hosts=1 << 30, ranks_per_host=8), "at most 4194304 ranks"),
         (lambda: Topology([0, 0]).host_of([0, 2]), "rank 2 of a topology over ranks 0 to 1"),
@@ -107,7 +107,7 @@ def test_it_prints_its_size() -> None:
         (lambda: Link(1e9, -1), "latency_s of a link is -1; .*, 0 or more"),
         (lambda: Device(0), "memory_bytes_per_s of a device is 0; .*, more than 0"),
         (lambda: Device(1, (("int8", -1),)), "operations_per_s of int8 of a device is -1"),
-        (lambda: Device(1, (("int8", 1), ("int8", 2))), "gives a type twice"),
+        (lambda: Device(1, (("int8", 1), ("int8", 2))), "has a type twice"),
         (lambda: Device(1, 3), "operations_per_s is 3; pairs"),  # type: ignore[arg-type]
     ],
 )

@@ -1,7 +1,7 @@
-"""Addresses of the shards of a layout, and how each shard lies in memory there.
+"""Bindings: the addresses of the shards of a layout, and their strides.
 
-A `Binding` gives the ranks of a layout their addresses: the memory of a rank, a range of a
-file, or another tensor's name. A shard that is not dense and row major has a `View` as well.
+A `Binding` gives the ranks of a layout their addresses: the memory of a rank, a range of a file, or
+the name of another tensor. A shard that is not dense and row-major has a `View` as well.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from reshard.errors import LayoutError
 from reshard.layout import Layout
 
 REPLICAS = ("once", "every")
-"""How equal shards of several ranks are stored: one copy, or one for each rank."""
+"""How replicas are stored: a single copy, or a copy for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a shard lies in memory that is not its own: element `offset` and `strides`.
+    """The storage of a shard in memory: element `offset` and `strides`.
 
-    `strides` has one entry a dimension, in elements, so column-major, transposed and
-    flattened shards are ordinary.
+    `strides` has an entry per dimension, in elements, which covers column-major, transposed and
+    flattened shards.
 
     >>> View.row_major((2, 3))
     View(offset=0, strides=(3, 1))
@@ -43,25 +43,25 @@ class View:
 
     @classmethod
     def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
-        """The dense view of `shape`, last dimension fastest."""
+        """Return the dense view of `shape`, last dimension fastest."""
         shape = check_ints(shape, "shape", LayoutError)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(offset, tuple(strides))
 
     def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
-        """The position of every element of a shard of `shape`, an array of that shape.
+        """Return the position of every element of a shard of `shape`, as an array of that shape.
 
-        Raises LayoutError for a shape of another number of dimensions.
+        Raises LayoutError for a shape with another number of dimensions.
         """
         shape = check_ints(shape, "shape", LayoutError)
         if len(shape) != len(self.strides):
             raise LayoutError(
                 f"a view of {len(self.strides)} strides for a shard of shape {list(shape)}; give "
-                "one stride a dimension"
+                "one stride per dimension"
             )
         index = np.full(shape, self.offset, dtype=np.int64)
         for dimension, stride in enumerate(self.strides):
-            # Offsets along one dimension, broadcast over the others.
+            # The offsets along a dimension, broadcast over the others.
             steps = np.arange(shape[dimension], dtype=np.int64) * stride
             index += steps.reshape((-1,) + (1,) * (len(shape) - dimension - 1))
         return index
@@ -69,7 +69,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """An address: the buffer of one rank."""
+    """An address: the buffer of a rank."""
 
     rank: int
 
@@ -79,7 +79,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """An address: bytes `start_bytes` onwards of a file."""
+    """An address: the bytes of a file from `start_bytes` on."""
 
     path: str
     start_bytes: int
@@ -100,7 +100,7 @@ Address = RankMemory | FileRange | TensorName
 
 
 class OwnRanks(Mapping[int, Address]):
-    """Every rank of a layout in its own memory; an address is made when it is asked for.
+    """A mapping from every rank of a layout to its own memory; addresses are created on access.
 
     >>> OwnRanks(Layout.whole((4,), [2], 3))[2], len(OwnRanks(Layout.whole((4,), [2], 3)))
     (RankMemory(rank=2), 1)
@@ -126,14 +126,14 @@ class OwnRanks(Mapping[int, Address]):
 
 
 class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
-    """The ranges of files in which a layout's shards are; an address is made when asked for.
+    """A mapping from the ranks of a layout to ranges of files; addresses are created on access.
 
     Args:
-        layout: whose shards they are.
-        places: `(slot, cell)` of each, those of a slot together; the cell is None where those of
-            the slot lie one behind the other.
-        files: the file of each.
-        starts: where in it each begins, in bytes.
+        layout: the layout of the shards.
+        places: `(slot, cell)` of each range, those of a slot together; the cell is None if the
+            cells of the slot are contiguous.
+        files: the file of each range.
+        starts: the offset of each range in its file, in bytes.
 
     >>> ranges = FileRanges(Layout.whole((4,), [2], 3), ((2, None),), ("a",), (64,))
     >>> dict(ranges)
@@ -153,15 +153,15 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
         self._places, self._files, self._starts = places, files, starts
 
     def __getitem__(self, slot: int) -> Address | tuple[Address, ...]:
-        found = []
-        for (one, cell), file, start in zip(self._places, self._files, self._starts, strict=True):
-            if one == slot and cell is None:
+        ranges = []
+        for (owner, cell), file, start in zip(self._places, self._files, self._starts, strict=True):
+            if owner == slot and cell is None:
                 return FileRange(file, start)
-            if one == slot:
-                found.append(FileRange(file, start))
-        if not found:
+            if owner == slot:
+                ranges.append(FileRange(file, start))
+        if not ranges:
             raise KeyError(slot)
-        return tuple(found)
+        return tuple(ranges)
 
     def __iter__(self) -> Iterator[int]:
         return iter(dict.fromkeys(slot for slot, _ in self._places))
@@ -172,14 +172,14 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where the shards of a layout are: an address and a view for each rank that has one.
+    """The storage of the shards of a layout: an address and a view for each rank that is stored.
 
-    The shard of a rank without a view is dense and row major. A rank without an address is not
-    there: two that hold the same cell may share one copy, which then has one address. A rank whose
-    cells lie apart has a tuple of addresses, one for each cell in order, and so has its view.
+    The shard of a rank without a view is dense and row-major. A rank without an address is not
+    stored: ranks that hold the same cell may share a copy, which has a single address. A rank whose
+    cells are not contiguous has a tuple of addresses, one per cell in order, and of views.
 
     Raises:
-        LayoutError: an address for a rank that holds nothing, or a view that does not fit.
+        LayoutError: an address for a rank that holds nothing, or a view of the wrong dimensions.
     """
 
     layout: Layout
@@ -189,11 +189,11 @@ class Binding:
     def __post_init__(self) -> None:
         hint = "such as spec.layout((4096, 4096))"
         check_type(self.layout, Layout, "layout", hint, LayoutError)
-        # Of many thousand ranks or tensors, none needs to be looked at for these.
-        own = isinstance(self.addresses, OwnRanks | FileRanges) and (
+        # These are valid by construction; checking them would list many thousand ranks.
+        is_valid = isinstance(self.addresses, OwnRanks | FileRanges) and (
             self.addresses.layout is self.layout
         )
-        if own and not self.views:
+        if is_valid and not self.views:
             return
         hint = "give {rank: RankMemory(rank)}, or use Binding.to_ranks(layout)"
         check_type(self.addresses, Mapping, "addresses", hint, LayoutError)
@@ -201,15 +201,15 @@ class Binding:
         holders = set(self.layout.holders)
         for slot, address in self.addresses.items():
             if slot not in holders:
-                raise LayoutError(f"rank {slot} has an address, but holds nothing of the tensor")
+                raise LayoutError(f"rank {slot} has an address, but holds no part of the tensor")
             cells = len(self.layout.cells_of(slot))
             if isinstance(address, tuple) and len(address) != cells:
                 raise LayoutError(f"rank {slot} has {len(address)} addresses for {cells} cells")
         for slot, view in self.views.items():
             shape = self.layout.local_shape(slot)
             if isinstance(view, tuple):
-                # A view for each cell, with a stride for each dimension.
-                fit = [len(one.strides) == self.layout.ndim for one in view]
+                # A view per cell, with a stride per dimension.
+                fit = [len(cell_view.strides) == self.layout.ndim for cell_view in view]
                 if not all(fit) or len(fit) != len(self.layout.cells_of(slot)):
                     raise LayoutError(f"the views of rank {slot} do not fit its cells: {view}")
             elif shape is None or len(view.strides) != len(shape):
@@ -220,12 +220,12 @@ class Binding:
 
     @classmethod
     def to_ranks(cls, layout: Layout) -> Binding:
-        """Every shard in the memory of its rank."""
+        """Return a binding of every shard to the memory of its rank."""
         return cls(layout, OwnRanks(layout), {})
 
     def view(self, slot: int) -> View | tuple[View, ...]:
-        """How a rank's shard lies behind its address; a tuple where its cells lie apart."""
+        """Return the view of a rank's shard; a tuple if its cells are not contiguous."""
         shape = self.layout.local_shape(slot)
         if shape is None:
-            raise LayoutError(f"rank {slot} holds nothing of the tensor")
+            raise LayoutError(f"rank {slot} holds no part of the tensor")
         return self.views.get(slot) or View.row_major(shape)

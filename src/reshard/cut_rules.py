@@ -65,37 +65,35 @@ def bracketed(numbers: Sequence[int]) -> str:
 
 
 def set_number(rule: CutRule, name: str, what: str, minimum: int = 0) -> None:
-    """Check a field of a rule that is being built, and make it an int."""
+    """Check a field of a rule during construction, and make it an int."""
     number = check_int(getattr(rule, name), what, RuleError, minimum)
     object.__setattr__(rule, name, number)
 
 
 def set_numbers(rule: CutRule, name: str, what: str) -> None:
-    """Check a field of a rule that is being built, and make it a tuple of ints from 0 up."""
+    """Check a field of a rule during construction, and make it a tuple of non-negative ints."""
     object.__setattr__(rule, name, check_ints(getattr(rule, name), what, RuleError))
 
 
 def set_number_lists(rule: CutRule, name: str, what: str) -> None:
-    """Check a field of a rule that is being built, and make it tuples of ints from 0 up."""
+    """Check a field of a rule during construction, and make it a tuple of tuples of ints."""
     lists = getattr(rule, name)
     if not isinstance(lists, Iterable):
-        raise RuleError(
-            f"{what} {lists!r} must be a list with a list of whole numbers in each place"
-        )
-    object.__setattr__(rule, name, tuple(check_ints(one, what, RuleError) for one in lists))
+        raise RuleError(f"{what} {lists!r} must be a list of lists of whole numbers")
+    object.__setattr__(rule, name, tuple(check_ints(numbers, what, RuleError) for numbers in lists))
 
 
 def expect_rule(rule: object) -> None:
     if not isinstance(rule, CutRule):
         raise RuleError(
-            f"{rule!r} is no cut rule; give one of reshard.cut_rules, such as Balanced(), or leave "
-            "it out for equal parts by ceil"
+            f"{rule!r} is not a cut rule; give one of reshard.cut_rules, such as Balanced(), or "
+            "leave it out for equal parts by ceil"
         )
 
 
-def expect_count(what: str, given: Sequence[object], parts: int) -> None:
-    if len(given) != parts:
-        raise RuleError(f"{len(given)} {what} for {parts} parts; give one for each part")
+def expect_count(what: str, items: Sequence[object], parts: int) -> None:
+    if len(items) != parts:
+        raise RuleError(f"{len(items)} {what} for {parts} parts; give one for each part")
 
 
 def expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the length") -> None:
@@ -108,13 +106,15 @@ def expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the len
 
 
 class CutRule:
-    """What every cut rule answers."""
+    """The base class of cut rules."""
 
     __slots__ = ()
     name: ClassVar[str]
 
     def table(self, length: int, parts: int) -> RunTable:
-        """The run table of a dimension of `length` indices over `parts` parts.
+        """Return the run table of a dimension of `length` indices over `parts` parts.
+
+        Raises RuleError if they are not integers, or do not fit the rule.
 
         Raises RuleError where the rule does not fit them, or they are no whole numbers.
         """
@@ -128,12 +128,12 @@ class CutRule:
 
     @property
     def text(self) -> str:
-        """How the native notation writes this rule, empty for the default one."""
+        """The rule in the native notation, empty for the default rule."""
         raise NotImplementedError
 
     @property
     def is_default(self) -> bool:
-        """Whether this is the plain cut by ceil."""
+        """Whether this is the plain split by ceil."""
         return self.text == ""
 
 
@@ -145,7 +145,7 @@ def _covering(rule: CutRule, table: RunTable) -> RunTable:
     holes = table.uncovered()
     if holes:
         raise RuleError(
-            f"`{rule.text}` leaves indices {holes[0][0]}:{holes[0][1]} of "
+            f"`{rule.text}` assigns indices {holes[0][0]}:{holes[0][1]} of "
             f"{table.dimension_length} to no part; together the parts must cover the dimension"
         )
     return table
@@ -159,9 +159,9 @@ def table_of_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
 
 
 def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
-    # Whole units for every part; the tensor's end cuts the last one off.
+    # Whole units for every part; the last one is truncated at the end.
     chunk = ceil_divide(ceil_divide(length, unit), parts) * unit
-    # A part counts no further than the end: beyond it the product could leave 64 bits.
+    # Clamp at the end, since the product beyond it could exceed 64 bits.
     chunks = np.minimum(np.arange(1, parts + 1, dtype=np.int64), ceil_divide(length, max(chunk, 1)))
     stops = np.minimum(chunks * chunk, length)
     sizes: IntArray = np.diff(stops, prepend=0)
@@ -170,7 +170,7 @@ def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Ceil(CutRule):
-    """Equal parts by ceil; the last ones are short or empty. In whole units, if asked.
+    """Equal parts by ceil, in whole units if given; the last parts are short or empty.
 
     Source: `K ceildiv M` of MLIR's mesh dialect, GSPMD (Xu et al. 2021), `torch.chunk`.
 
@@ -199,7 +199,7 @@ BY_CEIL: CutRule = Ceil()
 
 @dataclass(frozen=True, slots=True)
 class Balanced(CutRule):
-    """Parts whose sizes differ by at most one, larger ones first. Source: `numpy.array_split`.
+    """Parts whose sizes differ by at most one, larger parts first. Source: `numpy.array_split`.
 
     >>> Balanced().table(6, 4).local_lengths.tolist()
     [2, 2, 1, 1]
@@ -234,7 +234,7 @@ class Sizes(CutRule):
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int]) -> Sizes:
-        """The cut at `offsets`, of shape `(parts + 1,)`: from 0 up to the length."""
+        """Return the split at `offsets`, of shape `(parts + 1,)`: from 0 up to the length."""
         offsets = check_ints(offsets, "offsets", RuleError)
         if len(offsets) < 2 or offsets[0] != 0:
             raise RuleError(f"offsets {list(offsets)} must begin with 0 and end with the length")
@@ -252,7 +252,9 @@ class Sizes(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Windows(CutRule):
-    """One interval `(start, stop)` a part. Intervals may overlap, together they cover all.
+    """One interval `(start, stop)` per part.
+
+    Intervals may overlap, and together cover the dimension.
 
     >>> Windows(((0, 4), (2, 6))).table(6, 2).local_lengths.tolist()
     [4, 4]
@@ -282,11 +284,11 @@ class Windows(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Heads(CutRule):
-    """`count` equal groups of indices (heads). With more parts than heads, parts share them.
+    """`count` equal groups of indices (heads). With more parts than heads, heads are replicated.
 
-    Up to `count` parts, whole heads are cut by ceil. With more, part `p` holds head
-    `p * count // parts`, so each head is held by several neighbouring parts. Source: the
-    key/value heads of grouped-query attention, as Megatron-core and vLLM place them.
+    Up to `count` parts, whole heads are split by ceil. With more, part `p` holds head `p * count //
+    parts`, so each head is held by several adjacent parts. Source: the key/value heads of
+    grouped-query attention in Megatron-core and vLLM.
 
     >>> Heads(4).table(8, 8).local_lengths.tolist()
     [2, 2, 2, 2, 2, 2, 2, 2]
@@ -307,11 +309,11 @@ class Heads(CutRule):
         if rest:
             raise RuleError(
                 f"length {length} is not made of {self.count} equal heads; give the number of "
-                "heads this tensor has, or cut it with `sizes[...]`"
+                "heads this tensor has, or split it with `sizes[...]`"
             )
         if parts <= self.count:
             return table_of_sizes(length, ceil_sizes(self.count, parts) * width)
-        # More parts than heads: neighbouring parts hold copies of one head.
+        # More parts than heads: adjacent parts hold replicas of a head.
         part = np.arange(parts)
         return RunTable.from_columns(
             length, parts, part, part * self.count // parts * width, width, 0
@@ -324,7 +326,7 @@ class Heads(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Padded(CutRule):
-    """Parts of one equal local length, a multiple of `multiple`; what lies behind is padding.
+    """Parts of equal local length, a multiple of `multiple`, with padding at the end.
 
     Sources: XLA pads every shard to the largest; Megatron pads a vocabulary to a multiple of
     `make_vocab_size_divisible_by` times the tensor-parallel size.
@@ -357,11 +359,11 @@ class Padded(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Halo(CutRule):
-    """The parts of `rule`, each with copies of its neighbours' elements around it.
+    """The parts of `rule`, each surrounded by copies of its neighbours' elements.
 
-    A part that is empty has no halo. At the ends of the dimension a halo is cut off, or with
-    `padded_edges` is padding, as in MLIR, where all halos are equally wide. A halo is filled
-    when it is a target; it is a source only when `fresh`.
+    An empty part has no halo. At the ends of the dimension a halo is truncated, or with
+    `padded_edges` replaced by padding, as in MLIR, where all halos have equal width. A halo is
+    filled in a target, and is a source only if `fresh`.
 
     >>> Halo(1, 1).table(6, 3).runs_of(1)
     [(1, 2, 0, 2), (2, 4, 1, 0), (4, 5, 3, 2)]
@@ -392,11 +394,11 @@ class Halo(CutRule):
             if len(runs) > 1 or runs[0][3] != OWNED:
                 raise RuleError(
                     f"a halo needs parts of one run each, but `{self.rule.text}` gives part {part} "
-                    f"{len(runs)} runs; put the halo on a rule that cuts in one piece"
+                    f"{len(runs)} runs; use the halo with a rule that gives contiguous parts"
                 )
             start, stop = runs[0][:2]
             left, right = max(0, start - self.before), min(length, stop + self.after)
-            # There is no neighbour at the ends of the tensor: padding takes the halo's place.
+            # At the ends of the tensor there is no neighbour: padding replaces the halo.
             spare_left = self.before - (start - left) if self.padded_edges else 0
             spare_right = self.after - (right - stop) if self.padded_edges else 0
             local = 0
@@ -420,7 +422,10 @@ class Halo(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Nested(CutRule):
-    """Levels of cuts, major to minor: each `(rule, parts)` cuts every part of the one above.
+    """Levels of splits, major to minor: each `(rule, parts)` splits every part of the previous
+    level.
+
+    Source: DTensor, where each mesh axis on a dimension chunks the shards of the previous one.
 
     Source: DTensor, where each mesh axis on a dimension chunks what the one before left.
 
@@ -436,7 +441,7 @@ class Nested(CutRule):
     def _cut(self, length: int, parts: int) -> RunTable:
         expected = math.prod(count for _, count in self.levels)
         if parts != expected:
-            raise RuleError(f"levels of {expected} parts in all cannot cut into {parts} parts")
+            raise RuleError(f"levels of {expected} parts in total cannot split into {parts} parts")
         table = RunTable(length, 1, [(0, 0, length, 0)])
         for rule, count in self.levels:
             lengths = table.local_lengths.tolist()
@@ -451,7 +456,7 @@ class Nested(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Strided(CutRule):
-    """`stride` equal blocks by ceil, each cut over all parts by ceil.
+    """`stride` equal blocks by ceil, each split over all parts by ceil.
 
     Sources: Megatron's `partition_stride`, which is defined only where `stride * parts`
     divides the length (give the `local_lengths` it claims, and they are checked), and
@@ -465,7 +470,7 @@ class Strided(CutRule):
     Traceback (most recent call last):
         ...
     reshard.errors.RuleError: local lengths [3, 3] of stride 2 for length 6 over 2 parts: each of
-    the 2 blocks cut by ceil gives [4, 2]; Megatron defines a stride only where stride * parts
+    the 2 blocks split by ceil gives [4, 2]; Megatron defines a stride only where stride * parts
     divides the length. Give the blocks with `blocks[...]`, or the right local lengths
     """
 
@@ -479,20 +484,20 @@ class Strided(CutRule):
             set_numbers(self, "local_lengths", "local lengths")
 
     def _cut(self, length: int, parts: int) -> RunTable:
-        # With more blocks than indices, those behind the last index are empty.
+        # With more blocks than indices, the blocks after the last index are empty.
         blocks = min(self.stride, max(length, 1))
         if blocks > MAX_RUNS:
             raise RuleError(
-                f"stride {self.stride} cuts length {length} into {blocks} blocks; at most "
+                f"stride {self.stride} splits length {length} into {blocks} blocks; at most "
                 f"{MAX_RUNS} are supported"
             )
         sizes = ceil_sizes(length, blocks).tolist()
         table = Blocks(tuple(sizes)).table(length, parts)
-        claimed, found = self.local_lengths, table.local_lengths.tolist()
-        if claimed is not None and list(claimed) != found:
+        claimed, lengths = self.local_lengths, table.local_lengths.tolist()
+        if claimed is not None and list(claimed) != lengths:
             raise RuleError(
                 f"local lengths {list(claimed)} of stride {self.stride} for length {length} over "
-                f"{parts} parts: each of the {self.stride} blocks cut by ceil gives {found}; "
+                f"{parts} parts: each of the {self.stride} blocks split by ceil gives {lengths}; "
                 "Megatron defines a stride only where stride * parts divides the length. Give "
                 "the blocks with `blocks[...]`, or the right local lengths"
             )
@@ -506,7 +511,7 @@ class Strided(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Blocks(CutRule):
-    """Consecutive blocks of the given sizes, each cut over all parts by `rule`.
+    """Consecutive blocks of the given sizes, each split over all parts by `rule`.
 
     A part holds its piece of every block, in the order of the blocks. Sources: Megatron's
     `partition_sizes` (Mamba's in_proj), fused query-key-value weights, an unaligned
@@ -526,12 +531,13 @@ class Blocks(CutRule):
 
     def _cut(self, length: int, parts: int) -> RunTable:
         if sum(self.sizes) * parts == length and length and parts > 1:
-            # A list of sizes can be meant both ways, and the length says which one fits.
+            # A list of sizes is ambiguous, and the length shows which meaning fits.
             whole = [size * parts for size in self.sizes]
             raise RuleError(
                 f"blocks {list(self.sizes)} add up to {sum(self.sizes)}, but the length is "
                 f"{length}, {parts} times as much: they are read as the sizes of whole blocks; if "
-                f"they are those on each of {parts} parts, give {whole}, or every part's own sizes"
+                f"they are the sizes on each of {parts} parts, give {whole}, or the sizes of every "
+                "part"
             )
         expect_sum("blocks", self.sizes, length)
         return _join(length, parts, self.sizes, [self.rule] * len(self.sizes))
@@ -543,11 +549,11 @@ class Blocks(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Joined(CutRule):
-    """Consecutive blocks of the given sizes, each cut over all parts by a rule of its own.
+    """Consecutive blocks of the given sizes, each split over all parts by its own rule.
 
-    A part holds its piece of every block, in the order of the blocks. Sources: fused weights
-    whose members do not have equally many heads, so that with more parts than some have they
-    are shared: Mamba's in_proj (vLLM's loader of it), fused query, key and value.
+    A part holds its piece of every block, in the order of the blocks. Sources: fused weights whose
+    members have different numbers of heads, so that some are replicated over more parts than
+    others: Mamba's in_proj (in vLLM's loader), fused query, key and value.
 
     >>> rule = Joined((8, 2, 2), (Heads(4), Heads(2), Heads(2)))
     >>> rule.text
@@ -563,7 +569,7 @@ class Joined(CutRule):
     def __post_init__(self) -> None:
         set_numbers(self, "sizes", "blocks")
         if isinstance(self.rules, CutRule) or not isinstance(self.rules, Iterable):
-            raise RuleError(f"rules {self.rules!r} of blocks; give a list with one for each block")
+            raise RuleError(f"rules {self.rules!r} of blocks; give a list with a rule per block")
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             expect_rule(rule)
@@ -584,9 +590,9 @@ class Joined(CutRule):
 
 
 def _join(length: int, parts: int, sizes: Sequence[int], rules: Sequence[CutRule]) -> RunTable:
-    """The table of blocks one behind another, each cut by its rule."""
+    """Return the table of consecutive blocks, each split by its rule."""
     rows: list[IntArray] = []
-    # Where the next block begins in the local order of each part.
+    # The local offset of the next block in each part.
     local = np.zeros(parts, dtype=np.int64)
     start = 0
     pairs = list(zip(sizes, rules, strict=True))
@@ -604,7 +610,10 @@ def _join(length: int, parts: int, sizes: Sequence[int], rules: Sequence[CutRule
 
 @dataclass(frozen=True, slots=True)
 class Grouped(CutRule):
-    """Groups of `size` indices that stay together, cut by `rule` like single indices.
+    """Groups of `size` indices that stay together, split by `rule` like single indices.
+
+    Source: gate and up of an expert in alternate columns (gpt-oss), split where the rows of the
+    next layer are.
 
     Source: gate and up of an expert in alternate columns (gpt-oss), cut where the rows of the layer
     behind them are.
@@ -639,10 +648,10 @@ class Grouped(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Pieces(CutRule):
-    """Consecutive blocks, each cut into pieces of the given sizes: `pieces[b][p]` for part `p`.
+    """Consecutive blocks, each split into pieces of the given sizes: `pieces[b][p]` for part `p`.
 
     A part holds its piece of every block, in the order of the blocks. Source: an unaligned
-    PartitionedShard, whose splits say how much of every partition each shard has.
+    PartitionedShard, whose splits give the share of each shard in every partition.
 
     >>> rule = Pieces.from_splits([(4, 6, 4, 2), (2, 4, 8, 2)])
     >>> rule.pieces
@@ -664,11 +673,11 @@ class Pieces(CutRule):
     def __post_init__(self) -> None:
         set_number_lists(self, "pieces", "pieces")
         if not all(self.pieces):
-            raise RuleError("pieces of a block are none; give one size for each part")
+            raise RuleError("a block has no pieces; give a size for each part")
 
     @classmethod
     def from_splits(cls, splits: Sequence[Sequence[int]]) -> Pieces:
-        """The cut where part `p` has pieces of `splits[p]`, one a block."""
+        """Return the split in which part `p` has pieces of `splits[p]`, one per block."""
         counts = {len(split) for split in splits}
         if len(counts) > 1:
             raise RuleError(f"splits {[list(split) for split in splits]} must be equally many")
@@ -678,7 +687,7 @@ class Pieces(CutRule):
         for block in self.pieces:
             expect_count("pieces", block, parts)
         expect_sum("pieces", [sum(block) for block in self.pieces], length)
-        # Of shape `(blocks, parts)`: row by row in the dimension, column by column in the parts.
+        # Shape `(blocks, parts)`: rows are consecutive in the dimension, columns in the parts.
         size = np.array(self.pieces, dtype=np.int64).reshape(-1, parts)
         stop = np.cumsum(size).reshape(size.shape)
         local_stop = np.cumsum(size, axis=0)
@@ -719,7 +728,7 @@ class WholeBlocks(CutRule):
         if self.counts is not None:
             expect_count("block counts", self.counts, parts)
         counts = self.counts or ceil_sizes(len(self.sizes), parts).tolist()
-        # Where the blocks of each part begin and end.
+        # The bounds of the blocks of each part.
         edges = np.concatenate(([0], np.cumsum(self.sizes)))[np.cumsum((0, *counts))]
         return table_of_sizes(length, np.diff(edges).astype(np.int64))
 
@@ -731,7 +740,7 @@ class WholeBlocks(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class BlockCyclic(CutRule):
-    """Blocks of `block` indices dealt to the parts in turn, beginning with part `first`.
+    """Blocks of `block` indices dealt to the parts in turn, starting with part `first`.
 
     Source: ScaLAPACK's block-cyclic distribution (`mb`, `rsrc`).
 
@@ -751,16 +760,17 @@ class BlockCyclic(CutRule):
 
     def _cut(self, length: int, parts: int) -> RunTable:
         if self.first >= parts:
-            raise RuleError(f"first part {self.first} of a cyclic cut over {parts} parts")
+            raise RuleError(f"first part {self.first} of a cyclic split over {parts} parts")
         full, rest = divmod(length, self.block)
         rows = []
-        # Every `parts`-th full block goes to one part, so one row describes all blocks of a part.
+        # Every `parts`-th full block goes to the same part, so a row describes all blocks of a
+        # part.
         for turn in range(min(parts, full)):
             count = ceil_divide(full - turn, parts)
             part = (self.first + turn) % parts
             step = self.block * parts
             rows.append(Run(part, turn * self.block, self.block, 0, count, step, self.block))
-        # The last, shorter block lies behind the full ones of its part.
+        # The last, shorter block follows the full blocks of its part.
         if rest:
             part = (self.first + full) % parts
             rows.append(Run(part, full * self.block, rest, full // parts * self.block))
@@ -773,10 +783,10 @@ class BlockCyclic(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Zigzag(CutRule):
-    """Two equal blocks for each part, by ceil: part `p` has the `p`-th and the `p`-th from the end.
+    """Two equal blocks per part, by ceil: part `p` has the `p`-th and the `p`-th from the end.
 
-    Of a sequence in which places see those before them, all parts have equal work then. Source:
-    zigzag ring attention, and Megatron's context parallelism.
+    In a causal sequence, all parts have equal work then. Source: zigzag ring attention, and
+    Megatron's context parallelism.
 
     >>> print(Zigzag().table(8, 2))
     part 0: 2 x 2 from 0 every 6
@@ -798,7 +808,7 @@ class Zigzag(CutRule):
         return "zigzag"
 
 
-_SHAPES = {
+_FORMS = {
     "ceil": "ceil",
     "unit": "unit64",
     "balanced": "balanced",
@@ -816,11 +826,11 @@ _SHAPES = {
     "pad": "pad or pad128",
     "halo": "halo[1,1], halo[1,1,fresh] or halo[1,1,padded]",
 }
-_RULE = re.compile(r"([a-z]+)(\d*)((?:\+\d+)?)(?:\[(.*)\])?")
+_RULE = r"([a-z]+)(\d*)((?:\+\d+)?)(?:\[(.*)\])?"
 
 
 def parse_rule(text: str) -> CutRule:
-    """The cut rule that `text` writes.
+    """Parse the text of a cut rule.
 
     Raises:
         NotationError: a word that is no rule, or numbers of the wrong form.
@@ -837,11 +847,11 @@ def parse_rule(text: str) -> CutRule:
 
 
 def _parse_word(word: str, inner: CutRule, text: str) -> CutRule:
-    match = _RULE.fullmatch(word)
+    match = re.fullmatch(_RULE, word)
     name = match[1] if match else ""
-    if match is None or name not in _SHAPES:
+    if match is None or name not in _FORMS:
         raise NotationError(
-            f"unknown cut rule {word!r} in {text!r}; the rules are {', '.join(_SHAPES)}"
+            f"unknown cut rule {word!r} in {text!r}; the rules are {', '.join(_FORMS)}"
         )
     if not inner.is_default and name not in ("blocks", "groups", "halo"):
         raise NotationError(
@@ -854,14 +864,14 @@ def _parse_word(word: str, inner: CutRule, text: str) -> CutRule:
             raise
         rule = None
     if rule is None:
-        raise NotationError(f"cannot read the cut rule {word!r}; write {_SHAPES[name]}")
+        raise NotationError(f"cannot read the cut rule {word!r}; write {_FORMS[name]}")
     return rule
 
 
 def _build(
     name: str, number: str, plus: str, bracket: str | None, inner: CutRule
 ) -> CutRule | None:
-    """The rule, or None (or a ValueError) where the numbers do not have its form."""
+    """Return the rule, or None (or raise ValueError) if the numbers do not have its form."""
     if bracket is None:
         if plus and name != "cyclic":
             return None
@@ -912,7 +922,7 @@ def _build(
 def _parse_joined(text: str) -> CutRule:
     blocks = split_outside_brackets(text, ",") if text.strip() else []
     pairs = [block.partition("@") for block in blocks]
-    # `6@` has no rule, which is not the same as the default one.
+    # `6@` lacks a rule, which is not the default rule.
     if any(at and not rule.strip() for _, at, rule in pairs):
         raise ValueError
     return Joined(
@@ -921,7 +931,7 @@ def _parse_joined(text: str) -> CutRule:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """The pieces of a text between separators of one letter that no square brackets enclose.
+    """Split a text at a separator of one letter, except inside square brackets.
 
     >>> split_outside_brackets("tp@joined[6@heads3,2], -", ",")
     ['tp@joined[6@heads3,2]', ' -']
@@ -940,6 +950,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Numbers joined by `:`, in items separated by commas."""
+    """Parse numbers joined by `:`, in items separated by commas."""
     items = text.split(",") if text.strip() else ()
     return tuple(tuple(int(number) for number in item.split(":")) for item in items)

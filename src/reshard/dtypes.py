@@ -1,15 +1,15 @@
 """Element types: their width, and their names in NumPy, torch and safetensors.
 
-Planning moves elements without looking inside them, so a type is here mainly a width and
-a set of names. Every spelling of a type leads to the same `DType` object:
+Planning moves elements without interpreting them, so a type is mainly a width and a set of names.
+Every spelling of a type yields the same `DType` object:
 
-1. a name, which NumPy, ml_dtypes and torch share: `"bfloat16"`;
-2. the tag a safetensors header uses: `"BF16"`;
-3. a NumPy dtype or scalar type (ml_dtypes registers its types with NumPy, so they come
-   with it), or a torch dtype, recognised by its text.
+1. a name shared by NumPy, ml_dtypes and torch: `"bfloat16"`;
+2. the tag of a safetensors header: `"BF16"`;
+3. a NumPy dtype or scalar type (including those of ml_dtypes, which it registers with NumPy), or a
+   torch dtype, recognized by its text.
 
-Nothing but NumPy is imported to do that, so a bfloat16 tensor can be moved on a machine
-that has no package able to add two of them. Only `DType.numpy` asks for that package.
+Only NumPy is imported, so a bfloat16 tensor can be moved on a machine without a package that can
+add two of them. Only `DType.numpy` requires that package.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ __all__ = ["ALL_DTYPES", "DType", "dtype"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """The type of one element. `dtype` gives the one object there is for each type.
+    """The type of an element. `dtype` returns the single object of each type.
 
-    `name` is what NumPy, ml_dtypes and torch call it (`getattr(torch, name)`, where torch
-    has it). `safetensors_tag` is None where that format has no word for the type.
-    `storage` is a NumPy dtype of the same width that holds the bare bytes: copying arrays
-    of it never changes a bit, and comparing them compares bits, not numbers.
+    `name` is its name in NumPy, ml_dtypes and torch (`getattr(torch, name)`). `safetensors_tag` is
+    None if that format lacks the type. `storage` is a NumPy dtype of the same width for the bare
+    bytes: copying arrays of it never changes a bit, and comparing them compares bits, not numbers.
 
     >>> dtype("bfloat16")
     DType('bfloat16')
@@ -57,12 +56,12 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The NumPy dtype that can do arithmetic with these elements.
+        """The NumPy dtype for arithmetic with these elements.
 
         >>> dtype("F32").numpy
         dtype('float32')
 
-        Raises MissingExtraError where that takes ml_dtypes and it is absent or too old.
+        Raises MissingExtraError if that requires ml_dtypes and it is missing or too old.
         """
         if self.name in _NUMPY_NAMES:
             return np.dtype(self.name)
@@ -70,7 +69,7 @@ class DType:
             scalar_type: type = getattr(importlib.import_module("ml_dtypes"), self.name)
         except (ImportError, AttributeError) as error:
             raise MissingExtraError(
-                f"dtype {self.name!r}: NumPy alone cannot calculate with it. Expected the "
+                f"dtype {self.name!r}: NumPy alone cannot compute with it. Expected the "
                 f"package ml_dtypes with a type of that name, which reshard[checkpoint] has; "
                 f"install it with: pip install --upgrade ml_dtypes"
             ) from error
@@ -84,17 +83,17 @@ class DType:
         return f"DType({self.name!r})"
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        # Copies and unpickled values must be the interned object, since equality is identity.
+        # Copies and unpickled values must be the same object, since equality is identity.
         return dtype, (self.name,)
 
 
 def dtype(value: object) -> DType:
-    """The `DType` that `value` means.
+    """Return the `DType` of a name, a tag, or a dtype of NumPy or torch.
 
-    `value` is a `DType`, a name, a safetensors tag (names and tags are read exactly, case
-    included: NumPy's `f16` has 16 bytes and safetensors' `F16` has 2), a NumPy dtype or
-    scalar type, a torch dtype, or Python's `bool`. Python's `int`, `float` and `complex`
-    are refused, because NumPy and torch give them different widths.
+    `value` is a `DType`, a name, a safetensors tag (names and tags are case-sensitive: NumPy's
+    `f16` has 16 bytes and safetensors' `F16` has 2), a NumPy dtype or scalar type, a torch dtype,
+    or Python's `bool`. Python's `int`, `float` and `complex` are refused, because NumPy and torch
+    give them different widths.
 
     >>> import numpy as np
     >>> dtype("F8_E4M3")
@@ -102,8 +101,8 @@ def dtype(value: object) -> DType:
     >>> dtype(np.int64) is dtype(np.dtype("int64")) is dtype("I64")
     True
 
-    Raises UsageError for anything else: an unknown type (near matches are listed), one
-    whose elements are not whole bytes, a NumPy dtype in the other byte order.
+    Raises UsageError for anything else: an unknown type (near matches are listed), a type narrower
+    than a byte, a NumPy dtype in the other byte order.
     """
     if isinstance(value, DType):
         return value
@@ -120,14 +119,14 @@ def dtype(value: object) -> DType:
             f"dtype {value!r} of type {type(value).__name__}: expected a name such as "
             f"'float32', a safetensors tag such as 'BF16', or a NumPy or torch dtype"
         )
-    found = _BY_SPELLING.get(spelling)
-    if found is None:
+    result = _BY_SPELLING.get(spelling)
+    if result is None:
         raise UsageError(_unknown(spelling))
-    return found
+    return result
 
 
 def _numpy_spelling(value: np.dtype[Any]) -> str:
-    # NumPy's name leaves the byte order out, and the other order would be read as garbage.
+    # NumPy's name lacks the byte order, and the other order would be read as garbage.
     if not value.isnative:
         raise UsageError(
             f"dtype {value!r}: its bytes are in the other order than this machine's. Expected "
@@ -144,13 +143,13 @@ def _type_spelling(value: type) -> str:
             f"{_EXPLICIT_WIDTHS[value.__name__]}"
         )
     try:
-        found = np.dtype(value)
+        result = np.dtype(value)
     except TypeError:
         return value.__name__
-    # Older NumPy reads an abstract type such as np.floating as its widest concrete one.
-    if issubclass(value, np.generic) and found.type is not value:
+    # Older NumPy reads an abstract type such as np.floating as its widest concrete type.
+    if issubclass(value, np.generic) and result.type is not value:
         return value.__name__
-    return _numpy_spelling(found)
+    return _numpy_spelling(result)
 
 
 def _unknown(spelling: str) -> str:
@@ -160,12 +159,12 @@ def _unknown(spelling: str) -> str:
             f"type of 8 bits or more; store the packed bytes as 'uint8'"
         )
     # Compared without case, so that 'bf16' finds 'BF16'.
-    folded = {known.casefold(): known for known in _BY_SPELLING}
+    folded = {spelled.casefold(): spelled for spelled in _BY_SPELLING}
     near = [folded[match] for match in difflib.get_close_matches(spelling.casefold(), folded)]
     advice = (
         f"Did you mean {', '.join(near)}?"
         if near
-        else f"Known types: {', '.join(known.name for known in ALL_DTYPES)}"
+        else f"Known types: {', '.join(spelled.name for spelled in ALL_DTYPES)}"
     )
     return f"dtype {spelling!r}: unknown. Expected a type's name or its safetensors tag. {advice}"
 
@@ -176,7 +175,7 @@ _EXPLICIT_WIDTHS = {
     "complex": "'complex128' or 'complex64'",
 }
 
-# name, bytes, safetensors tag; NumPy itself calculates with these
+# Name, bytes, safetensors tag; NumPy itself computes with these.
 _NUMPY_TYPES: tuple[tuple[str, int, str | None], ...] = (
     ("bool", 1, "BOOL"),
     ("int8", 1, "I8"),
@@ -194,7 +193,7 @@ _NUMPY_TYPES: tuple[tuple[str, int, str | None], ...] = (
     ("complex128", 16, None),
 )
 
-# the same; only ml_dtypes or torch calculates with these
+# The same; only ml_dtypes or torch computes with these.
 _EXTENDED_TYPES: tuple[tuple[str, int, str | None], ...] = (
     ("bfloat16", 2, "BF16"),
     ("complex32", 4, None),
@@ -208,12 +207,12 @@ _EXTENDED_TYPES: tuple[tuple[str, int, str | None], ...] = (
     ("float8_e8m0fnu", 1, "F8_E8M0"),
 )
 
-# safetensors tags, ml_dtypes names and torch names of types narrower than a byte
+# Names of types narrower than a byte in safetensors, ml_dtypes and torch.
 _SUB_BYTE_SPELLINGS = frozenset(
     ["F4", "F6_E2M3", "F6_E3M2"]
     + ["float4_e2m1fn", "float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"]
     + [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
-    # torch's own, of quantised tensors and of bits, and what quantisers call such types
+    # torch's quantized and bit types, and names used by quantizers.
     + ["quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "nf4", "fp4", "mxfp4", "nvfp4"]
 )
 
@@ -222,7 +221,7 @@ _NUMPY_NAMES = frozenset(name for name, _, _ in _NUMPY_TYPES)
 # NumPy has no 16-byte integer; a void of that width copies and compares as bytes too.
 _STORAGE = {width: np.dtype(f"u{width}") for width in (1, 2, 4, 8)} | {16: np.dtype("V16")}
 
-#: Every type reshard can move, NumPy's own first.
+#: Every type that reshard can move, NumPy's types first.
 ALL_DTYPES: tuple[DType, ...] = tuple(
     DType(name, width, tag, _STORAGE[width]) for name, width, tag in _NUMPY_TYPES + _EXTENDED_TYPES
 )

@@ -42,19 +42,19 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import UsageError
 
 QUANTIZATIONS = ("fp8-block128",)
-"""What matrices can be made, by name: float8 with a scale for each block of 128 by 128."""
+"""Quantizations of matrices by name: float8 with a scale for each block of 128 by 128."""
 
 
 def scale_blocks(
     rows: Any, width: int, greatest: float, largest: Callable[[Any], Any]
 ) -> list[Any]:
-    """Divide a row of blocks by their scales, in place.
+    """Divide a row of blocks by their scales, in place, for NumPy arrays and torch tensors alike.
 
     Args:
         rows: float32 of shape `(..., height, columns)`: an array of NumPy, or a tensor of torch.
         width: columns of a block.
-        greatest: number of the target's type.
-        largest: the maxima over the last two dimensions of an array.
+        greatest: the largest number of the target type.
+        largest: returns the maxima over the last two dimensions of an array.
 
     Returns:
         The scales, of shape `(...)` each, block by block.
@@ -69,14 +69,14 @@ def scale_blocks(
     for left in range(0, rows.shape[-1], width):
         block = rows[..., left : left + width]
         scale = largest(abs(block)) / greatest
-        # A block of zeros is divided by one.
+        # A block of zeros is divided by 1.
         scale = scale + (scale == 0)
         block /= scale[..., None, None]
         scales.append(scale)
     return scales
 
 
-#: Types between which elements are cast, by what users may call them.
+#: Types between which elements are cast, by the names that users may give.
 CAST_TYPES: dict[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -93,7 +93,7 @@ _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 @dataclass(frozen=True, slots=True)
 class CastCounts:
-    """What became of elements: finite ones that overflowed, and those that were not finite."""
+    """Counts of a cast: finite elements that overflowed, and elements that were not finite."""
 
     overflowed: int = 0
     not_finite: int = 0
@@ -106,7 +106,7 @@ def cast_type(name: object) -> DType:
     """Return the type that a user names: `bf16`, `bfloat16`, `torch.bfloat16`, or PyTorch's object.
 
     Raises:
-        UsageError: none of those to which elements are cast.
+        UsageError: any other type.
 
     >>> cast_type("bf16"), cast_type("torch.float16")
     (DType('bfloat16'), DType('float16'))
@@ -115,14 +115,14 @@ def cast_type(name: object) -> DType:
     if text not in CAST_TYPES:
         raise UsageError(
             f"the type {str(name)!r}; elements are cast to bf16, fp16 or fp32 (bfloat16, float16, "
-            f"float32). Weights are quantised by --quantize {QUANTIZATIONS[0]}, in Python "
+            f"float32). Weights are quantized by --quantize {QUANTIZATIONS[0]}, in Python "
             f"quantize={QUANTIZATIONS[0]!r}"
         )
     return dtype(CAST_TYPES[text])
 
 
 def is_castable(kind: DType) -> bool:
-    """Whether elements of a type are cast: floating point of 16 bits or more."""
+    """Return whether elements of a type can be cast: floating point of 16 bits or more."""
     return kind.name in _FLOATS
 
 
@@ -133,10 +133,10 @@ def cast_elements(
 
     Args:
         source: bare elements of `kind`, of shape `(n,)`.
-        target: bare elements of `target_kind`, of shape `(n,)`; it is written.
+        target: bare elements of `target_kind`, of shape `(n,)`; written in place.
 
     Raises:
-        UsageError: types between which nothing is cast.
+        UsageError: types that cannot be cast.
 
     >>> import numpy as np
     >>> halves = np.empty(3, dtype=np.uint16)
@@ -146,9 +146,11 @@ def cast_elements(
     >>> [hex(bits) for bits in halves.tolist()]
     ['0x3f80', '0x3f80', '0x714a']
     """
-    for one in (kind, target_kind):
-        if not is_castable(one):
-            raise UsageError(f"elements of {one.name} are not cast; only {', '.join(_FLOATS)} are")
+    for castable in (kind, target_kind):
+        if not is_castable(castable):
+            raise UsageError(
+                f"elements of {castable.name} cannot be cast; only {', '.join(_FLOATS)} can"
+            )
     if kind is target_kind:
         target[...] = source
         return CastCounts()
@@ -160,7 +162,7 @@ def cast_elements(
 
 
 def as_float32(source: NDArray[Any], kind: DType) -> NDArray[np.float32]:
-    """Elements of a narrower type, exactly; float64 rounded."""
+    """Return elements of a narrower type exactly, and float64 rounded, as float32."""
     if kind.name == "bfloat16":
         return np.left_shift(source.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
     values: NDArray[np.float32] = source.view(kind.name).astype(np.float32)
@@ -168,7 +170,7 @@ def as_float32(source: NDArray[Any], kind: DType) -> NDArray[np.float32]:
 
 
 def _cast_stretch(part: NDArray[Any], kind: str, out: NDArray[Any], target: str) -> CastCounts:
-    # NumPy warns of overflow and of signalling NaNs; both are counted here.
+    # NumPy warns of overflow and of signalling NaNs; both are counted below.
     with np.errstate(all="ignore"):
         if target == "bfloat16":
             wide = _round_to_odd(part.view(np.float64)) if kind == "float64" else part
@@ -188,14 +190,14 @@ def _round_to_bfloat16(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> Non
     rounded += bits
     rounded >>= np.uint32(16)
     np.copyto(out, rounded, casting="unsafe")
-    # A NaN whose bits carry would become a number: it becomes the quiet one of its sign.
+    # A NaN whose mantissa overflows would become a number: use the quiet NaN of its sign.
     is_nan = np.isnan(bits.view(np.float32))
     if is_nan.any():
         out[is_nan] = (bits[is_nan] >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7FC0)
 
 
 def _round_to_odd(wide: NDArray[np.float64]) -> NDArray[np.float32]:
-    """float32 towards zero, with the last bit set where something was cut off."""
+    """Round to float32 towards zero, with the last bit set if anything was cut off."""
     narrow = wide.astype(np.float32)
     back = narrow.astype(np.float64)
     bits = narrow.view(np.uint32)
@@ -217,14 +219,14 @@ def _count(part: NDArray[Any], kind: str, out: NDArray[Any], target: str) -> Cas
     return CastCounts(special - before, before)
 
 
-# Exponent bits, mantissa bits, bias, patterns that are infinite, patterns that are no number.
+# Exponent bits, mantissa bits, bias, infinite patterns, NaN patterns.
 _TYPES: dict[str, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]] = {
     "float8_e4m3fn": (4, 3, 7, (), (0x7F, 0xFF)),
     "float8_e4m3fnuz": (4, 3, 8, (), (0x80,)),
     "float8_e5m2": (5, 2, 15, (0x7C, 0xFC), (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
     "float8_e5m2fnuz": (5, 2, 16, (), (0x80,)),
 }
-#: The greatest number of the type to which weights are quantised.
+#: The largest number of the type to which weights are quantized.
 MAX_E4M3FN = 448.0
 #: The sixteen values of e2m1, the elements of MXFP4 and NVFP4.
 E2M1: NDArray[np.float32] = np.array(
@@ -235,67 +237,67 @@ E2M1: NDArray[np.float32] = np.array(
 
 @cache
 def float8_values(name: str) -> NDArray[np.float32]:
-    """What each of the 256 patterns of an 8-bit type means, of shape `(256,)`.
+    """Return the values of the 256 patterns of an 8-bit type, of shape `(256,)`.
 
     Raises:
-        UsageError: a type that has no such table.
+        UsageError: a type without such a table.
 
     >>> float8_values("float8_e4m3fn")[[0x00, 0x38, 0x7E, 0x81]].tolist()
     [0.0, 1.0, 448.0, -0.001953125]
     """
     if name == "float8_e8m0fnu":
-        # An exponent alone; all ones are no number.
+        # An exponent only; all ones are NaN.
         exact = np.ldexp(1.0, np.arange(256) - 127)
         exact[255] = np.nan
         powers = exact.astype(np.float32)
         powers.flags.writeable = False
         return powers
     if name not in _TYPES:
-        raise UsageError(f"no values are known of {name}; known are {', '.join(_TYPES)}")
-    exponents, mantissas, bias, infinite, nothing = _TYPES[name]
+        raise UsageError(f"the values of {name} are unknown; known types are {', '.join(_TYPES)}")
+    exponents, mantissas, bias, infinite, nans = _TYPES[name]
     patterns = np.arange(256)
     exponent = patterns >> mantissas & (1 << exponents) - 1
     fraction = (patterns & (1 << mantissas) - 1) / (1 << mantissas)
     values = np.ldexp(fraction + (exponent > 0), np.maximum(exponent, 1) - bias)
     values[patterns >= 128] *= -1
     values[list(infinite)] = np.copysign(np.inf, values[list(infinite)])
-    values[list(nothing)] = np.nan
+    values[list(nans)] = np.nan
     table: NDArray[np.float32] = values.astype(np.float32)
     table.flags.writeable = False
     return table
 
 
 def decode_float8(bits: NDArray[Any], kind: DType) -> NDArray[np.float32]:
-    """Elements of an 8-bit type as float32, exactly."""
+    """Return elements of an 8-bit type as float32, exactly."""
     values: NDArray[np.float32] = float8_values(kind.name)[bits.view(np.uint8)]
     return values
 
 
 def round_to_e4m3fn(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Patterns of float8_e4m3fn, rounded to nearest, ties to even; too great ones become 448.
+    """Round to float8_e4m3fn, to nearest with ties to even; larger values saturate at 448.
 
     Source: `torch.Tensor.to(torch.float8_e4m3fn)`, which saturates too.
 
     >>> [hex(x) for x in round_to_e4m3fn(np.array([1, -0.001, 460, 1e9], np.float32)).tolist()]
     ['0x38', '0x81', '0x7e', '0x7e']
     """
-    found = np.empty(values.shape, dtype=np.uint8)
-    flat, out = np.ascontiguousarray(values).reshape(-1), found.reshape(-1)
+    patterns = np.empty(values.shape, dtype=np.uint8)
+    flat, out = np.ascontiguousarray(values).reshape(-1), patterns.reshape(-1)
     for begin in range(0, len(flat), STRETCH):
         out[begin : begin + STRETCH] = _round_stretch(flat[begin : begin + STRETCH])
-    return found
+    return patterns
 
 
 def _round_stretch(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # Three bits of 23 stay. The exponent's bias changes from 127 to 7.
+    # Three of 23 bits remain. The bias of the exponent changes from 127 to 7.
     rounded = (magnitude >> np.uint32(20)) & np.uint32(1)
     rounded += np.uint32(0x7FFFF)
     rounded += magnitude
     rounded >>= np.uint32(20)
     rounded -= np.uint32((127 - 7) << 3)
-    # Below 2**-6 a pattern is a number of 2**-9; the next pattern behind them is the least normal.
+    # Below 2**-6 a pattern is a multiple of 2**-9; the next pattern is the smallest normal.
     least = np.uint32((127 - 6) << 23)
     small = np.rint(np.minimum(magnitude, least).view(np.float32) * np.float32(512))
     rounded = np.where(magnitude < least, small.astype(np.uint32), rounded)
@@ -307,34 +309,34 @@ def _round_stretch(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     return rounded
 
 
-# Of the element in the lowest bits, the next, and so on.
+# The positions of the elements, from the lowest bits up.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Values of bytes of two, along the last dimension.
+    """Return the values of bytes with two elements each, along the last dimension.
 
     >>> unpack_e2m1(np.array([0x21, 0x9F], np.uint8)).tolist()
     [0.5, 1.0, -6.0, -0.5]
     """
-    found = np.empty((*packed.shape, 2), dtype=np.float32)
-    found[..., 0] = E2M1[packed & 0x0F]
-    found[..., 1] = E2M1[packed >> 4]
-    return found.reshape(*packed.shape[:-1], -1)
+    values = np.empty((*packed.shape, 2), dtype=np.float32)
+    values[..., 0] = E2M1[packed & 0x0F]
+    values[..., 1] = E2M1[packed >> 4]
+    return values.reshape(*packed.shape[:-1], -1)
 
 
 def unpack_integers(
     packed: NDArray[Any], bits: int, dimension: int, *, is_awq: bool = False
 ) -> NDArray[np.float32]:
-    """Unsigned integers of int32 words, along a dimension, as float32.
+    """Return the unsigned integers of int32 words, along a dimension, as float32.
 
     >>> unpack_integers(np.array([[0x76543210]], np.uint32), 4, 1).tolist()
     [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
     """
     words = np.moveaxis(packed.view(np.uint32), dimension, -1)
     count = 32 // bits
-    found = np.empty((*words.shape, count), dtype=np.float32)
-    for place in range(count):
-        at = _AWQ_ORDER[place] if is_awq else place
-        found[..., at] = words >> np.uint32(bits * place) & np.uint32((1 << bits) - 1)
-    return np.moveaxis(found.reshape(*words.shape[:-1], -1), -1, dimension)
+    values = np.empty((*words.shape, count), dtype=np.float32)
+    for position in range(count):
+        at = _AWQ_ORDER[position] if is_awq else position
+        values[..., at] = words >> np.uint32(bits * position) & np.uint32((1 << bits) - 1)
+    return np.moveaxis(values.reshape(*words.shape[:-1], -1), -1, dimension)

@@ -5,59 +5,59 @@
     ReshardError
     ├── UsageError             an argument that is not valid: unknown option, bad number
     │   └── MissingExtraError  a feature whose optional dependency is not installed
-    ├── LayoutError            a description of a layout that cannot be
-    │   ├── MeshError          a device mesh: sizes, names, devices, sub-axes
-    │   ├── RuleError          a cut rule that does not fit the length it is given
-    │   ├── SpecError          a sharding: axes used twice, wrong number of dimensions
+    ├── LayoutError            an invalid description of a layout
+    │   ├── MeshError          an invalid device mesh: sizes, names, devices, sub-axes
+    │   ├── RuleError          a cut rule that does not fit the length of a dimension
+    │   ├── SpecError          an invalid sharding: axes used twice, wrong number of dimensions
     │   └── NotationError      text that is not a sharding, a mesh or a saved plan
-    ├── PlanError              two layouts that cannot be planned, or a plan that is wrong
-    ├── ShardError             arrays that do not fit their layout
-    ├── ArrayIndexError        an index that an array has no elements at
+    ├── PlanError              two layouts that cannot be planned, or a wrong plan
+    ├── ShardError             arrays that do not match their layout
+    ├── ArrayIndexError        an index outside an array
     ├── RecipeError            a recipe or rule that cannot be applied
-    │   ├── UncomputableError  a cut that ranks cannot compute with
-    │   └── UnmatchedError     tensors that no rule decides
+    │   ├── UncomputableError  a sharding that ranks cannot compute with
+    │   └── UnmatchedError     tensors that match no rule
     ├── CheckpointError        a checkpoint on disk that cannot be used
-    │   ├── FormatError        a file whose bytes are not what its format promises
-    │   ├── CoverageError      shards that overlap, disagree or leave part of a tensor out
-    │   └── DigestError        bytes that are not the bytes that were written
-    └── RunError               a failure while running; what was there before is untouched
-        ├── LinkError          jobs that cannot meet, or lose each other
-        ├── SourceChangedError a source that changed under the run
+    │   ├── FormatError        a file that violates its format
+    │   ├── CoverageError      shards that overlap, disagree or omit part of a tensor
+    │   └── DigestError        bytes that differ from those written
+    └── RunError               a failure while running; earlier results are untouched
+        ├── LinkError          jobs that cannot connect, or lose each other
+        ├── SourceChangedError a source that changed during the run
         └── InterruptedRunError  stopped by the user
 
-The first line of every message names the offending value; the rest says what was
-expected and what to do.
+The first line of every message names the offending value; the rest states what was expected and
+what to do.
 """
 
 from __future__ import annotations
 
 
 class ReshardError(Exception):
-    """The root of every error this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class UsageError(ReshardError, ValueError):
-    """An argument that is not valid."""
+    """An invalid argument."""
 
 
 class MissingExtraError(UsageError, ImportError):
-    """An optional dependency is needed and not installed."""
+    """An optional dependency that is needed but not installed."""
 
 
 class LayoutError(ReshardError, ValueError):
-    """A description of a layout that cannot be."""
+    """An invalid description of a layout."""
 
 
 class MeshError(LayoutError):
-    """A device mesh that cannot be: sizes, names, devices or sub-axes."""
+    """An invalid device mesh: sizes, names, devices or sub-axes."""
 
 
 class RuleError(LayoutError):
-    """A cut rule that does not fit the length or the number of parts it is given."""
+    """A cut rule that does not fit the length or the number of parts."""
 
 
 class SpecError(LayoutError):
-    """A sharding that cannot be: an axis used twice, a wrong number of dimensions."""
+    """An invalid sharding: an axis used twice, a wrong number of dimensions."""
 
 
 class NotationError(LayoutError):
@@ -65,15 +65,15 @@ class NotationError(LayoutError):
 
 
 class PlanError(ReshardError, ValueError):
-    """Two layouts that cannot be planned, or a plan that does not do what it says."""
+    """Two layouts that cannot be planned, or a plan that does not do what it claims."""
 
 
 class ShardError(ReshardError, ValueError):
-    """Arrays that do not fit their layout."""
+    """Arrays that do not match their layout."""
 
 
 class ArrayIndexError(ReshardError, IndexError):
-    """An index that an array has no elements at. Iteration ends by it, as for any sequence."""
+    """An index outside an array. It also ends iteration, as for any sequence."""
 
 
 class RecipeError(ReshardError, ValueError):
@@ -81,11 +81,13 @@ class RecipeError(ReshardError, ValueError):
 
 
 class UncomputableError(RecipeError):
-    """A cut that ranks could not compute with: heads that do not go, parts that do not fit."""
+    """A sharding that ranks cannot compute with: heads that are not divisible, parts
+    that differ.
+    """
 
 
 class UnmatchedError(RecipeError):
-    """Tensors that no rule or recipe decides."""
+    """Tensors that match no rule or recipe."""
 
 
 class CheckpointError(ReshardError):
@@ -93,19 +95,19 @@ class CheckpointError(ReshardError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """A file whose bytes are not what its format promises."""
+    """A file that violates its format."""
 
 
 class UnreadableTensorError(FormatError):
-    """A tensor of a kind that cannot be read, in a checkpoint whose other tensors can be."""
+    """A tensor of an unreadable kind, in a checkpoint whose other tensors are readable."""
 
 
 class CoverageError(CheckpointError, ValueError):
-    """Shards of one tensor that overlap, disagree, or leave part of it out."""
+    """Shards of a tensor that overlap, disagree, or omit part of it."""
 
 
 class DigestError(CheckpointError):
-    """Bytes that are not the bytes that were written."""
+    """Bytes that differ from those written."""
 
 
 class RunError(ReshardError):
@@ -113,12 +115,12 @@ class RunError(ReshardError):
 
 
 class SourceChangedError(RunError):
-    """A source file that is not what it was when the run began."""
+    """A source file that changed after the run began."""
 
 
 class LinkError(RunError):
-    """Jobs that cannot meet, or lose each other."""
+    """Jobs that cannot connect, or lose each other."""
 
 
 class InterruptedRunError(RunError):
-    """Stopped by the user; the same command continues where it stopped."""
+    """Stopped by the user; the same command resumes the run."""

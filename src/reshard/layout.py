@@ -67,7 +67,7 @@ _MAX_LINES, _LAST_LINES, _MAX_RUNS = 8, 2, 3
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor: indices `start[d]:stop[d]` in each dimension.
+    """A box of a tensor: indices `start[d]:stop[d]` in each dimension.
 
     >>> Box((0, 2), (4, 5)).shape
     (4, 3)
@@ -78,12 +78,12 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Indices along each dimension."""
+        """Number of indices in each dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def elements(self) -> int:
-        """How many elements lie inside."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -91,15 +91,15 @@ class Box(NamedTuple):
 
 
 class Placement(Interned):
-    """On which rank each cell is, and what it takes there: a layout without its lengths.
+    """The slot of each cell, and the parts it takes: a layout without its lengths.
 
-    Tensors that are cut alike share it, whatever their shapes, and what follows from it alone
-    is found once for all of them. Cells are sorted by rank.
+    Tensors that are sharded alike share it, whatever their shapes, and with it all results that
+    depend on it alone. Cells are sorted by rank.
 
     Args:
         slot: the rank of each cell, shape `(cells,)`.
-        part: of each dimension that a cell takes, shape `(cells, dims)`.
-        contribution: that each cell carries, shape `(cells,)`.
+        part: the part of each dimension that a cell takes, shape `(cells, dims)`.
+        contribution: the contribution of each cell, shape `(cells,)`.
     """
 
     def __init__(self, slot: IntArray, part: IntArray, contribution: IntArray) -> None:
@@ -124,16 +124,16 @@ class Layout(Interned):
 
     Args:
         shape: of the tensor.
-        tables: one run table a dimension.
-        slots: how many ranks there are; a rank without a cell holds nothing.
+        tables: a run table per dimension.
+        slots: number of ranks; a rank without a cell holds nothing.
         cell_slot: the rank of each cell, shape `(cells,)`.
         cell_part: the part of each dimension that a cell takes, shape `(cells, dims)`.
-        contribution: which contribution each cell carries, shape `(cells,)`; zeros when None.
-        contributions: how many there are; 1 for a layout that is not partial.
-        reduction: how they combine; one of `REDUCTIONS`, or None when there is one.
+        contribution: the contribution of each cell, shape `(cells,)`; zeros if None.
+        contributions: number of contributions; 1 for a layout that is not partial.
+        reduction: how contributions combine, one of `REDUCTIONS`; None if there is only one.
 
     Raises:
-        LayoutError: tables, parts or ranks that do not fit the shape or one another.
+        LayoutError: tables, parts or ranks that do not match the shape or each other.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Layout(Interned):
         if part.size != len(slot) * len(self.shape):
             raise LayoutError(
                 f"parts of cells of shape {list(part.shape)} for {len(slot)} cells of a tensor of "
-                f"{len(self.shape)} dimensions; give one part a cell and dimension"
+                f"{len(self.shape)} dimensions; give one part per cell and dimension"
             )
-        # An empty list has no shape of its own, as without cells or without dimensions.
+        # Restore the shape if there are no cells or no dimensions.
         part = part.reshape(len(slot), len(self.shape))
         if contribution is None:
             carried = np.zeros(len(slot), dtype=np.int64)
@@ -213,12 +213,12 @@ class Layout(Interned):
         self._check_total(part)
 
     def _check_total(self, part: IntArray) -> None:
-        """Raise LayoutError where elements of all ranks together could not be counted."""
-        # As if every cell were the largest: of what people lay out, that is always enough.
+        """Raise LayoutError if the elements of all ranks together exceed 64-bit counts."""
+        # A bound that practically all layouts meet: as if every cell were the largest.
         largest = math.prod(table.max_local_length for table in self.tables)
         if max(largest * len(part), math.prod(self.shape)) <= MAX_ELEMENTS:
             return
-        # Counted cell by cell; in floats, since the sum may not fit 64 bits.
+        # Exact, cell by cell; in floats, since the sum may exceed 64 bits.
         lengths = [table.local_lengths.astype(np.float64) for table in self.tables]
         each = math.prod((column[part[:, d]] for d, column in enumerate(lengths)), start=1.0)
         held = float(np.sum(each))
@@ -240,18 +240,18 @@ class Layout(Interned):
 
     @classmethod
     def replicated(cls, shape: Sequence[int], slots: int = 1) -> Layout:
-        """The whole tensor on every one of `slots` ranks.
+        """Return a layout with the whole tensor on each of `slots` ranks.
 
         >>> Layout.replicated((2, 3), 4).local_shape(3)
         (2, 3)
         """
         slots = check_int(slots, "number of ranks", LayoutError)
-        # A count that is far too large must fail in the checks, and not list all those ranks first.
+        # A count far too large must fail in the checks before all ranks are listed.
         return cls.whole(shape, range(min(slots, MAX_RANKS + 1)), slots)
 
     @classmethod
     def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
-        """The whole tensor on the ranks `holders` of `slots` ranks, nothing on the others."""
+        """Return a layout with the whole tensor on the ranks `holders` of `slots` ranks."""
         shape = check_ints(shape, "shape", LayoutError)
         tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
         holders = check_ints(holders, "ranks", LayoutError)
@@ -261,7 +261,7 @@ class Layout(Interned):
     def from_boxes(
         cls, shape: Sequence[int], boxes: Iterable[tuple[int, Box]], slots: int | None = None
     ) -> Layout:
-        """Boxes on ranks: `(rank, box)` pairs; a rank's boxes lie in its memory in this order.
+        """Return the layout of `(rank, box)` pairs; the boxes of a rank are stored in this order.
 
         >>> halves = [(0, Box((0, 0), (1, 4))), (1, Box((1, 0), (2, 4)))]
         >>> Layout.from_boxes((2, 4), halves) is Layout.from_boxes((2, 4), halves, slots=2)
@@ -275,12 +275,12 @@ class Layout(Interned):
     def _of_boxes(
         cls, shape: tuple[int, ...], pairs: list[tuple[int, Box]], slots: int | None
     ) -> Layout:
-        """Boxes that were checked, or computed here: flat buffers have thousands."""
+        """Return the layout of boxes that are known to be valid: flat buffers have thousands."""
         slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
         tables, columns = [], []
         for dimension, size in enumerate(shape):
             windows = [(box.start[dimension], box.stop[dimension]) for _, box in pairs]
-            # Equal windows are one part of the dimension.
+            # Equal windows share a part of the dimension.
             number = {window: i for i, window in enumerate(sorted(set(windows)))}
             rows = [(i, a, b - a, 0) for (a, b), i in number.items()]
             tables.append(RunTable(size, max(len(number), 1), rows))
@@ -296,7 +296,8 @@ class Layout(Interned):
         dims: int | None = None,
         slots: int | None = None,
     ) -> Layout:
-        """Ranges of the flattened leading `dims` dimensions (all when None), by rank.
+        """Return the layout of ranges of the flattened leading `dims` dimensions (all if None), by
+        rank.
 
         A range becomes at most `2 * dims - 1` boxes. Sources: ragged shards of veScale and
         FSDP, the flat buffers of ZeRO.
@@ -317,16 +318,16 @@ class Layout(Interned):
             ends = check_ints(bounds, f"range of rank {slot}", LayoutError, minimum=None)
             if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= total:
                 raise LayoutError(
-                    f"range {':'.join(map(str, ends))} of rank {slot} does not lie in the {total} "
+                    f"range {':'.join(map(str, ends))} of rank {slot} is not within the {total} "
                     f"indices of the leading {dims} dimensions of {list(shape)}"
                 )
             start, stop = ends
-            # The dimensions behind the flattened ones are whole in every box.
+            # The dimensions after the flattened ones are whole in every box.
             rest = shape[dims:]
             for box in flat_range_boxes(shape[:dims], start, stop):
                 boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
             if start == stop and shape:
-                # A rank with nothing still has an (empty) array; only a scalar has no such box.
+                # A rank with an empty range has an empty array; a scalar has no empty box.
                 cut = max(dims, 1)
                 boxes.append((slot, Box((0,) * len(shape), (0,) * cut + shape[cut:])))
         if slots is None:
@@ -335,7 +336,7 @@ class Layout(Interned):
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that are the same in every process for the same layout."""
+        """16 bytes that are equal in every process for equal layouts."""
         hasher = hashlib.blake2b(digest_size=16)
         numbers = (self.shape, self.slots, self.contributions, self.reduction)
         hasher.update(repr(numbers).encode())
@@ -357,7 +358,7 @@ class Layout(Interned):
         return len(self.cell_slot)
 
     def cells_of(self, slot: int) -> range:
-        """The cells of one rank. Raises LayoutError for a rank that is not there."""
+        """Return the cells of a rank. Raises LayoutError for a rank beyond the layout."""
         slot = check_int(slot, "rank", LayoutError)
         if slot >= self.slots:
             raise LayoutError(f"rank {slot} of a layout over ranks 0 to {self.slots - 1}")
@@ -367,21 +368,21 @@ class Layout(Interned):
 
     @cached_property
     def cell_shape(self) -> IntArray:
-        """The local shape of every cell, pads and halos included: shape `(cells, dims)`."""
+        """The local shape of every cell, including padding and halos: shape `(cells, dims)`."""
         return self._cell_lengths([table.local_lengths for table in self.tables])
 
     @cached_property
     def cell_elements(self) -> IntArray:
-        """How many elements of the tensor every cell has, halos included: shape `(cells,)`."""
+        """Number of tensor elements of every cell, including halos: shape `(cells,)`."""
         lengths = self._cell_lengths([table.element_lengths for table in self.tables])
         elements: IntArray = lengths.prod(axis=1)
         return elements
 
     @cached_property
     def cell_offset(self) -> IntArray:
-        """How many elements of its rank's memory lie before each cell: shape `(cells,)`."""
+        """Offset of each cell in the memory of its rank, in elements: shape `(cells,)`."""
         sizes = self.cell_shape.prod(axis=1)
-        # Cells are sorted by rank: what lies before the first one of each rank is not its own.
+        # Cells are sorted by rank: subtract the elements of all previous ranks.
         before = np.cumsum(sizes) - sizes
         offset: IntArray = before - before[np.searchsorted(self.cell_slot, self.cell_slot)]
         return offset
@@ -391,9 +392,9 @@ class Layout(Interned):
         return np.array(columns, dtype=np.int64).reshape(self.ndim, self.cells).T
 
     def local_shape(self, slot: int) -> tuple[int, ...] | None:
-        """The shape of a rank's memory: its cell's, or `(elements,)` when it has several.
+        """Return the shape of a rank's memory: its cell's, or `(elements,)` if it has several.
 
-        None when the rank holds nothing.
+        Return None if the rank holds nothing.
         """
         cells = self.cells_of(slot)
         if not cells:
@@ -405,8 +406,8 @@ class Layout(Interned):
 
     @cached_property
     def local_shapes(self) -> dict[int, tuple[int, ...]]:
-        """The local shape of every slot that holds something, as `local_shape` says it."""
-        # One cell on every rank, as in nearly all layouts.
+        """The local shape, as in `local_shape`, of every slot that holds cells."""
+        # A single cell on every rank, as in nearly all layouts.
         if len(self.holders) == self.cells:
             return dict(zip(self.holders, map(tuple, self.cell_shape.tolist()), strict=True))
         first = np.searchsorted(self.cell_slot, self.holders)
@@ -419,16 +420,16 @@ class Layout(Interned):
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """The ranks that hold a cell, in order."""
+        """The ranks with a cell, in order."""
         return tuple(distinct(self.cell_slot).tolist())
 
     @cached_property
     def element_holders(self) -> tuple[int, ...]:
-        """The ranks that hold at least one element, in order: others need no array."""
+        """The ranks with at least one element, in order; others need no array."""
         return tuple(distinct(self.cell_slot[self.cell_elements > 0]).tolist())
 
     def boxes(self, slot: int) -> tuple[Box, ...]:
-        """The boxes a rank owns, in the order of its memory (halos and pads left out)."""
+        """Return the boxes a rank owns, in the order of its memory, without halos and padding."""
         boxes: list[Box] = []
         for cell in self.cells_of(slot):
             runs = []
@@ -443,7 +444,7 @@ class Layout(Interned):
 
     @cached_property
     def is_padded(self) -> bool:
-        """Whether some rank has positions that are no element of the tensor."""
+        """Whether any rank has padding."""
         return any((table.single_runs().role == PAD).any() for table in self.tables)
 
     def __str__(self) -> str:
@@ -458,17 +459,17 @@ class Layout(Interned):
 
 
 def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
-    """A rank and its box, as ints. Raises LayoutError where the box is not in the tensor."""
+    """Return a rank and its box, as ints. Raises LayoutError for a box outside the tensor."""
     try:
-        slot, given = pair
-        start, stop = given
+        slot, item = pair
+        start, stop = item
     except (TypeError, ValueError):
         raise LayoutError(
-            f"{pair!r} where a rank and a box were expected, such as (0, Box((0, 0), (2, 4)))"
+            f"{pair!r} is not a rank and a box, such as (0, Box((0, 0), (2, 4)))"
         ) from None
-    # Most boxes are of plain ints, and there may be tens of thousands: those are taken as they are.
+    # A fast path for boxes of plain ints, of which there may be tens of thousands.
     if type(start) is type(stop) is tuple and {*map(type, (slot, *start, *stop))} == {int}:
-        box = given if type(given) is Box else Box(start, stop)
+        box = item if type(item) is Box else Box(start, stop)
     else:
         slot = check_int(slot, "rank", LayoutError)
         box = Box(
@@ -477,21 +478,21 @@ def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
         )
     if len(box.start) != len(box.stop):
         raise LayoutError(
-            f"a box from {box.start} to {box.stop}; both corners need one index a dimension"
+            f"a box from {box.start} to {box.stop}; both corners need one index per dimension"
         )
     inside = all(0 <= a <= b <= n for a, b, n in zip(*box, shape, strict=False))
     if len(box.start) != len(shape) or not inside:
-        raise LayoutError(f"box {box} does not lie in a tensor of shape {list(shape)}")
+        raise LayoutError(f"box {box} is outside a tensor of shape {list(shape)}")
     if slot < 0:
         raise LayoutError(f"rank {slot} must not be negative")
     return slot, box
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The range `start:stop` of a flattened array of `shape`, as boxes in order.
+    """Return the range `start:stop` of a flattened array of `shape`, as boxes in order.
 
-    At most `2 * len(shape) - 1` of them: going in, one a dimension up to the largest whole
-    block; going out, one a dimension again.
+    There are at most `2 * len(shape) - 1` boxes: at most one per dimension up to the largest whole
+    block, and again after it.
 
     >>> [str(box) for box in flat_range_boxes((2, 2, 4), 3, 14)]
     ['[0:1, 0:1, 3:4]', '[0:1, 1:2, 0:4]', '[1:2, 0:1, 0:4]', '[1:2, 1:2, 0:2]']
@@ -511,11 +512,11 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
             for box in flat_range_boxes(shape[1:], low, high)
         ]
 
-    # Elements before `start` in its slab of the first dimension, and before `stop` in its own.
+    # The elements before `start` in its slab of the first dimension, and before `stop` in its slab.
     head, tail = start - first * inner, stop - last * inner
     if first == last and (head > 0 or tail < inner):
         return below(first, head, tail)
-    # The end of the first slab, all whole slabs as one box, the beginning of the last one.
+    # The end of the first slab, all whole slabs as a box, the beginning of the last slab.
     boxes: list[Box] = []
     if head > 0:
         boxes += below(first, head, inner)
@@ -563,14 +564,14 @@ def grid_text(layout: Layout) -> str | None:
     slot, part = layout.cell_slot[held], layout.cell_part[held]
     counts = []
     for dimension, table in enumerate(layout.tables):
-        taken = distinct(part[:, dimension])
-        rows = table.rows[np.isin(table.rows[:, 0], taken)]
+        used = distinct(part[:, dimension])
+        rows = table.rows[np.isin(table.rows[:, 0], used)]
         runs = [Run(*row) for row in rows.tolist()]
         is_plain = all(run.role == OWNED and run.repeat == 1 for run in runs)
         length = sum(run.length for run in runs)
-        if not is_plain or len(runs) != len(taken) or length != table.dimension_length:
+        if not is_plain or len(runs) != len(used) or length != table.dimension_length:
             return None
-        counts.append(len(taken))
+        counts.append(len(used))
     boxes = len(np.unique(part, axis=0)) if part.shape[1] else 1
     if len(distinct(slot)) < len(slot) or boxes != math.prod(counts):
         return None
@@ -585,20 +586,21 @@ def _list_dimensions(tables: Sequence[RunTable], slot: IntArray, part: IntArray)
     lines = []
     for dimension, table in enumerate(tables):
         column = part[:, dimension]
-        taken = distinct(column)
-        if len(taken) == 1 and table.runs_of(int(taken[0])) == _cover(table):
+        used = distinct(column)
+        if len(used) == 1 and table.runs_of(int(used[0])) == _cover(table):
             lines.append(f"dimension {dimension} whole")
             continue
         lines.append(f"dimension {dimension} in {table.parts} parts")
         listed = [
-            (_list_runs(table, one), _name_ranks(slot[column == one])) for one in _ends(taken)
+            (_list_runs(table, number), _name_ranks(slot[column == number]))
+            for number in _ends(used)
         ]
-        lines += _align(listed, len(taken), "part")
+        lines += _align(listed, len(used), "part")
     return lines
 
 
 def _ends(numbers: IntArray) -> list[int]:
-    """All numbers, or the first and the last of many."""
+    """Return all numbers, or the first and the last of many."""
     if len(numbers) > _MAX_LINES:
         numbers = np.append(numbers[: _MAX_LINES - _LAST_LINES - 1], numbers[-_LAST_LINES:])
     return [int(number) for number in numbers]
@@ -621,7 +623,9 @@ def _name_ranks(ranks: Sequence[int] | IntArray) -> str:
 
 
 def _list_runs(table: RunTable, part: int) -> str:
-    """The indices of a part: `0:4`, `0:2, 4:6, 8:10` or `0:2 and 62 more every 4`."""
+    """Return the indices of a part as text: `0:4`, `0:2, 4:6, 8:10` or `0:2 and 62 more
+    every 4`.
+    """
     words = []
     rows = table.rows[table.rows[:, 0] == part]
     for row in rows[:_MAX_RUNS].tolist():

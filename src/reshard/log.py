@@ -1,4 +1,4 @@
-"""The logger `reshard`, which is silent until a program listens, and notices of long waits.
+"""The logger `reshard`, which is silent until a handler is added, and notices of long waits.
 
 >>> import logging
 >>> logging.getLogger("reshard") is LOGGER
@@ -12,22 +12,22 @@ import sys
 import time
 from collections.abc import Callable
 
-#: Of all of the library. Conversions and loading tell it when they begin and end.
+#: The library's logger. Conversions and loads are logged when they begin and end.
 LOGGER = logging.getLogger("reshard")
-# Without a handler, Python itself would print warnings.
+# Without a handler, Python prints warnings itself.
 LOGGER.addHandler(logging.NullHandler())
 
-# After how long a wait is worth a word.
+# Waits longer than this are reported.
 NOTICE_S = 10.0
 
 
 class WaitNotice:
-    """A line on stderr for whoever waits longer than `NOTICE_S`, once.
+    """A line on stderr for waits longer than `NOTICE_S`, written once.
 
-    Whoever waits calls `check` again and again.
+    The waiting code calls `check` repeatedly.
 
     Args:
-        describe: returns what is waited for: ranks that have not come, by their numbers.
+        describe: returns a description of the wait, such as the ranks that are missing.
 
     >>> notice = WaitNotice(lambda: "ranks 1 and 3 of 4, which have not come")
     >>> notice.check()
@@ -38,7 +38,7 @@ class WaitNotice:
         self._due_s = time.monotonic() + NOTICE_S
 
     def check(self) -> None:
-        """Say once what is waited for, if the time has come."""
+        """Write the notice if it is due."""
         if time.monotonic() >= self._due_s:
             self._due_s = float("inf")
             text = f"waiting for {self._describe()}"

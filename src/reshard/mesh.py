@@ -6,9 +6,9 @@ A mesh is a shape, a name for each axis, and the ranks of the devices in row-maj
                                  dp 0     0      1      2
                                  dp 1     3      4      5
 
-An axis may be taken in part. The sub-axis `x:(pre)size` of an axis `x` splits it into
-`pre` x `size` x the rest, major to minor, and is the middle one: on an axis of 8, `x:(1)2`
-is its upper half-bit, `x:(4)2` its lowest.
+A sub-axis is a part of an axis. `x:(pre)size` divides the axis `x` into `pre` x `size` x the rest,
+major to minor, and is the middle factor: on an axis of 8, `x:(1)2` is the most significant bit and
+`x:(4)2` the least significant.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from reshard._validation import MAX_RANKS, check_int, check_ints
 from reshard.errors import MeshError, NotationError
 from reshard.runs import IntArray
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
-_AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)(?::\((\d+)\)(\d+))?")
+_NAME = r"[A-Za-z_][A-Za-z0-9_.]*"
+_AXIS = rf"({_NAME})(?::\((\d+)\)(\d+))?"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Axis:
-    """A mesh axis by name, or the part `name:(pre)size` of it.
+    """A mesh axis by name, or its part `name:(pre)size`.
 
     >>> Axis("x"), Axis("x", 2, 4), Axis.parse("x:(2)4") == Axis("x", 2, 4)
     (x, x:(2)4, True)
@@ -44,7 +44,7 @@ class Axis:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(_NAME, self.name):
             raise MeshError(
                 f"axis name {self.name!r} must be letters, digits, `_` and `.`, not beginning "
                 "with a digit"
@@ -63,10 +63,10 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        """The axis that `x` or `x:(2)4` names. Raises NotationError for anything else."""
+        """Parse `x` or `x:(2)4`. Raises NotationError for any other text."""
         if not isinstance(text, str):
             raise NotationError(f"axis {text!r}; give its name, such as 'x' or 'x:(2)4'")
-        match = _AXIS.fullmatch(text.strip())
+        match = re.fullmatch(_AXIS, text.strip())
         if not match:
             raise NotationError(f"cannot read the axis {text!r}; write `x`, or `x:(2)4` for a part")
         return cls(match[1]) if match[2] is None else cls(match[1], int(match[2]), int(match[3]))
@@ -83,7 +83,7 @@ class Axis:
 
 
 def as_axis(axis: str | Axis) -> Axis:
-    """An axis, or the one that a text names. Raises MeshError for anything else."""
+    """Return an axis, or the axis named by a string. Raises MeshError for anything else."""
     if isinstance(axis, Axis):
         return axis
     if isinstance(axis, str):
@@ -92,9 +92,9 @@ def as_axis(axis: str | Axis) -> Axis:
 
 
 def as_axes(axes: Iterable[str | Axis]) -> list[Axis]:
-    """Axes, or those that texts name. Raises MeshError for anything else.
+    """Return axes, or the axes named by strings. Raises MeshError for anything else.
 
-    One text is refused: its letters would be taken for axes.
+    A string is refused: its letters would be taken for axes.
     """
     if isinstance(axes, str) or not isinstance(axes, Iterable):
         raise MeshError(f"axes {axes!r}; give a list of axes, such as ['dp', 'tp']")
@@ -105,13 +105,13 @@ class DeviceMesh(Interned):
     """A grid of devices with named axes, interned.
 
     Args:
-        name: for messages and texts only, but part of what the mesh is.
-        shape: devices along each axis.
-        axis_names: one name an axis.
-        devices: the ranks in row-major order; 0, 1, 2... when None.
+        name: for messages and texts, but part of the identity of the mesh.
+        shape: number of devices along each axis.
+        axis_names: a name per axis.
+        devices: the ranks in row-major order; 0, 1, 2... if None.
 
     Raises:
-        MeshError: sizes below 1, a wrong number of names or devices, a name or device twice.
+        MeshError: sizes below 1, a wrong number of names or devices, duplicate names or devices.
 
     >>> mesh = DeviceMesh("cluster", (2, 4), ("dp", "tp"))
     >>> mesh is DeviceMesh.of(name="cluster", dp=2, tp=4)
@@ -137,10 +137,10 @@ class DeviceMesh(Interned):
         if len(self.shape) != len(self.axis_names):
             raise MeshError(
                 f"{len(self.axis_names)} axis names {list(self.axis_names)} for a mesh of "
-                f"{len(self.shape)} axes {list(self.shape)}; give one name an axis"
+                f"{len(self.shape)} axes {list(self.shape)}; give one name per axis"
             )
         for axis, size in zip(self.axis_names, self.shape, strict=True):
-            # Raises MeshError for what is no name.
+            # Raises MeshError for an invalid name.
             Axis(axis)
             if size < 1:
                 raise MeshError(f"axis {axis!r} has size {size}, at least 1 was expected")
@@ -152,25 +152,25 @@ class DeviceMesh(Interned):
                 f"a mesh of {self.size} devices ({' x '.join(map(str, self.shape))}); at most "
                 f"{MAX_RANKS} are supported"
             )
-        given = range(self.size) if devices is None else devices
-        self.devices = check_ints(given, "devices", MeshError, minimum=None)
+        ranks = range(self.size) if devices is None else devices
+        self.devices = check_ints(ranks, "devices", MeshError, minimum=None)
         if len(self.devices) != self.size:
             raise MeshError(
                 f"{len(self.devices)} devices for a mesh of {self.size} "
-                f"({' x '.join(map(str, self.shape))}); give one for each place, in row-major order"
+                f"({' x '.join(map(str, self.shape))}); give one per position, in row-major order"
             )
         in_range = min(self.devices) >= 0 and max(self.devices) < MAX_RANKS
         if len(set(self.devices)) != self.size or not in_range:
             raise MeshError(
                 f"devices {list(self.devices)} must be ranks from 0 up and below {MAX_RANKS}, "
-                "each in one place"
+                "each once"
             )
 
     @classmethod
     def of(
         cls, *, name: str = "mesh", devices: Iterable[int] | None = None, **axes: int
     ) -> DeviceMesh:
-        """A mesh from its axes, major to minor: `DeviceMesh.of(dp=2, tp=4)`."""
+        """Return a mesh from its axes, major to minor: `DeviceMesh.of(dp=2, tp=4)`."""
         for axis, size in axes.items():
             check_int(size, f"size of axis {axis!r}", MeshError)
         shape = tuple(axes.values())
@@ -178,7 +178,7 @@ class DeviceMesh(Interned):
 
     @classmethod
     def parse(cls, text: str, name: str = "mesh") -> DeviceMesh:
-        """The mesh that `tp=2,dp=2` writes, major to minor.
+        """Parse the text of a mesh, `tp=2,dp=2`, major to minor.
 
         >>> DeviceMesh.parse("dp=2, tp=4").shape
         (2, 4)
@@ -203,7 +203,10 @@ class DeviceMesh(Interned):
         return (DeviceMesh, (self.name, self.shape, self.axis_names, self.devices))
 
     def axis_size(self, axis: str | Axis) -> int:
-        """Devices along an axis or a sub-axis. Raises MeshError where there is none such."""
+        """Return the number of devices along an axis or a sub-axis.
+
+        Raises MeshError if it is unknown.
+        """
         axis = as_axis(axis)
         if axis.name not in self.axis_names:
             raise MeshError(
@@ -221,7 +224,7 @@ class DeviceMesh(Interned):
         return axis.size
 
     def coordinates(self, axes: Iterable[str | Axis]) -> IntArray:
-        """Where each device lies along `axes`, taken as one axis, major to minor.
+        """Return the coordinate of each device along `axes`, combined, major to minor.
 
         Shape `(size,)`, in the order of `devices`.
 
@@ -233,25 +236,27 @@ class DeviceMesh(Interned):
             size = self.axis_size(axis)
             position = self.axis_names.index(axis.name)
             full = self.shape[position]
-            # The place along the whole axis, of each place of the grid in row-major order.
+            # The coordinate along the whole axis, for each device in row-major order.
             along = np.arange(self.size) // math.prod(self.shape[position + 1 :]) % full
-            # A sub-axis is the middle digit of the place along its axis: `pre`, `size`, the rest.
+            # A sub-axis is the middle digit of that coordinate: `pre`, `size`, the rest.
             index = index * size + along // (full // (axis.pre * size)) % size
         return index
 
     def groups(self, axes: Iterable[str | Axis]) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ along `axes` only, each group in the order of those axes."""
+        """Return the groups of ranks that differ along `axes` only, each in the order of those
+        axes.
+        """
         chosen = as_axes(axes)
         along = self.coordinates(chosen)
         rest = self.coordinates(self.remaining_axes(chosen))
-        # By group, and within a group by the place along the axes: each group is a row then.
+        # Sort by group, then by coordinate along the axes, so that each group is a row.
         order = np.lexsort((along, rest))
         width = int(along.max()) + 1
         ranks = np.array(self.devices)[order].reshape(-1, width)
         return tuple(tuple(row) for row in ranks.tolist())
 
     def remaining_axes(self, used: Iterable[Axis]) -> tuple[Axis, ...]:
-        """What is left of the mesh's axes beside `used`, in mesh order, as full and sub-axes.
+        """Return the axes that `used` leaves over, in mesh order, as full axes and sub-axes.
 
         >>> DeviceMesh.of(x=8, y=2).remaining_axes([Axis("x", 2, 2)])
         (x:(1)2, x:(4)2, y)
@@ -259,13 +264,13 @@ class DeviceMesh(Interned):
         used = as_axes(used)
         left: list[Axis] = []
         for name, full in zip(self.axis_names, self.shape, strict=True):
-            taken = sorted((a for a in used if a.name == name), key=lambda a: a.pre)
-            if not taken:
+            parts = sorted((a for a in used if a.name == name), key=lambda a: a.pre)
+            if not parts:
                 left.append(Axis(name))
                 continue
-            # From the major end: `pre` is the product of the sizes passed, gaps are left over.
+            # From the major end: `pre` is the product of the sizes so far; gaps remain.
             pre = 1
-            for axis in taken:
+            for axis in parts:
                 if axis.pre > pre:
                     left.append(Axis(name, pre, axis.pre // pre))
                 pre = axis.pre * self.axis_size(axis)
@@ -274,7 +279,7 @@ class DeviceMesh(Interned):
         return tuple(left)
 
     def list_long_axes(self) -> tuple[str, ...]:
-        """Return the names of the axes that have more than a device.
+        """Return the names of the axes with more than one device.
 
         >>> DeviceMesh.of(dp=1, tp=4).list_long_axes()
         ('tp',)

@@ -1,7 +1,7 @@
-"""Plug-ins: what other installed packages add to reshard, by their entry points.
+"""Plug-ins: formats and recipes that other installed packages provide, by entry points.
 
-A package names what it adds in its own `pyproject.toml`, and is installed; nothing is imported
-from it before somebody asks for things of that kind::
+A package declares them in its `pyproject.toml`. It is imported when plug-ins of that group are
+first needed::
 
     [project.entry-points."reshard.formats"]
     npy = "reshard_npy:FORMAT"
@@ -9,8 +9,8 @@ from it before somebody asks for things of that kind::
     [project.entry-points."reshard.recipes"]
     ours = "our_recipes"
 
-A plug-in that fails breaks no other, and nothing of reshard: it is remembered with what it failed
-of, and the error of whoever looks for what it would have added says so.
+A plug-in that fails to import affects nothing else. Its failure is stored, and mentioned in the
+error if something is not found that the plug-in might have provided.
 
 Source: the entry points of the Python Packaging User Guide.
 """
@@ -33,9 +33,9 @@ class Plugin:
 
     Attributes:
         name: of the entry point.
-        package: the name and version of the package that has it.
-        value: what it stands for; None if it could not be loaded.
-        problem: why not; empty if it was.
+        package: the name and version of its package.
+        value: the loaded object; None if loading failed.
+        problem: the failure; empty if there was none.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Plugin:
 
 @cache
 def load_plugins(group: str) -> tuple[Plugin, ...]:
-    """The plug-ins of a group, by name; the packages that have them are imported.
+    """Return the plug-ins of a group, by name, and import their packages.
 
     >>> load_plugins("reshard.nothing")
     ()
@@ -64,15 +64,17 @@ def _load(point: EntryPoint) -> Plugin:
         package = f"{point.dist.name} {point.dist.version}"
     try:
         return Plugin(point.name, package, point.load())
-    # Whatever a stranger's module raises while it is imported, a SystemExit included.
+    # A foreign module may raise anything on import, including SystemExit.
     except (Exception, SystemExit) as error:
         return Plugin(point.name, package, problem=f"{type(error).__name__}: {error}")
 
 
 def describe_broken(plugins: Iterable[Plugin]) -> str:
-    """What to add to an error where plug-ins could not be loaded; empty where all could.
+    """Return a note on plug-ins that failed to load, for an error; empty if there are none.
 
     >>> describe_broken([Plugin("npy", "reshard-npy 1.0", problem="ImportError: no numpy")])
     "; the plug-in 'npy' of reshard-npy 1.0 is left out (ImportError: no numpy)"
     """
-    return "".join(f"; {one} is left out ({one.problem})" for one in plugins if one.problem)
+    return "".join(
+        f"; {plugin} is left out ({plugin.problem})" for plugin in plugins if plugin.problem
+    )

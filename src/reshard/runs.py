@@ -1,9 +1,9 @@
-"""Run tables: which part of one dimension holds which indices, and where in the part they lie.
+"""Run tables: the indices of a dimension that each part holds, and their local offsets.
 
-A dimension of length `n` is cut into parts. A part holds *runs*: stretches of
-consecutive global indices that lie consecutively in the part's own (local) order. The
-run table lists them, one row for all runs of a part that are alike and equally far
-apart, so an interleaved cut stays as small as a plain one::
+A dimension of length `n` is split into parts. A part holds *runs*: ranges of consecutive global
+indices that are consecutive in the local order of the part, too. The run table lists them, with a
+single row for all runs of a part that are equally long and equally far apart, so an interleaved
+split is as small as a plain one::
 
     length 12 over 2 parts, in blocks of 2 dealt in turn
 
@@ -14,16 +14,16 @@ apart, so an interleaved cut stays as small as a plain one::
        0      0       2            0      3            4           2  owned
        1      2       2            0      3            4           2  owned
 
-Parts may overlap: two parts may own the same index. A run's role says what its elements
-are: `OWNED` may be sent to others; `HALO` is a copy of a neighbour's, and is a source
-only when it is declared fresh (`FRESH_HALO`); `PAD` is no element of the tensor at all.
+Parts may overlap: two parts may own the same index. The role of a run is that of its elements:
+`OWNED` elements may be sent to others; `HALO` elements are copies of a neighbour's, and a source
+only if they are declared fresh (`FRESH_HALO`); `PAD` is padding.
 
-Every table is brought to one canonical form when it is built:
+Every table is canonicalized when it is built:
 
-1. runs are sorted by part and local position, and empty ones are dropped;
-2. each part's runs must tile its local positions from 0, without gap or overlap;
-3. runs that continue one another globally are joined;
-4. from left to right, runs of equal length at equal distances become one row.
+1. Runs are sorted by part and local position, and empty ones are dropped.
+2. The runs of each part must tile its local positions from 0, without gaps or overlaps.
+3. Runs that are adjacent globally are joined.
+4. From left to right, runs of equal length at equal distances become a row.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from reshard._interning import Interned
 from reshard._validation import MAX_ELEMENTS, check_int, check_int_array
 from reshard.errors import LayoutError
 
-# Of two roles the larger one wins where a part is cut again: a copy is fresh only if both are.
+# If a part is split again, the larger of two roles wins: a copy is fresh only if both are.
 OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
 ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
 
-# A table of more runs takes gigabytes: an interleaved cut of indices where blocks were meant.
+# Larger tables take gigabytes: an interleaved split of indices where blocks were meant.
 MAX_RUNS = 1 << 26
 
 IntArray = NDArray[np.int64]
@@ -52,7 +52,7 @@ Number = TypeVar("Number", bound=np.integer[Any])
 
 
 class Run(NamedTuple):
-    """One row of a run table, see the module's docstring for what each field says."""
+    """A row of a run table; the module's docstring explains the fields."""
 
     part: int
     start: int
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SingleRuns:
-    """A run table with every run spelled out (`repeat` is 1), sorted by part and local position.
+    """A run table with every run listed (`repeat` is 1), sorted by part and local position.
 
     All columns are int64 arrays of shape `(runs,)`.
     """
@@ -79,11 +79,11 @@ class SingleRuns:
 
     @property
     def stop(self) -> IntArray:
-        """The global index behind each run."""
+        """The global stop of each run."""
         return self.start + self.length
 
     def take(self, index: Any) -> SingleRuns:
-        """The chosen rows, in the order asked for."""
+        """Return the chosen rows, in the given order."""
         return SingleRuns(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -135,8 +135,10 @@ class RunTable(Interned):
         local_start: ArrayLike,
         role: ArrayLike = OWNED,
     ) -> RunTable:
-        """A table from columns of single runs, each of shape `(runs,)` or a scalar for all."""
-        # In the order of `Run`'s fields; each run is there once.
+        """Build a table from columns of single runs, each of shape `(runs,)` or a
+        scalar for all.
+        """
+        # In the order of the fields of `Run`, with `repeat` 1.
         columns = np.broadcast_arrays(part, start, length, local_start, 1, 0, 0, role)
         return cls(dimension_length, parts, np.stack(columns, axis=-1).astype(np.int64))
 
@@ -150,7 +152,7 @@ class RunTable(Interned):
         single = joined(single)
         self._single = single
         self.rows: IntArray = _progressions(single)
-        # Tables are interned and shared, so nobody may write to their columns.
+        # Tables are interned and shared, so their columns are read-only.
         for array in (self.rows, *(getattr(single, field.name) for field in fields(single))):
             array.flags.writeable = False
 
@@ -170,7 +172,7 @@ class RunTable(Interned):
                 f"part {run.part[0]} has indices {run.start[0]}:{run.stop[0]}, outside a "
                 f"dimension of length {self.dimension_length}"
             )
-        # A part's first run begins at local position 0, any other where the one before it ends.
+        # The first run of a part begins at local position 0, any other where the previous one ends.
         first = np.diff(single.part, prepend=-1) != 0
         expected = np.where(first, 0, np.roll(single.local_start + single.length, 1))
         bad = single.local_start != expected
@@ -189,22 +191,22 @@ class RunTable(Interned):
         return (RunTable, (self.dimension_length, self.parts, self.rows.tolist()))
 
     def single_runs(self) -> SingleRuns:
-        """Every run by itself, sorted by part and local position."""
+        """Return every run individually, sorted by part and local position."""
         return self._single
 
     @cached_property
     def max_local_length(self) -> int:
-        """The local length of the part that has the most."""
+        """The largest local length of any part."""
         return int(self.local_lengths.max())
 
     @cached_property
     def local_lengths(self) -> IntArray:
-        """How many local positions each part has, pads and halos included: shape `(parts,)`."""
+        """Number of local positions of each part, including padding and halos: shape `(parts,)`."""
         return self._lengths(np.ones(len(self._single.part), dtype=bool))
 
     @cached_property
     def element_lengths(self) -> IntArray:
-        """How many elements of the tensor each part has, halos included: shape `(parts,)`."""
+        """Number of tensor elements of each part, including halos: shape `(parts,)`."""
         return self._lengths(self._single.role != PAD)
 
     def _lengths(self, chosen: NDArray[np.bool_]) -> IntArray:
@@ -214,7 +216,7 @@ class RunTable(Interned):
         return lengths
 
     def uncovered(self) -> list[tuple[int, int]]:
-        """The stretches `(start, stop)` that no part owns.
+        """Return the ranges `(start, stop)` that no part owns.
 
         >>> RunTable(10, 2, [(0, 0, 4, 0), (1, 6, 2, 0)]).uncovered()
         [(4, 6), (8, 10)]
@@ -222,13 +224,13 @@ class RunTable(Interned):
         runs = self._single.take(self._single.role == OWNED)
         order = np.argsort(runs.start, kind="stable")
         starts = np.append(runs.start[order], self.dimension_length)
-        # How far the runs before each one reach; a hole is where the next begins behind that.
+        # The furthest stop of all previous runs; there is a gap if the next run begins after it.
         reach = np.maximum.accumulate(np.append(0, runs.stop[order]))
         holes = np.flatnonzero(starts > reach)
         return [(int(reach[i]), int(starts[i])) for i in holes]
 
     def runs_of(self, part: int) -> list[tuple[int, int, int, int]]:
-        """The single runs of one part: `(start, stop, local_start, role)` in local order."""
+        """Return the single runs of a part: `(start, stop, local_start, role)` in local order."""
         single = self._single
         # Runs are sorted by part.
         low, high = np.searchsorted(single.part, (part, part + 1))
@@ -236,11 +238,11 @@ class RunTable(Interned):
         return list(zip(*(column[low:high].tolist() for column in columns), strict=True))
 
     def cut(self, inner: Sequence[RunTable]) -> RunTable:
-        """Cut every part again: part `p` by `inner[p]`, whose length is `p`'s local length.
+        """Split every part again: part `p` by `inner[p]`, whose length is the local length of `p`.
 
         Part `p * q + c` of the result is part `c` of `inner[p]`, with `q` inner parts each.
-        A halo or pad of this table stays one whatever the inner table calls it, and what is a
-        stale copy in one of the two tables is stale.
+        Halos and padding of this table remain so, whatever their role in the inner table, and a
+        copy that is stale in either table is stale.
 
         >>> outer = RunTable(6, 2, [(0, 0, 3, 0), (1, 3, 3, 0)])
         >>> inner = RunTable(3, 2, [(0, 0, 2, 0), (1, 2, 1, 0)])
@@ -254,8 +256,8 @@ class RunTable(Interned):
                     f"part {part} of local length {self.local_lengths[part]} cannot be cut by a "
                     f"table of length {table.dimension_length} into {table.parts} parts"
                 )
-        # Lay the local positions of all parts end to end: both the outer runs, which tile
-        # them, and the inner runs, which address them, then live on one line.
+        # Lay the local positions of all parts end to end. Both the outer runs, which tile them,
+        # and the inner runs, which address them, are then on one line.
         outer = self._single
         base = np.concatenate(([0], np.cumsum(self.local_lengths)))
         line_start = base[outer.part] + outer.local_start
@@ -270,7 +272,7 @@ class RunTable(Interned):
         # Padding has no indices, so outer runs do not divide it.
         pad = runs.role == PAD
         begin, end = base[owner] + runs.start, base[owner] + runs.stop
-        # Inner run `i` meets the outer runs `first[i]` to `last[i] - 1`, with one piece in each.
+        # Inner run `i` has a piece in each of the outer runs `first[i]` to `last[i] - 1`.
         first = np.searchsorted(line_start, begin, side="right") - 1
         last = np.searchsorted(line_start, end, side="left")
         pieces = np.where(pad, 1, last - first)
@@ -306,7 +308,7 @@ class RunTable(Interned):
 
 
 def ragged_arange(counts: IntArray) -> IntArray:
-    """`0..c-1` for every `c` of `counts`, end to end.
+    """Return `0..c-1` for every `c` of `counts`, concatenated.
 
     >>> ragged_arange(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
@@ -317,10 +319,10 @@ def ragged_arange(counts: IntArray) -> IntArray:
 
 
 def distinct(values: NDArray[Number]) -> NDArray[Number]:
-    """Each number once, rising.
+    """Return the distinct values, rising.
 
-    For millions of numbers sorting beats the hashes of NumPy's `unique`, which also loads
-    `numpy.ma` the first time, and that takes longer than planning a job.
+    For millions of numbers, sorting is faster than the hash table of `np.unique`, which also
+    imports `numpy.ma` on its first call, and that takes longer than planning a job.
 
     >>> distinct(np.array([3, 1, 3])).tolist()
     [1, 3]
@@ -332,9 +334,9 @@ def distinct(values: NDArray[Number]) -> NDArray[Number]:
 
 
 def ragged_ranges(low: IntArray, counts: IntArray) -> tuple[IntArray | slice, IntArray]:
-    """The numbers `low[i]..low[i] + counts[i] - 1` of every `i`, end to end, and each one's `i`.
+    """Return `low[i]..low[i] + counts[i] - 1` for every `i`, concatenated, and the `i` of each.
 
-    Where every count is 1, the `i` are `slice(None)`: indexing by it copies nothing.
+    If every count is 1, the `i` are `slice(None)`: indexing with it copies nothing.
 
     >>> of, numbers = ragged_ranges(np.array([7, 0, 4]), np.array([2, 0, 1]))
     >>> of.tolist(), numbers.tolist()
@@ -353,9 +355,9 @@ def _check_magnitudes(matrix: IntArray) -> None:
     repeat = matrix[:, Run._fields.index("repeat")]
     low, high = int(matrix.min()), int(matrix.max())
     if int(repeat.max()) > 1:
-        # Of a run that repeats, the last one lies furthest away.
+        # The last repetition of a run is the furthest.
         steps = matrix[:, [Run._fields.index(name) for name in ("global_step", "local_step")]]
-        # The product may exceed 64 bits; a float keeps its magnitude, which is all that counts.
+        # The product may exceed 64 bits; a float keeps its magnitude, which is sufficient.
         far = np.abs(steps).astype(np.float64) * repeat[:, np.newaxis]
         high = max(high, int(far.max()))
     if int(repeat.min()) < 0 or high > MAX_ELEMENTS or low < -MAX_ELEMENTS:
@@ -374,7 +376,7 @@ def _check_magnitudes(matrix: IntArray) -> None:
 
 def _single_runs(matrix: IntArray) -> SingleRuns:
     part, start, length, local_start, repeat, global_step, local_step, role = matrix.T
-    # For each run, its row and how many runs of that row come before it.
+    # For each run, its row, and the number of runs before it in that row.
     row = np.arange(len(repeat)).repeat(repeat)
     step = ragged_arange(repeat)
     begin = np.where(role == PAD, 0, start)[row] + np.where(role == PAD, 0, global_step)[row] * step
@@ -383,16 +385,16 @@ def _single_runs(matrix: IntArray) -> SingleRuns:
 
 
 def joined(single: SingleRuns) -> SingleRuns:
-    """Sorted runs, with those that continue the one before them joined to it."""
+    """Join sorted runs that continue the previous run."""
     if len(single.part) < 2:
         return single
     same = (single.part[1:] == single.part[:-1]) & (single.role[1:] == single.role[:-1])
-    # Two runs of padding have no indices to compare; their local positions have to meet.
+    # Runs of padding have no indices to compare, only local positions.
     follows = same & ((single.start[1:] == single.stop[:-1]) | (single.role[1:] == PAD))
     follows &= single.local_start[1:] == single.local_start[:-1] + single.length[:-1]
     if not follows.any():
         return single
-    # The first run of every chain; a chain is as long as its runs together.
+    # The first run of every chain; the length of a chain is the sum of its runs.
     first = np.flatnonzero(np.append(True, ~follows))
     runs = single.take(first)
     return SingleRuns(
@@ -411,7 +413,7 @@ def _progressions(single: SingleRuns) -> IntArray:
     if n < 2 or (np.diff(single.part) != 0).all():
         firsts = np.arange(n, dtype=np.int64)
     else:
-        # Whether run `i + 1` may stand in one row with run `i`. Padding is not repeated.
+        # Whether run `i + 1` may share a row with run `i`. Padding is not repeated.
         alike = (
             (np.diff(single.part) == 0)
             & (np.diff(single.role) == 0)
@@ -422,7 +424,7 @@ def _progressions(single: SingleRuns) -> IntArray:
         local_steps = np.diff(single.local_start).tolist()
         firsts = []
         i = 0
-        # Greedy from the left: a row takes runs for as long as both steps stay the same.
+        # Greedy from the left: a row takes runs as long as both steps stay the same.
         while i < n:
             firsts.append(i)
             link = i
@@ -436,7 +438,7 @@ def _progressions(single: SingleRuns) -> IntArray:
             i = link + 1
     first = np.asarray(firsts, dtype=np.int64)
     count = np.diff(first, append=n)
-    # A row's steps are the distances from its first run to its second, 0 where it has one run.
+    # The steps of a row are the distances from its first run to its second, 0 for a single run.
     following = np.minimum(first + 1, max(n - 1, 0))
     many = count > 1
     return np.stack(

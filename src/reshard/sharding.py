@@ -49,7 +49,7 @@ from reshard.runs import IntArray, RunTable
 
 
 def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
-    """Axes as values, neighbouring parts of one axis joined: `x:(1)2 x:(2)2` is `x:(1)4`."""
+    """Return axes with adjacent parts of an axis joined: `x:(1)2 x:(2)2` is `x:(1)4`."""
     if isinstance(axes, str) or not isinstance(axes, Iterable):
         raise SpecError(f"axes {axes!r}; give a list of mesh axes, such as ['dp', 'tp']")
     joined: list[Axis] = []
@@ -72,17 +72,17 @@ def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
 
 
 def expect_mesh(mesh: object) -> None:
-    """Raise SpecError for what is no mesh, with how to make one of what was given."""
+    """Raise SpecError for anything but a mesh, with a hint how to make one of it."""
     if isinstance(mesh, DeviceMesh):
         return
     make = "reshard.DeviceMesh.of(dp=2, tp=4)"
     if isinstance(mesh, str) and "=" in mesh:
         make = f"reshard.DeviceMesh.parse({mesh!r})"
-    raise SpecError(f"mesh {mesh!r} is no DeviceMesh; make one, such as {make}")
+    raise SpecError(f"mesh {mesh!r} is not a DeviceMesh; make one, such as {make}")
 
 
 class Level(Interned):
-    """Mesh axes, major to minor, and the rule that cuts over their product.
+    """Mesh axes, major to minor, and the rule that splits over their product.
 
     >>> Level(["dp", "tp"])
     Level('dp tp')
@@ -110,11 +110,11 @@ class Level(Interned):
 
 
 class DimSpec(Interned):
-    """How one dimension is cut.
+    """The sharding of a dimension.
 
     Args:
         levels: `Level`s, major to minor; axes (or their names) alone make one level.
-        is_open: whether propagation may cut it further.
+        is_open: whether propagation may shard it further.
         priority: of this annotation in propagation; lower is stronger.
 
     >>> DimSpec(["x"]) is DimSpec([Level(["x"])])
@@ -135,11 +135,13 @@ class DimSpec(Interned):
                 "'tp']; a text is read by reshard.spec(mesh, 'dp tp, -')"
             )
         items = list(levels)
-        given = [item for item in items if isinstance(item, Level)]
+        levels_given = [item for item in items if isinstance(item, Level)]
         axes = [item for item in items if not isinstance(item, Level)]
-        if given and axes:
-            raise SpecError(f"levels {given} and axes {axes} in one DimSpec; give one or the other")
-        self.levels = (Level(axes),) if axes else tuple(given)
+        if levels_given and axes:
+            raise SpecError(
+                f"levels {levels_given} and axes {axes} in one DimSpec; give one or the other"
+            )
+        self.levels = (Level(axes),) if axes else tuple(levels_given)
         if not isinstance(is_open, bool | np.bool_):
             raise SpecError(f"is_open {is_open!r}; give True or False")
         self.is_open = bool(is_open)
@@ -157,7 +159,7 @@ class DimSpec(Interned):
         return tuple(itertools.chain.from_iterable(level.axes for level in self.levels))
 
     def table(self, mesh: DeviceMesh, length: int) -> RunTable:
-        """The run table of a dimension of `length` cut this way over `mesh`."""
+        """Return the run table of a dimension of `length` sharded this way over `mesh`."""
         levels = tuple((level.rule, _parts(mesh, level.axes)) for level in self.levels)
         if len(levels) == 1:
             rule, parts = levels[0]
@@ -178,7 +180,7 @@ def _parts(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
     return math.prod(mesh.axis_size(axis) for axis in axes)
 
 
-# A model has few cuts and many tensors, so most layouts are made of parts that were made before.
+# A model has few shardings and many tensors, so most layouts share these parts.
 @lru_cache(maxsize=1024)
 def _table(dim: DimSpec, mesh: DeviceMesh, length: int) -> RunTable:
     return dim.table(mesh, length) if dim.levels else RunTable(length, 1, [(0, 0, length, 0)])
@@ -186,9 +188,9 @@ def _table(dim: DimSpec, mesh: DeviceMesh, length: int) -> RunTable:
 
 @lru_cache(maxsize=256)
 def _coordinates(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> IntArray:
-    found = mesh.coordinates(axes)
-    found.flags.writeable = False
-    return found
+    coordinates = mesh.coordinates(axes)
+    coordinates.flags.writeable = False
+    return coordinates
 
 
 def _as_dim_spec(item: object) -> DimSpec:
@@ -197,26 +199,26 @@ def _as_dim_spec(item: object) -> DimSpec:
     if isinstance(item, str) or not isinstance(item, Iterable):
         raise SpecError(
             f"dimension {item!r} of a sharding; give a DimSpec or a list of mesh axes, such as "
-            "['tp'], [] for a dimension that is not cut; a text is read by reshard.spec"
+            "['tp'], [] for a dimension that is not sharded; a text is read by reshard.spec"
         )
     return DimSpec(item)
 
 
 class ShardingSpec(Interned):
-    """How a tensor is laid out over a mesh.
+    """A sharding of a tensor over a mesh.
 
     Args:
         mesh: the devices.
-        dim_specs: one `DimSpec` a dimension of the tensor.
-        replicated_axes: axes that propagation must leave alone; the others that nothing
-            uses hold copies too.
+        dim_specs: a `DimSpec` per dimension of the tensor.
+        replicated_axes: axes that propagation must keep replicated; other unused axes are
+            replicated too.
         partial_axes: axes along which devices hold contributions, major to minor.
         reduction: how contributions combine: sum, max, min, mean or product.
-        only: coordinates of an axis, by the axis: devices at others hold nothing.
+        only: coordinates by axis; devices at other coordinates hold nothing.
 
     Raises:
         SpecError: an axis used twice, sub-axes that overlap, an unknown reduction, coordinates
-            that are not on an axis.
+            outside an axis.
         MeshError: an axis or sub-axis that is not in the mesh.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=4)
@@ -252,9 +254,9 @@ class ShardingSpec(Interned):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
         self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
-        # Without partial axes no reduction, so that equal shardings are one value.
+        # Without partial axes there is no reduction, so that equal shardings are interned.
         self.reduction = reduction if self.partial_axes else None
-        # In mesh order, since replicated axes have no order of their own.
+        # In mesh order, since the order of replicated axes has no meaning.
         replicated = sorted(
             _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
         )
@@ -266,19 +268,19 @@ class ShardingSpec(Interned):
     def _restrictions(
         self, only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]]
     ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The restrictions in mesh order, without those that restrict nothing."""
+        """Return the effective restrictions, in mesh order."""
         try:
             pairs = dict(only).items() if isinstance(only, Mapping) else [(a, c) for a, c in only]
         except (TypeError, ValueError):
             raise SpecError(
                 f"only {only!r}; give coordinates by axis, such as {{'pp': [0]}}"
             ) from None
-        found: dict[str, tuple[int, ...]] = {}
+        restrictions: dict[str, tuple[int, ...]] = {}
         for axis, chosen in pairs:
             size = self.mesh.axis_size(Axis(axis))
-            given = check_ints(chosen, f"coordinates of axis {axis}", SpecError, minimum=None)
-            coordinates = tuple(sorted(set(given)))
-            if axis in found:
+            numbers = check_ints(chosen, f"coordinates of axis {axis}", SpecError, minimum=None)
+            coordinates = tuple(sorted(set(numbers)))
+            if axis in restrictions:
                 raise SpecError(
                     f"axis {axis} is restricted twice; give all its coordinates at once, such as "
                     f"only({axis}=0,1)"
@@ -288,11 +290,11 @@ class ShardingSpec(Interned):
                     f"only coordinates {list(coordinates)} of axis {axis}, whose coordinates are 0 "
                     f"to {size - 1}; give at least one of them"
                 )
-            found[axis] = coordinates
+            restrictions[axis] = coordinates
         return tuple(
-            (axis, found[axis])
+            (axis, restrictions[axis])
             for axis, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True)
-            if axis in found and len(found[axis]) < size
+            if axis in restrictions and len(restrictions[axis]) < size
         )
 
     def _position(self, axis: Axis) -> int:
@@ -300,16 +302,16 @@ class ShardingSpec(Interned):
         return self.mesh.axis_names.index(axis.name)
 
     def _without_full_parts(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """Validate the axes, and write a sub-axis that is the whole axis as that axis."""
+        """Validate the axes, and replace a sub-axis that is the whole axis by the axis."""
         return tuple(
             Axis(axis.name) if self.mesh.axis_size(axis) == self.mesh.axis_size(axis.name) else axis
             for axis in axes
         )
 
     def _dim_without_full_parts(self, dim: DimSpec) -> DimSpec:
-        """A dimension, its axes checked and written short."""
+        """Validate the axes of a dimension, and normalize its sub-axes."""
         axes = [self._without_full_parts(level.axes) for level in dim.levels]
-        # Most have nothing to write shorter, and building levels anew takes longest of all here.
+        # A fast path: rebuilding levels takes the most time here, and is rarely needed.
         if all(new == level.axes for new, level in zip(axes, dim.levels, strict=True)):
             return dim
         levels = [Level(new, level.rule) for new, level in zip(axes, dim.levels, strict=True)]
@@ -329,9 +331,9 @@ class ShardingSpec(Interned):
             if a.size is None or b.size is None or a == b:
                 raise SpecError(
                     f"axis {a if a.size is None else b} is used in {places}; an axis has one use, "
-                    f"take sub-axes such as {a.name}:(1)2 to share it"
+                    f"use sub-axes such as {a.name}:(1)2 to share it"
                 )
-            # Sub-axes are apart where the minor one begins at a multiple of the major one's end.
+            # Sub-axes are disjoint if the minor one begins at a multiple of the end of the major.
             low, high = sorted((a, b), key=lambda axis: axis.pre)
             if high.pre % (low.pre * (low.size or 1)):
                 raise SpecError(
@@ -356,11 +358,11 @@ class ShardingSpec(Interned):
 
     @property
     def ndim(self) -> int:
-        """Number of tensor dimensions it is for."""
+        """Number of tensor dimensions."""
         return len(self.dim_specs)
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """Where the elements of a tensor of `shape` are. Its ranks are the mesh's devices.
+        """Return the layout of a tensor of `shape`. Its ranks are the devices of the mesh.
 
         Raises:
             SpecError: a shape with another number of dimensions.
@@ -374,7 +376,7 @@ class ShardingSpec(Interned):
         if len(shape) != self.ndim:
             raise SpecError(
                 f"`{self}` is for tensors of {self.ndim} dimensions, not for shape {list(shape)}; "
-                "write one item a dimension, `-` for one that is not cut"
+                "write one item per dimension, `-` for one that is not sharded"
             )
         return _lay_out(self, shape)
 
@@ -394,15 +396,15 @@ class ShardingSpec(Interned):
         return f"ShardingSpec({self.mesh!r}, {str(self)!r})"
 
 
-# Many tensors of a model are cut alike.
+# Many tensors of a model are sharded alike.
 @lru_cache(maxsize=1024)
 def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     mesh = sharding.mesh
     tables = [_table(dim, mesh, size) for dim, size in zip(sharding.dim_specs, shape, strict=True)]
-    # For each dimension, the part that each device has of it.
+    # For each dimension, the part of each device.
     parts = [_coordinates(mesh, dim.axes) for dim in sharding.dim_specs]
     contributions = _parts(mesh, sharding.partial_axes)
-    # Devices at other coordinates than `only` gives hold nothing.
+    # Devices at coordinates other than those of `only` hold nothing.
     holds = np.ones(mesh.size, dtype=bool)
     for axis, coordinates in sharding.only:
         holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)
@@ -418,19 +420,19 @@ def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     )
 
 
-# A word and its brackets, in which those of sub-axes may be: `sum(x:(1)2 y)`.
-_MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
-_COORDINATES = re.compile(r"([^=]+)=(\d+(?:,\d+)*)")
-_OPEN = re.compile(r"(\?)?(?:!(\d+))?")
+# A word and its brackets, which may contain those of sub-axes: `sum(x:(1)2 y)`.
+_MARK = r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*"
+_COORDINATES = r"([^=]+)=(\d+(?:,\d+)*)"
+_OPEN = r"(\?)?(?:!(\d+))?"
 
 
 def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpec:
-    """The sharding that `text` writes over `mesh`.
+    """Parse the text of a sharding over `mesh`.
 
     Args:
         mesh: the devices whose axes the text names.
         text: in the native notation.
-        ndim: dimensions of the tensors it is for, so that `...` can be used.
+        ndim: number of dimensions of the tensors, for `...`.
 
     Raises:
         NotationError: text that cannot be read.
@@ -450,14 +452,14 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
     try:
         return _parse(mesh, text, ndim)
     except LayoutError as error:
-        # Some errors show the text themselves.
+        # Some errors quote the text already.
         if f"`{text}`" in str(error):
             raise
         raise type(error)(f"{error} (in the sharding `{text}` over the mesh {mesh.text})") from None
 
 
 def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
-    # Without blanks in brackets, items can be split at the blanks that are left.
+    # Without blanks in brackets, items can be split at the remaining blanks.
     dims, bar, marks = _pack_brackets(text).partition("|")
     items = [item.strip() for item in split_outside_brackets(dims, ",")]
     if not dims.strip():
@@ -466,32 +468,32 @@ def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
         at = items.index("...")
         items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
     if "..." in items:
-        raise NotationError("`...` can be used once, and where the number of dimensions is known")
-    found = _parse_marks(marks if bar else "")
+        raise NotationError("`...` can be used once, and only if the number of dimensions is known")
+    parsed = _parse_marks(marks if bar else "")
     return ShardingSpec(
         mesh,
         [_parse_dim(item) for item in items],
-        found.replicated,
-        found.partial,
-        found.reduction or "sum",
-        found.only,
+        parsed.replicated,
+        parsed.partial,
+        parsed.reduction or "sum",
+        parsed.only,
     )
 
 
 def _pack_brackets(text: str) -> str:
-    depth, kept = 0, []
+    depth, letters = 0, []
     for letter in text:
         depth += (letter == "[") - (letter == "]")
         if not (depth > 0 and letter.isspace()):
-            kept.append(letter)
-    return "".join(kept)
+            letters.append(letter)
+    return "".join(letters)
 
 
 def _parse_dim(item: str) -> DimSpec:
     if not item:
-        raise NotationError("an empty item; write `-` for a dimension that is not cut")
+        raise NotationError("an empty item; write `-` for a dimension that is not sharded")
     words = item.split()
-    match = _OPEN.fullmatch(words[-1]) if words else None
+    match = re.fullmatch(_OPEN, words[-1]) if words else None
     is_open, priority = False, 0
     if match:
         is_open, priority = match[1] is not None, int(match[2] or 0)
@@ -514,7 +516,7 @@ def _parse_level(level: str, item: str) -> Level:
 
 @dataclass(slots=True)
 class _Marks:
-    """What stands behind the bar."""
+    """The marks after the bar."""
 
     replicated: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
@@ -523,39 +525,39 @@ class _Marks:
 
 
 def _parse_marks(text: str) -> _Marks:
-    found = _Marks()
+    parsed = _Marks()
     rest = text.strip()
     while rest:
-        match = _MARK.match(rest)
-        known = ("replicated", "only", *REDUCTIONS)
-        if not match or match[1] not in known or not match[2].split():
+        match = re.match(_MARK, rest)
+        words = ("replicated", "only", *REDUCTIONS)
+        if not match or match[1] not in words or not match[2].split():
             raise NotationError(
-                f"cannot read {rest!r} behind the bar; write replicated(axes), only(axis=0), or a "
+                f"cannot read {rest!r} after the bar; write replicated(axes), only(axis=0), or a "
                 f"reduction with its axes such as sum(x y): {', '.join(REDUCTIONS)}"
             )
         if match[1] == "replicated":
-            found.replicated += match[2].split()
+            parsed.replicated += match[2].split()
         elif match[1] == "only":
-            found.only += _parse_coordinates(match[2])
-        elif found.reduction is None:
-            found.partial, found.reduction = match[2].split(), match[1]
+            parsed.only += _parse_coordinates(match[2])
+        elif parsed.reduction is None:
+            parsed.partial, parsed.reduction = match[2].split(), match[1]
         else:
             raise NotationError(
-                f"two reductions, {found.reduction} and {match[1]}; a tensor is partial in one "
-                "way, reduce the other axes first"
+                f"two reductions, {parsed.reduction} and {match[1]}; a tensor has one "
+                "reduction, reduce the other axes first"
             )
         rest = rest[match.end() :]
-    return found
+    return parsed
 
 
 def _parse_coordinates(text: str) -> list[tuple[str, list[int]]]:
-    found = []
+    pairs = []
     for item in re.sub(r"\s*([=,])\s*", r"\1", text).split():
-        match = _COORDINATES.fullmatch(item)
+        match = re.fullmatch(_COORDINATES, item)
         if not match:
             raise NotationError(
                 f"cannot read {item!r} in only({text}); write an axis and its coordinates, such as "
                 "only(pp=0) or only(pp=0,3 ep=1)"
             )
-        found.append((match[1], [int(number) for number in match[2].split(",")]))
-    return found
+        pairs.append((match[1], [int(number) for number in match[2].split(",")]))
+    return pairs

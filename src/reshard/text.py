@@ -24,7 +24,7 @@ from reshard.errors import UsageError
 
 
 def display_width(text: str) -> int:
-    """Columns a line of text takes: wide East Asian characters two, combining marks none.
+    """Return the columns of a line of text: wide East Asian characters two, combining marks none.
 
     >>> display_width("rank"), display_width("層"), display_width("e\\u0301")
     (4, 2, 1)
@@ -37,7 +37,7 @@ def display_width(text: str) -> int:
 
 
 def padded(text: str, width: int, align: str = "left") -> str:
-    """`text` filled with spaces to `width` columns; a longer text is left as it is.
+    """Pad `text` with spaces to `width` columns; a longer text is returned unchanged.
 
     >>> padded("ab", 5, "right"), padded("ab", 5, "center"), padded("abc", 2)
     ('   ab', ' ab  ', 'abc')
@@ -48,30 +48,30 @@ def padded(text: str, width: int, align: str = "left") -> str:
 
 
 def shortened(text: str, width: int, mark: str = "…") -> str:
-    """`text`, or as much of its beginning as fits into `width` columns with `mark` behind it.
+    """Shorten `text` to `width` columns, with `mark` in place of its end.
 
     >>> shortened("model.embeddings", 8)
     'model.e…'
     """
     if display_width(text) <= width:
         return text
-    kept = text
-    while kept and display_width(kept) + len(mark) > width:
-        kept = kept[:-1]
-    return (kept + mark)[:width]
+    start = text
+    while start and display_width(start) + len(mark) > width:
+        start = start[:-1]
+    return (start + mark)[:width]
 
 
 def cut_in_the_middle(text: str, width: int, mark: str = "…") -> str:
-    """`text`, or its beginning and its end with `mark` between them, in `width` columns at most.
+    """Shorten `text` to `width` columns, with `mark` in place of its middle.
 
-    Names in a model begin alike and differ at their ends too.
+    Names in a model share prefixes, and differ at their ends too.
 
     >>> cut_in_the_middle("model.layers.17.mlp.up_proj.weight", 24)
     'model.layers…proj.weight'
     """
     if display_width(text) <= width:
         return text
-    # Both ends keep half of the room.
+    # Both ends get half of the columns.
     room = max(0, width - len(mark))
     begin, end = text[: room - room // 2], text[max(0, len(text) - room // 2) :]
     while display_width(begin) > room - room // 2:
@@ -82,7 +82,7 @@ def cut_in_the_middle(text: str, width: int, mark: str = "…") -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with unprintable characters as escapes, except those in `keep`.
+    """Return `text` with unprintable characters as escapes, except those in `keep`.
 
     >>> printable("wte\\x1b[2J"), printable("層")
     ('wte\\\\x1b[2J', '層')
@@ -97,7 +97,9 @@ _ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
 
 
 def _three_digits(value: float) -> str:
-    """`value` below 1000 with three significant digits, or "1000" where it rounds up to that."""
+    """Return `value` below 1000 with three significant digits, or "1000" if it rounds
+    up to that.
+    """
     for decimals in (2, 1):
         text = f"{value:.{decimals}f}"
         if len(text) <= 4:
@@ -106,7 +108,7 @@ def _three_digits(value: float) -> str:
 
 
 def bytes_text(size_bytes: float) -> str:
-    """A number of bytes in decimal units (1 MB is 1,000,000 bytes), below 1 kB exactly.
+    """Return a number of bytes in decimal units (1 MB is 1,000,000 bytes), exact below 1 kB.
 
     Raises:
         UsageError: a negative or infinite number.
@@ -121,17 +123,17 @@ def bytes_text(size_bytes: float) -> str:
     for unit in _BYTE_UNITS[1:]:
         value /= 1000
         text = _three_digits(value)
-        # What rounds up to 1000 is written in the next unit.
+        # Values that round up to 1000 are written in the next unit.
         if text != "1000" and value < 1000:
             return f"{text} {unit}"
     return f"{value:,.0f} {_BYTE_UNITS[-1]}"
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A transfer rate in decimal units.
+    """Return a transfer rate in decimal units.
 
     Raises:
-        UsageError: a negative or infinite rate; a caller with no time passed has no rate.
+        UsageError: a negative or infinite rate.
 
     >>> rate_text(1.42e9)
     '1.42 GB/s'
@@ -141,12 +143,12 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def count_text(count: int, noun: str = "", plural: str = "") -> str:
-    """An exact count with separated thousands, and the noun it counts.
+    """Return an exact count with thousands separators, and its noun.
 
     Args:
         count: how many.
-        noun: what is counted, for one of it; nothing is added when empty.
-        plural: for any other number; `noun` with an s when empty.
+        noun: in the singular; omitted if empty.
+        plural: of the noun; `noun` with an s if empty.
 
     >>> count_text(11_720_448), count_text(1, "rank"), count_text(0, "copy", "copies")
     ('11,720,448', '1 rank', '0 copies')
@@ -168,7 +170,7 @@ def first_text(things: Sequence[object], most: int, separator: str = ", ") -> st
 
 
 def duration_text(duration_s: float) -> str:
-    """A time span, from microseconds to days, in two units at most.
+    """Return a time span, from microseconds to days, in two units at most.
 
     Raises:
         UsageError: a negative or infinite time.
@@ -183,7 +185,7 @@ def duration_text(duration_s: float) -> str:
         text = _three_digits(duration_s * factor)
         if duration_s * factor < 1000 and text != "1000":
             return f"{text} {unit}"
-    # From here on, three digits would be 60.0 s.
+    # Longer spans would be shown as 60.0 s.
     if duration_s < 59.95:
         return f"{_three_digits(duration_s)} s"
     whole = round(duration_s)
@@ -205,7 +207,7 @@ def _check_amount(what: str, amount: float) -> None:
 
 
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str], align: str = "") -> str:
-    """Rows under headers as plain text: the lines of `table_lines` as one text.
+    """Return rows under headers as plain text: the lines of `table_lines` joined.
 
     >>> print(table([("wte", "46.9 MB"), ("bias", 1536)], ("tensor", "bytes"), "lr"))
     tensor    bytes
@@ -219,12 +221,12 @@ def table(rows: Iterable[Sequence[object]], headers: Sequence[str], align: str =
 def table_lines(
     rows: Iterable[Sequence[object]], headers: Sequence[str], align: str = ""
 ) -> Iterator[str]:
-    """The lines of a table, one by one, in columns as wide as they need, without borders.
+    """Yield the lines of a table, in columns as wide as they need, without borders.
 
     Args:
-        rows: each as long as `headers`; entries are written with `str`.
-        headers: one a column.
-        align: a letter a column, `l`, `r` or `c`; left for all when empty.
+        rows: each as long as `headers`; entries are converted by `str`.
+        headers: one per column.
+        align: a letter per column, `l`, `r` or `c`; left for all if empty.
 
     Raises:
         UsageError: a row or an `align` that does not fit the headers.
@@ -237,7 +239,7 @@ def table_lines(
         raise UsageError(
             f"align {align!r} for {len(headers)} columns; give one of the letters l, r, c for each"
         )
-    # Entries that are texts already are not copied: there may be very many.
+    # `str` does not copy strings: there may be very many.
     texts = [tuple(map(str, row)) for row in rows]
     for row in texts:
         if len(row) != len(headers):
@@ -258,7 +260,7 @@ def table_lines(
 
 
 def rank_text(ranks: Iterable[int]) -> str:
-    """The ranks in rising order, regular stretches shortened.
+    """Return the ranks in rising order, with regular sequences shortened.
 
     >>> rank_text([0, 4]), rank_text([3, 2, 1, 0, 8]), rank_text(range(0, 32, 4))
     ('0,4', '0-3,8', '0,4..28')
@@ -267,7 +269,7 @@ def rank_text(ranks: Iterable[int]) -> str:
     words = []
     while rest:
         step = rest[1] - rest[0] if len(rest) > 1 else 0
-        # The longest stretch with the distance of the first two.
+        # The longest sequence with the distance of the first two.
         length = min(len(rest), 2)
         while length < len(rest) and rest[length] - rest[length - 1] == step:
             length += 1
@@ -276,7 +278,7 @@ def rank_text(ranks: Iterable[int]) -> str:
         elif length >= 4:
             words.append(f"{rest[0]},{rest[1]}..{rest[length - 1]}")
         else:
-            # Too short to be worth a range: the first rank alone, the next may begin a stretch.
+            # Too short for a range: the first rank alone; the next may begin a sequence.
             length = 1
             words.append(str(rest[0]))
         rest = rest[length:]
@@ -284,7 +286,8 @@ def rank_text(ranks: Iterable[int]) -> str:
 
 
 def short_rank_text(ranks: Sequence[int], max_letters: int) -> str:
-    """The ranks, in rising order; where that is too long, the first and last and how many.
+    """Return the ranks in rising order, or the first, the last and their number if that is too
+    long.
 
     >>> short_rank_text([0, 1, 2], 9), short_rank_text([0, 2, 5, 6, 9], 8)
     ('0-2', '0..9 (5 ranks)')
@@ -296,7 +299,7 @@ def short_rank_text(ranks: Sequence[int], max_letters: int) -> str:
 
 
 def ranks_text(ranks: Sequence[int], max_letters: int = 40) -> str:
-    """The ranks behind the word, for a sentence.
+    """Return the ranks after the word, for a sentence.
 
     >>> ranks_text([3]), ranks_text([0, 2])
     ('rank 3', 'ranks 0,2')
@@ -304,13 +307,13 @@ def ranks_text(ranks: Sequence[int], max_letters: int = 40) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {short_rank_text(ranks, max_letters)}"
 
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])")
+_NUMBER = r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])"
 _MAX_SET_LETTERS = 40
 _Sets = tuple[frozenset[int], ...]
 
 
 class FoldedName(NamedTuple):
-    """A text for `number` names of one kind."""
+    """A text that stands for `number` names of a kind."""
 
     text: str
     kind: int
@@ -318,7 +321,7 @@ class FoldedName(NamedTuple):
 
 
 def fold_names(names: Iterable[str], kinds: Iterable[int]) -> list[FoldedName]:
-    """Fold names of the same kind that differ in numbers only, in the order of the first of each.
+    """Fold names of the same kind that differ in numbers only, ordered by their first name.
 
     Args:
         names: separated by dots.
@@ -332,29 +335,34 @@ def fold_names(names: Iterable[str], kinds: Iterable[int]) -> list[FoldedName]:
     """
     groups: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for name, kind in zip(names, kinds, strict=True):
-        numbers = tuple(map(int, _NUMBER.findall(name)))
-        template = _NUMBER.sub("\0", name) if numbers else name
+        numbers = tuple(map(int, re.findall(_NUMBER, name)))
+        template = re.sub(_NUMBER, "\0", name) if numbers else name
         groups.setdefault((template, kind), []).append(numbers)
     folded = []
     for (template, kind), rows in groups.items():
         words = template.split("\0") if rows[0] else [template]
         for sets in _find_products(rows):
             texts = [*map(_set_text, sets), ""]
-            text = "".join(f"{word}{one}" for word, one in zip(words, texts, strict=True))
+            text = "".join(
+                f"{word}{number_text}" for word, number_text in zip(words, texts, strict=True)
+            )
             folded.append(FoldedName(text, kind, math.prod(map(len, sets))))
     return folded
 
 
 def _find_products(numbers: Sequence[tuple[int, ...]]) -> list[_Sets]:
-    """Return products of sets that have all tuples, each once."""
-    found: list[_Sets] = [tuple(frozenset((one,)) for one in row) for row in numbers]
+    """Return products of sets that together contain all tuples, each once."""
+    products: list[_Sets] = [tuple(frozenset((number,)) for number in row) for row in numbers]
     for position in reversed(range(len(numbers[0]))):
         merged: dict[tuple[_Sets, _Sets], set[int]] = {}
-        for sets in found:
+        for sets in products:
             others = sets[:position], sets[position + 1 :]
             merged.setdefault(others, set()).update(sets[position])
-        found = [(*before, frozenset(own), *after) for (before, after), own in merged.items()]
-    return found
+        products = [
+            (*before, frozenset(merged_set), *after)
+            for (before, after), merged_set in merged.items()
+        ]
+    return products
 
 
 def _set_text(numbers: frozenset[int]) -> str:
@@ -370,7 +378,7 @@ def _set_text(numbers: frozenset[int]) -> str:
 MAX_ROWS = 16
 MAX_KINDS = 12
 FIRST_FILES, LAST_FILES = 6, 2
-# Of a file's name.
+# The columns of a file's name.
 MAX_COLUMNS = 72
 
 _AMOUNTS = ("read_bytes", "written_bytes", "sent_bytes", "received_bytes")
@@ -378,10 +386,10 @@ _HEADERS = ("read", "written", "sent", "received")
 
 
 def rank_table(rows: Sequence[Mapping[str, int]]) -> str:
-    """What each rank reads, writes, sends and receives, and all together.
+    """Return a table of the bytes that each rank reads, writes, sends and receives, with totals.
 
     Args:
-        rows: one a rank, in rising order; keys `rank`, and the four in `_bytes`.
+        rows: one per rank, in rising order; keys `rank`, and the four in `_bytes`.
 
     >>> row = dict(read_bytes=8, written_bytes=4, sent_bytes=0, received_bytes=0)
     >>> print(rank_table([{"rank": rank, **row} for rank in range(1024)]))
@@ -394,11 +402,11 @@ def rank_table(rows: Sequence[Mapping[str, int]]) -> str:
     if len(rows) <= MAX_ROWS:
         body = [(row["rank"], *_amounts(row)) for row in rows]
         return table([*body, total], ("rank", *_HEADERS), "rrrrr")
-    # 1. Ranks by what their row says. A dict keeps the order of their first ranks.
+    # 1. Group ranks by their row; a dict keeps the order of their first ranks.
     alike: dict[tuple[str, ...], list[Mapping[str, int]]] = {}
     for row in rows:
         alike.setdefault(_amounts(row), []).append(row)
-    # 2. Of too many kinds of them, those with the largest amounts.
+    # 2. If there are too many groups, keep those with the largest amounts.
     kinds = list(alike.values())
     if len(kinds) > MAX_KINDS:
         kinds.sort(key=lambda kind: -max(kind[0][name] for name in _AMOUNTS))
@@ -418,7 +426,7 @@ def _amounts(row: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def file_table(files: Sequence[tuple[str, int, int]]) -> str:
-    """Files: the name of each, its rank, and its size in bytes.
+    """Return a table of files: the name of each, its rank, and its size in bytes.
 
     >>> print(file_table([(f"{n}.safetensors", n, 500 + n % 2) for n in range(20)]))
     file             rank            size

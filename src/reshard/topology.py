@@ -34,7 +34,9 @@ from reshard.runs import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast one rank sends to another: bytes per second, and seconds before the first byte.
+    """The speed of messages from a rank to another: bandwidth, and latency before the first byte.
+
+    Raises LayoutError for an invalid bandwidth or latency.
 
     Raises LayoutError for a bandwidth or latency that cannot be.
 
@@ -50,7 +52,7 @@ class Link:
             try:
                 value = float(getattr(self, name))
             except (TypeError, ValueError):
-                # Fails the check below, whose message shows what was given.
+                # Fails the check below, whose message shows the value.
                 value = math.nan
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency_s"):
                 raise LayoutError(
@@ -62,33 +64,32 @@ class Link:
 
 def _expect_link(link: object) -> None:
     if not isinstance(link, Link):
-        raise LayoutError(f"{link!r} is no link; give Link(bandwidth_bytes_per_s, ...)")
+        raise LayoutError(f"{link!r} is not a link; give Link(bandwidth_bytes_per_s, ...)")
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Time that messages, each alone on its link, do not account for. What is None is not counted.
+    """Time that messages, each alone on its link, do not account for. None is not counted.
 
-    Copies are described by links, too: their latency is that of one run of bytes that lie side by
-    side, so that many short runs take longer than a long one.
+    Copies are described by links, too: their latency is that of a run of contiguous bytes, so many
+    short runs take longer than a long one.
 
     Args:
-        call_s: seconds of any movement, however little it moves: ranks agree and prepare.
-        step_s: seconds of a step of a program, besides its messages; where `collectives` has its
-            kind, that link knows of it.
-        copies: packing, unpacking and moving in place, by one rank.
-        combining: how many times as long as copying as many bytes it takes to combine them with
-            contributions that are there.
-        shared_messages: the messages between ranks of one host, of all of them together: they
-            share its processors and its memory.
+        call_s: seconds of any movement, regardless of its size: ranks agree and prepare.
+        step_s: seconds of a step of a program, in addition to its messages; included in the link
+            of its kind if `collectives` has it.
+        copies: packing, unpacking and moving in place, by a rank.
+        combining: the time of combining bytes with contributions in place, relative to copying.
+        shared_messages: the messages between all ranks of a host together: they share its
+            processors and its memory.
         shared_copies: the copies of all ranks of a host together.
-        collectives: pairs of a kind of collective and the link between ranks of one host as that
-            kind finds it, what it combines included; kept sorted.
-        shared_network: what all ranks of a host together send to other hosts, or receive from
-            them, where they share its network card.
-        shared_uplink: likewise all hosts of a rack, to and from other racks.
+        collectives: pairs of a kind of collective and the effective link between ranks of a host
+            for that kind, including reductions; kept sorted.
+        shared_network: the traffic of all ranks of a host with other hosts, in each direction, if
+            they share its network card.
+        shared_uplink: the traffic of all hosts of a rack with other racks, in each direction.
 
-    Raises LayoutError for seconds that cannot be, or what is no link.
+    Raises LayoutError for invalid seconds or links.
 
     >>> Overhead(call_s=2e-3, collectives=(("all-reduce", Link(1e9)),)).collective("all-reduce")
     Link(bandwidth_bytes_per_s=1000000000.0, latency_s=0.0)
@@ -107,13 +108,13 @@ class Overhead:
     def __post_init__(self) -> None:
         for name in ("call_s", "step_s", "combining"):
             value = getattr(self, name)
-            # True is an int to Python, and would pass for 1.
+            # True is an int in Python, and would pass for 1.
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value < 0:
                 raise LayoutError(f"{name} is {value!r}; a finite number, 0 or more, was expected")
             object.__setattr__(self, name, float(value))
         try:
-            # In one order, so that equal overheads compare and hash as equal.
+            # Sorted, so that equal overheads compare and hash as equal.
             pairs = tuple(sorted(dict(self.collectives).items()))
         except (TypeError, ValueError):
             raise LayoutError(
@@ -130,7 +131,7 @@ class Overhead:
         return self.copies is not None or self.shared_copies is not None
 
     def collective(self, kind: str) -> Link | None:
-        """The link between ranks of one host as a kind of collective finds it, if known."""
+        """Return the link between ranks of a host as measured for a kind of collective, or None."""
         return dict(self.collectives).get(kind)
 
 
@@ -139,14 +140,14 @@ NO_OVERHEAD = Overhead()
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How fast the device of one rank computes, and reads and writes its memory.
+    """The compute and memory speed of the device of a rank.
 
     Args:
-        memory_bytes_per_s: that it reads and writes.
-        operations_per_s: pairs of an element type's name and the additions and multiplications
-            that it does in a second where it multiplies matrices of such elements; kept sorted.
+        memory_bytes_per_s: bandwidth of its memory.
+        operations_per_s: pairs of the name of an element type and the additions and
+            multiplications per second in matrix products of that type; kept sorted.
 
-    Raises LayoutError for a speed that cannot be.
+    Raises LayoutError for an invalid speed.
 
     >>> device = Device(3.35e12, (("bfloat16", 989e12), ("float32", 67e12)))
     >>> device.operations_for("bfloat16") / 1e12, device.operations_for("int64") / 1e12
@@ -173,15 +174,15 @@ class Device:
                     f"{name} of a device is {value!r}; a finite number, more than 0, was expected"
                 )
         if len({name for name, _ in pairs}) < len(pairs):
-            raise LayoutError(f"operations_per_s gives a type twice: {pairs}; give each once")
+            raise LayoutError(f"operations_per_s has a type twice: {pairs}; give each once")
         object.__setattr__(self, "memory_bytes_per_s", float(self.memory_bytes_per_s))
         rates = tuple((name, float(rate)) for name, rate in pairs)
         object.__setattr__(self, "operations_per_s", rates)
 
     def operations_for(self, dtype: str) -> float | None:
-        """Additions and multiplications a second with elements of a type.
+        """Return the additions and multiplications per second with elements of a type.
 
-        Of a type that is not given, as many as of the slowest one that is; None where none is.
+        A type that is not listed has the speed of the slowest type listed; None if there are none.
         """
         rates = dict(self.operations_per_s)
         return rates.get(dtype, min(rates.values(), default=None))
@@ -191,12 +192,12 @@ class Topology(Interned):
     """Ranks on hosts, hosts in racks, and the links between them. Interned.
 
     Args:
-        hosts: the host of each rank, shape `(ranks,)`: numbers 0, 1, 2... in any order, none
-            of them left out. For hosts that have names see `of_names`.
-        racks: the rack of each host, shape `(hosts,)`, numbered alike; one rack when None.
-        within_host, between_hosts, between_racks: links, None where not known.
-        overhead: what takes time besides; nothing by default.
-        device: how fast each rank computes; None where not known.
+        hosts: the host of each rank, shape `(ranks,)`: numbers 0, 1, 2... in any order, without
+            gaps. `of_names` takes the names of hosts.
+        racks: the rack of each host, shape `(hosts,)`, numbered alike; a single rack if None.
+        within_host, between_hosts, between_racks: links, None if unknown.
+        overhead: additional time; none by default.
+        device: the speed of each rank's device; None if unknown.
 
     Raises:
         LayoutError: no ranks, numbers with gaps, a wrong number of racks.
@@ -220,13 +221,13 @@ class Topology(Interned):
     ) -> None:
         self.rank_host = _numbers(hosts, "host", "rank")
         self.ranks = len(self.rank_host)
-        # The numbers have no gaps, so the largest tells how many there are.
+        # The numbers have no gaps, so the largest determines their count.
         self.hosts = int(self.rank_host.max()) + 1
         self.host_rack = _numbers([0] * self.hosts if racks is None else racks, "rack", "host")
         if len(self.host_rack) != self.hosts:
             raise LayoutError(
                 f"racks of {len(self.host_rack)} hosts, but there are {self.hosts} hosts; give "
-                "one rack a host"
+                "one rack per host"
             )
         self.racks = int(self.host_rack.max()) + 1
         self.within_host = within_host
@@ -237,9 +238,9 @@ class Topology(Interned):
         for link in filter(None, (within_host, between_hosts, between_racks)):
             _expect_link(link)
         if not isinstance(overhead, Overhead):
-            raise LayoutError(f"{overhead!r} is no overhead; give Overhead(call_s=...)")
+            raise LayoutError(f"{overhead!r} is not an overhead; give Overhead(call_s=...)")
         if device is not None and not isinstance(device, Device):
-            raise LayoutError(f"{device!r} is no device; give Device(memory_bytes_per_s, ...)")
+            raise LayoutError(f"{device!r} is not a device; give Device(memory_bytes_per_s, ...)")
 
     @classmethod
     def of(
@@ -254,7 +255,7 @@ class Topology(Interned):
         overhead: Overhead = NO_OVERHEAD,
         device: Device | None = None,
     ) -> Topology:
-        """Hosts with equally many ranks each, numbered host by host.
+        """Return a topology of hosts with equally many ranks each, numbered host by host.
 
         The last rack may have fewer hosts than the others.
 
@@ -282,7 +283,7 @@ class Topology(Interned):
 
     @classmethod
     def of_names(cls, names: Iterable[Hashable], **links: Any) -> Topology:
-        """A topology from the name of each rank's host, numbered as they first appear.
+        """Return a topology from the host name of each rank, numbered as they first appear.
 
         >>> Topology.of_names(["node-b", "node-a", "node-b"]).rank_host.tolist()
         [0, 1, 0]
@@ -304,22 +305,24 @@ class Topology(Interned):
         return (*links, self.overhead, self.device)
 
     def host_of(self, ranks: ArrayLike) -> IntArray:
-        """The host of each rank, in the shape of `ranks`.
+        """Return the host of each rank, in the shape of `ranks`.
+
+        Raises LayoutError for a rank beyond the topology.
 
         Raises LayoutError for a rank that is not there.
         """
-        found = check_int_array(ranks, "ranks", LayoutError)
-        bad = found[(found < 0) | (found >= self.ranks)]
+        numbers = check_int_array(ranks, "ranks", LayoutError)
+        bad = numbers[(numbers < 0) | (numbers >= self.ranks)]
         if bad.size:
             raise LayoutError(
                 f"rank {bad.flat[0]} of a topology over ranks 0 to {self.ranks - 1}; describe "
                 "the hosts of all ranks"
             )
-        host: IntArray = self.rank_host[found]
+        host: IntArray = self.rank_host[numbers]
         return host
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
-        """The ranks on a host, in order. Raises LayoutError for a host that is not there."""
+        """Return the ranks of a host, in order. Raises LayoutError for an unknown host."""
         host = check_int(host, "host", LayoutError)
         if host >= self.hosts:
             raise LayoutError(f"host {host} of a topology over hosts 0 to {self.hosts - 1}")
@@ -331,7 +334,7 @@ class Topology(Interned):
 
 
 def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
-    """The number of the box each thing is in, checked: 0 to n - 1, none left out."""
+    """Return checked numbers of groups: 0 to n - 1, without gaps."""
     # A copy, since it becomes read-only.
     numbers = check_int_array(values, f"{what}s", LayoutError).copy()
     if numbers.ndim != 1 or not len(numbers):
@@ -341,7 +344,7 @@ def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
     present = np.unique(numbers)
     if present[0] != 0 or present[-1] != len(present) - 1:
         raise LayoutError(
-            f"{what}s are numbered {present.tolist()[:8]}; numbers from 0 up, none left out, were "
+            f"{what}s are numbered {present.tolist()[:8]}; numbers from 0 up, without gaps, were "
             "expected (Topology.of_names takes names)"
         )
     numbers.flags.writeable = False
@@ -352,7 +355,7 @@ LEVELS = ("within_host", "between_hosts", "between_racks")
 
 
 def link_levels(topology: Topology, sender: ArrayLike, receiver: ArrayLike) -> IntArray:
-    """The level, a position in `LEVELS`, of the link between each pair: shape `(pairs,)`.
+    """Return the level, a position in `LEVELS`, of the link between each pair: shape `(pairs,)`.
 
     Raises LayoutError for ranks outside the topology.
 
@@ -367,19 +370,19 @@ def link_levels(topology: Topology, sender: ArrayLike, receiver: ArrayLike) -> I
 
 
 def link_of(topology: Topology, level: int) -> Link:
-    """The link of a level. Raises LayoutError where the topology does not know it."""
+    """Return the link of a level. Raises LayoutError if the topology does not have it."""
     link: Link | None = getattr(topology, LEVELS[level])
     if link is None:
         raise LayoutError(
-            f"{topology!r} has no {LEVELS[level]} link, and ranks that exchange data are that far "
-            f"apart; give it: Topology(..., {LEVELS[level]}=Link(bandwidth_bytes_per_s, "
+            f"{topology!r} has no {LEVELS[level]} link, but ranks that exchange data need it; "
+            f"give it: Topology(..., {LEVELS[level]}=Link(bandwidth_bytes_per_s, "
             "latency_s)), or take a preset's"
         )
     return link
 
 
 def slowest_link(topology: Topology, ranks: Iterable[int]) -> Link:
-    """The least bandwidth and the largest latency of all links between ranks of a group.
+    """Return the smallest bandwidth and largest latency of all links within a group of ranks.
 
     Raises:
         LayoutError: fewer than two ranks, one that is not there, or a link that is not known.

@@ -164,7 +164,7 @@ def test_splits_of_torch() -> None:
 
 def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
     spec = parse_partitioned("PartitionedShard(0, 2, (4, 6))", TWO, (20,))
-    message = r"sizes of whole blocks; if they are those on each of 2 parts, give \[8, 12\]"
+    message = r"sizes of whole blocks; if they are the sizes on each of 2 parts, give \[8, 12\]"
     with pytest.raises(RuleError, match=message):
         spec.layout((20,))
 

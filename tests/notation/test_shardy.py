@@ -62,7 +62,7 @@ def test_a_text_means_its_mesh(text: str, mesh: DeviceMesh) -> None:
         ("<[], device_ids=[-1]>", MeshError, "ranks from 0 up"),
         ("<[], device_ids=[1, 0]>", MeshError, "2 devices for a mesh of 1"),
         ('<["a"=2, "b"=2], device_ids=[0, 2, 1, 3, 4, 5]>', MeshError, "6 devices for a mesh of 4"),
-        ('<["a"=2], device_ids=[1, 1]>', MeshError, "each in one place"),
+        ('<["a"=2], device_ids=[1, 1]>', MeshError, "each once"),
         ('<["a"=2], device_ids=[2, 1]>', MeshError, r"device_ids \[2, 1\] .* each of 0 to 1"),
         ('<["a-b"=2]>', MeshError, "axis name 'a-b'"),
         ("<[a=2]>", NotationError, "expected an axis in quotes"),
