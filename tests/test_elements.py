@@ -67,7 +67,7 @@ def test_float64_is_rounded_once(target: str) -> None:
 
 
 def test_integers_are_not_cast() -> None:
-    with pytest.raises(UsageError, match="elements of int8 are not cast"):
+    with pytest.raises(UsageError, match="elements of int8 cannot be cast"):
         cast_elements(np.zeros(1, np.uint8), dtype("int8"), np.zeros(1, np.uint16), dtype("F16"))
 
 

@@ -287,7 +287,10 @@ def test_a_binding_gives_addresses_and_views() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "rank 1 has an address, but holds no part"),
+        (
+            lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}),
+            "rank 1 has an address, but holds no part",
+        ),
         (lambda: Binding(LAYOUT, {}, {0: View(0, (1,))}), r"rank 0 has 1 strides for .* \(2, 2\)"),
         (lambda: Binding(LAYOUT, {}, {1: View(0, (1,))}), "rank 1 has 1 strides"),
         (lambda: Binding(LAYOUT, {}, {}).view(1), "rank 1 holds no part"),

@@ -118,9 +118,9 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
         stays=np.array([False]),
     )
     verify_stages(plan, stays, stays.take(slice(0, 0)))
-    with pytest.raises(PlanError, match="held it already"):
+    with pytest.raises(PlanError, match="holds it already"):
         verify_stages(plan, stays, again)
-    with pytest.raises(PlanError, match="held it already"):
+    with pytest.raises(PlanError, match="holds it already"):
         verify_stages(plan, stays.take([0]), again)
 
 
@@ -135,7 +135,7 @@ def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
         target_cell=np.array([0]),
     )
     verify_stages(plan, plan.transfers, stays.take(slice(0, 0)))
-    with pytest.raises(PlanError, match="exactly when both ranks are one"):
+    with pytest.raises(PlanError, match="if and only if both ranks are equal"):
         verify_stages(plan, moves, back)
 
 
