@@ -18,7 +18,7 @@ from reshard import checkpoint
 from reshard.checkpoint import open_checkpoint
 from reshard.checkpoint.pretrained.model_folder import find_model_files
 from reshard.checkpoint.storage.permissions import find_mode_limits, restrict_mode
-from reshard.cli.whole_file import write_whole
+from reshard.cli.atomic_write import write_whole
 from reshard.errors import CheckpointError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

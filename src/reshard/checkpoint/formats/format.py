@@ -77,12 +77,12 @@ class CheckpointFormat(ABC):
         own_metadata: keys of text metadata that belong to the format, not to the user.
         carries_weights: whether files of weights in other formats, such as Megatron's
             `common.pt`, are part of its checkpoints and carried along.
-        training: the style in which it takes training state (`reshard.checkpoint.training.state`),
-            such as `reshard`; None where it takes any names.
-        single_suffixes: what the name of a target ends in that is one file of it and no folder.
-        written_for: the program that it is made for rank by rank (`--for`); None for formats that
-            hold any tensors.
-        takes_source_sharding: whether a user can specify how its tensors are cut (`open_sharded`).
+        training: the style of names in which it stores training state
+            (`reshard.checkpoint.training.state`), such as `reshard`; None if it stores any names.
+        single_suffixes: the endings of names of targets that are a single file instead of a folder.
+        written_for: the program for whose ranks it is made (`--for`), or None.
+        takes_source_sharding: whether a user can specify the shardings of its tensors
+            (`open_sharded`).
     """
 
     name: ClassVar[str]

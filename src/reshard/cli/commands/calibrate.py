@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.atomic_write import check_place, write_whole
 from reshard.cli.failures import DONE, FAILED, WRONG_USE
 from reshard.cli.options import as_size, json_option, quiet_option
 from reshard.cli.output import write, write_error, write_json
 from reshard.cli.progress import LINES_EVERY_S
-from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
 from reshard.text import bytes_text, duration_text, rate_text
 

@@ -17,6 +17,7 @@ from reshard.checkpoint.options import (
     split_arguments,
 )
 from reshard.cli.commands.plan import matching_json, matching_lines, recipe_text, size_text
+from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
 from reshard.cli.failures import DONE
 from reshard.cli.options import as_path, json_option, options_of, quiet_option
 from reshard.cli.output import (
@@ -33,8 +34,6 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import source_options
-from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.errors import InterruptedRunError
 from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 

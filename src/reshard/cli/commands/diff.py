@@ -8,6 +8,7 @@ import click
 
 from reshard.checkpoint.deltas.encoding import COMPRESSIONS
 from reshard.checkpoint.options import ConversionRequest, RunOptions
+from reshard.cli.endpoints import allow_copies_option, check_copies_option, open_selected_source
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -17,7 +18,6 @@ from reshard.cli.options import (
 )
 from reshard.cli.output import MOST_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import allow_copies_option, check_copies_option, open_selected_source
 from reshard.text import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:

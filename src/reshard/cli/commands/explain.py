@@ -7,10 +7,10 @@ import re
 import click
 
 from reshard._validation import MAX_RANKS, check_used
+from reshard.cli.atomic_write import check_report, report_options, write_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
-from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.collectives.lowering import SYSTEMS, WITHOUT_JOINT_STEPS
 from reshard.collectives.search.states import CLASSICAL, JOINT, STEPS
 from reshard.cost.preset import load_preset, shipped_presets

@@ -13,6 +13,7 @@ import click
 
 from reshard._validation import check_used
 from reshard.checkpoint.options import ConversionRequest, RunOptions
+from reshard.cli.endpoints import open_selected_source, source_options
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
@@ -34,7 +35,6 @@ from reshard.cli.output import (
     write_pieces,
 )
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import open_selected_source, source_options
 from reshard.errors import UsageError
 from reshard.recipes.rank_order import describe_groups
 from reshard.text import (

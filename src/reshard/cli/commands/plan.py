@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint.options import ConversionRequest, RunOptions
+from reshard.cli.atomic_write import check_report, report_options, write_report
+from reshard.cli.endpoints import config_option, for_option, plan_from_options, source_options
 from reshard.cli.failures import DONE
 from reshard.cli.options import as_path, check_picture, json_option, options_of
 from reshard.cli.output import (
@@ -23,9 +25,6 @@ from reshard.cli.output import (
     write,
     write_json,
 )
-from reshard.cli.report_file import check_report, report_options, write_report
-from reshard.cli.sources import source_options
-from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.mesh import DeviceMesh
 from reshard.system import resident_bytes
 from reshard.text import bytes_text, count_text, file_table, rank_table
@@ -33,11 +32,15 @@ from reshard.text import bytes_text, count_text, file_table, rank_table
 if TYPE_CHECKING:
     from reshard.checkpoint.contents import StoredTensor
     from reshard.checkpoint.conversion.conversion import Conversion
+    from reshard.geometry.layout_change import LayoutChange
+    from reshard.plans.job import JobItem
+    from reshard.show.html_report import DrawnChange, Report
 
 # What a run knows of a block: whether it is done, its digest, in arrays and in the manifest.
 _BLOCK_RECORD_BYTES = 64
 # Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
 _MAX_COPY_SHARE = 0.1
+_MAX_DRAWN = 6
 
 
 @click.command()
@@ -98,9 +101,7 @@ def plan(
     memory = PeakMemory.of(conversion, extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
-        from reshard.cli.conversion_report import conversion_report
-
-        report = conversion_report(source, conversion, ranks_per_host)
+        report = _report_page(source, conversion, ranks_per_host)
         write_report(report_path, report.html(), overwrite)
     if as_json:
         write_json(_as_json(source, conversion, workers, memory))
@@ -302,3 +303,74 @@ def _as_json(
         "files": [file_json(file.stored) for file in write_plan.files],
         **matching_json(conversion),
     }
+
+
+def _report_page(source: str, conversion: Conversion, ranks_per_host: int | None) -> Report:
+    """Return the HTML report of a conversion: what moves, and how its largest tensors are sharded.
+
+    Tensors that change alike are drawn once, those with most bytes first.
+    """
+    from reshard.show.html_report import Figure, Report, movement_figures
+
+    job = conversion.job
+    traffic = job.traffic
+    # Layout changes are interned, so tensors that change alike share a key.
+    alike: dict[LayoutChange, list[JobItem]] = {}
+    for item in job.items:
+        alike.setdefault(item.change, []).append(item)
+    # The kinds of change with most bytes first; the rest is counted in a remark.
+    drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
+    transfers = sum(len(found.transfers.moving) for found in job.transfers.groups)
+    left_out = sum(len(items) for items in drawn[_MAX_DRAWN:])
+    remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
+    write_plan = conversion.write_plan
+    return Report(
+        title=f"{source} to {conversion.request.to_text}",
+        figures=[
+            Figure("tensors", count_text(len(write_plan.tensors))),
+            Figure("size", bytes_text(conversion.source.size_bytes)),
+            *movement_figures(traffic, job.lower_bound_bytes, transfers, bytes_text),
+        ],
+        changes=[_draw_change(conversion, items) for items in drawn[:_MAX_DRAWN]],
+        traffic=traffic,
+        amount_text=bytes_text,
+        short_text=bytes_text,
+        ranks_per_host=ranks_per_host,
+        remarks=remarks,
+    )
+
+
+def _size_bytes(item: JobItem) -> int:
+    elements = 1
+    for size in item.change.source.shape:
+        elements *= size
+    return elements * item.dtype.itemsize_bytes
+
+
+def _draw_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
+    from reshard.geometry.transfers import Transfers
+    from reshard.plans.plan import Plan
+    from reshard.show.html_report import DrawnChange
+
+    first = items[0]
+    shape = "x".join(map(str, first.change.source.shape)) or "scalar"
+    others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""
+    meshes = (conversion.source.mesh, conversion.write_plan.mesh)
+    cuts = (
+        cut_text(conversion.source[first.name]),
+        cut_text(conversion.write_plan.tensors[first.name]),
+    )
+    before, after = (
+        cut + (f"   over {mesh.text}" if mesh is not None else "")
+        for cut, mesh in zip(cuts, meshes, strict=True)
+    )
+    heading = f"{first.name}{others}: {shape} of {first.dtype.name}"
+    nothing = Transfers.none(first.change.source.ndim)
+    transfers = conversion.job.transfers.get(first.name, nothing)
+    return DrawnChange(
+        heading,
+        before,
+        after,
+        Plan(first.change.source, first.change.target, first.dtype),
+        transfers,
+    )

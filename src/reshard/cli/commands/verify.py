@@ -10,6 +10,7 @@ import click
 
 from reshard._validation import check_used
 from reshard.checkpoint.options import SELECTION_OPTIONS, ConversionRequest, RunOptions
+from reshard.cli.endpoints import allow_copies_option, config_option, open_source, source_options
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
     as_path,
@@ -19,8 +20,6 @@ from reshard.cli.options import (
 )
 from reshard.cli.output import MOST_LISTED, noted, printable, write, write_json
 from reshard.cli.progress import shown_progress
-from reshard.cli.sources import allow_copies_option, open_source, source_options
-from reshard.cli.targets import config_option
 from reshard.errors import UsageError
 from reshard.text import bytes_text, count_text, duration_text
 

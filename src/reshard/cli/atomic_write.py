@@ -1,9 +1,16 @@
-"""Text files written whole or not at all, and over another one only if asked for."""
+"""Text files that are written whole or not at all, and replace others only with `--overwrite`.
+
+The options of HTML reports (`report_options`) are here too, since each report is such a file.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
+
+import click
 
 from reshard.errors import UsageError
 from reshard.system import sync
@@ -72,3 +79,57 @@ def _put_in_place(draft: Path, path: Path, overwrite: bool) -> None:
 
 def _there_already(path: Path) -> UsageError:
     return UsageError(f"{path} exists; give --overwrite to replace it, or another name")
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--html",
+        "report_path",
+        metavar="FILE",
+        help="Write an HTML report with pictures.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace the report if FILE exists."),
+    click.option(
+        "--ranks-per-host",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Add the traffic between hosts of N ranks to the report.",
+    ),
+)
+
+
+def report_options(command: Command) -> Command:
+    """The options of a report: `report_path`, `overwrite`, `ranks_per_host`."""
+    # Decorators apply from the last to the first: reversed, the help lists them in order.
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int | None) -> None:
+    """Refuse what cannot be, before any work is done.
+
+    Raises:
+        UsageError: a report that exists, or whose folder does not; options of a report
+            without one.
+    """
+    if report_path is None:
+        for name, given in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
+            if given:
+                raise UsageError(f"{name} is about the report; give --html FILE too")
+        return
+    if not report_path:
+        raise UsageError("--html with an empty name; give a file, such as report.html")
+    check_place(Path(report_path), overwrite, "report", "report.html")
+
+
+def write_report(report_path: str, page: str, overwrite: bool) -> None:
+    """Write a report that `check_report` has looked at.
+
+    Raises:
+        UsageError: a file that was created meanwhile, without `overwrite`.
+        RunError: what the system refuses.
+    """
+    write_whole(Path(report_path), page, overwrite, "report")

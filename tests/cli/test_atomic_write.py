@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cli.command_runs import entries, mask_measurements, run_here, write_model
-from reshard.cli import report_file
+from reshard.cli import atomic_write
 from reshard.errors import RunError, UsageError
 from reshard.text import bytes_text
 from show.page_parts import parsed, svgs
@@ -108,10 +108,10 @@ def test_wrong_use_is_told_and_writes_nothing(
 
 def test_a_file_that_comes_to_be_there_meanwhile_is_kept(folder: Path) -> None:
     path = folder / "report.html"
-    report_file.check_report(str(path), False, None)
+    atomic_write.check_report(str(path), False, None)
     path.write_text("precious")
     with pytest.raises(UsageError, match="exists"):
-        report_file.write_report(str(path), "page", False)
+        atomic_write.write_report(str(path), "page", False)
     assert path.read_text() == "precious"
     assert entries(folder) == {"model", "report.html"}
 
@@ -122,10 +122,10 @@ def test_file_systems_without_links(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "link", refuse)
     path = folder / "report.html"
-    report_file.write_report(str(path), "page", False)
+    atomic_write.write_report(str(path), "page", False)
     assert path.read_text() == "page"
     with pytest.raises(UsageError, match="exists"):
-        report_file.write_report(str(path), "other", False)
+        atomic_write.write_report(str(path), "other", False)
     assert path.read_text() == "page"
     assert entries(folder) == {"model", "report.html"}
 
@@ -138,5 +138,5 @@ def test_what_the_system_refuses_leaves_nothing(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError, match=r"cannot write the report: .*No space left"):
-        report_file.write_report(str(folder / "report.html"), "page", False)
+        atomic_write.write_report(str(folder / "report.html"), "page", False)
     assert entries(folder) == {"model"}
