@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -395,6 +396,7 @@ def tied_tensors() -> None:
         source["head"]._local_tensor.copy_(source["embed"]._local_tensor)
         refit.run()
         tied_over_stages(planning)
+        tied_over_shardings(planning)
 
 
 def tied_over_stages(planning: Any) -> None:
@@ -415,6 +417,44 @@ def tied_over_stages(planning: Any) -> None:
         own["head"][3, 1] -= 1
     refit.run()
     expect(torch.equal(tied["embed"], whole), "after they were made equal again")
+
+
+def tied_over_shardings(planning: Any) -> None:
+    """An embedding over rows, and a head over columns, of the same ranks."""
+    rank, ranks, whole = dist.get_rank(), dist.get_world_size(), torch.arange(40.0).reshape(10, 4)
+    mesh = reshard.DeviceMesh.of(tp=ranks)
+    rows, columns = (reshard.spec(mesh, text).layout((10, 4)) for text in ("tp, -", "-, tp"))
+    source: dict[str, Any] = {}
+    for name, layout in (("embed", rows), ("head", columns)):
+        (box,) = layout.boxes(rank)
+        source[name] = whole[tuple(map(slice, *box))].clone(), layout
+    tied = {"embed": torch.zeros(10, 4)}
+    refit = Refit.prepare(source, tied, ties={"head": "embed"}, planning=planning)
+    refit.run()
+    refit.verify()
+    expect(torch.equal(tied["embed"], whole), "equal tied tensors of two shardings")
+    if rank == ranks - 1:
+        source["head"][0][7, 0] += 1
+    refused(refit.run, RunError, "nothing was moved: head of the source differs from embed")
+    refused(refit.verify, RunError, "head of the source differs from embed")
+    other = {
+        **source,
+        "head": (torch.zeros(10, 4).bfloat16(), reshard.Layout.whole((10, 4), range(ranks), ranks)),
+    }
+    unlike = Refit.prepare(other, tied, ties={"head": "embed"}, planning=planning)
+    refused(unlike.run, RunError, "differs from embed (bfloat16 and float32)")
+    expect(torch.equal(tied["embed"], whole), "written where tied tensors differ")
+    # Terms of a sum are not compared, which the first rank says.
+    terms = reshard.spec(mesh, "-, - | sum(tp)").layout((10, 4))
+    partial = {**source, "head": (whole / ranks, terms)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Refit.prepare(partial, tied, ties={"head": "embed"}, planning=planning).run()
+    expect(
+        [str(one.message)[:35] for one in said if "not compared" in str(one.message)]
+        == ["head of the source was not compared"] * (rank == 0),
+        f"{said}",
+    )
 
 
 CASES = [

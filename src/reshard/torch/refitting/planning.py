@@ -126,7 +126,9 @@ class RefitPlanner:
             topology=self.methods.stage_topology,
             tied=find_distant_pairs(
                 self.ties,
-                {name: tensor.layout for name, tensor in source.items()},
+                {name: (tensor.layout, tensor.dtype) for name, tensor in source.items()}
+                if self.ties
+                else {},
                 {match.source_name for match in matches},
                 one,
             ),

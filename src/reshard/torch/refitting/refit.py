@@ -15,6 +15,7 @@ A trainer's weights move into the inference engine's, in place:
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Unpack
@@ -75,6 +76,7 @@ from reshard.torch.refitting.tied_sources import (
     DistantPair,
     Pairs,
     compare_distant,
+    describe_uncompared,
     find_difference,
     find_tied_pairs,
 )
@@ -343,7 +345,11 @@ class Refit:
             if planning == "centralized":
                 known = share(known, group.ranks[0], group)
             used, made._distant = known
-            made._tied = find_tied_pairs(ties, before.locals, used)
+            distant = {pair.name for pair in made._distant}
+            made._tied = find_tied_pairs(ties, before.locals, used, distant)
+            uncompared = describe_uncompared(made._distant)
+            if uncompared and group.rank == group.ranks[0]:
+                warnings.warn(uncompared, stacklevel=2)
         return made
 
     def free_gathered(self) -> None:
