@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import NotationError
-from reshard.plans.documents import LARGEST_NUMBER, packed, unpacked
+from reshard.plans.documents import MAX_NUMBER, pack_column, unpack_column
 
-NUMBERS = st.one_of(st.integers(0, 3), st.integers(-LARGEST_NUMBER, LARGEST_NUMBER))
+NUMBERS = st.one_of(st.integers(0, 3), st.integers(-MAX_NUMBER, MAX_NUMBER))
 
 
 @given(st.lists(NUMBERS, max_size=40))
 def test_any_column_is_read_back(column: list[int]) -> None:
-    assert unpacked(json.loads(json.dumps(packed(column))), "it").tolist() == column
+    assert unpack_column(json.loads(json.dumps(pack_column(column))), "it").tolist() == column
 
 
 @given(
@@ -27,8 +27,8 @@ def test_grids_are_read_back(start: int, steps: list[tuple[int, int]]) -> None:
     column = [start]
     for step, count in steps:
         column = [number + step * i for i in range(count) for number in column]
-    assert unpacked(packed(column), "it").tolist() == column
-    assert unpacked([[start, *(n for pair in steps for n in pair)]], "it").tolist() == column
+    assert unpack_column(pack_column(column), "it").tolist() == column
+    assert unpack_column([[start, *(n for pair in steps for n in pair)]], "it").tolist() == column
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_grids_are_read_back(start: int, steps: list[tuple[int, int]]) -> None:
     ],
 )
 def test_short_forms(column: list[int], expected: list[object]) -> None:
-    assert packed(column) == expected
+    assert pack_column(column) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_short_forms(column: list[int], expected: list[object]) -> None:
 )
 def test_what_is_no_column(entries: object) -> None:
     with pytest.raises(NotationError, match="cells"):
-        unpacked(entries, "cells")
+        unpack_column(entries, "cells")

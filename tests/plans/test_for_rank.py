@@ -134,7 +134,7 @@ def test_a_hole_between_boxes_is_found() -> None:
 
 
 def test_layouts_of_different_tensors_are_refused() -> None:
-    with pytest.raises(PlanError, match="both layouts must be of one tensor"):
+    with pytest.raises(PlanError, match="both layouts must be of the same tensor"):
         reshard.plan(Layout.replicated((4,)), Layout.replicated((5,)))
 
 
@@ -147,7 +147,7 @@ def test_a_sharding_is_not_yet_a_layout() -> None:
 @pytest.mark.parametrize("rank", [-1, 0.5, "0", None, False])
 def test_a_rank_that_cannot_be(rank: Any) -> None:
     plan = reshard.plan(Layout.replicated((4,)), Layout.replicated((4,), 2))
-    with pytest.raises(LayoutError, match=r"-1|whole numbers"):
+    with pytest.raises(LayoutError, match=r"-1|expected an integer"):
         plan.for_rank(rank)
 
 

@@ -17,7 +17,7 @@ from reshard.errors import LayoutError, MissingExtraError, PlanError, UsageError
 from reshard.layout import Layout
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
-from reshard.plans.rank_permutation import Relabelling, relabel
+from reshard.plans.rank_permutation import RankPermutation, relabel
 from reshard.sharding import ShardingSpec
 from reshard.testing.strategies import meshes, shapes, specs
 from reshard.topology import Topology
@@ -121,7 +121,7 @@ def test_hosts_are_exchanged_for_fewest_bytes_across_them(
     found = relabel(job, topology=topology, exchange_hosts=True)
 
     def cost(rank_of: dict[int, int]) -> tuple[int, int]:
-        dealt = Relabelling(rank_of, 0, 0, 0).job(job)
+        dealt = RankPermutation(rank_of, 0, 0, 0).job(job)
         across = StagedJob(dealt, topology).across_hosts_bound_bytes
         return across, dealt.lower_bound_bytes
 
@@ -254,25 +254,25 @@ def test_shards_in_files_stay_where_they_are() -> None:
 def test_what_cannot_be_relabelled_is_refused() -> None:
     layout = reshard.spec(reshard.DeviceMesh.of(x=2), "x").layout((4,))
     job = job_of(layout, layout)
-    with pytest.raises(PlanError, match=r"1 ranks \[7\] for 2 places \[0, 1\]"):
+    with pytest.raises(PlanError, match=r"1 ranks \[7\] for 2 positions \[0, 1\]"):
         relabel(job, ranks=[7])
-    with pytest.raises(PlanError, match="rank -1 cannot"):
+    with pytest.raises(PlanError, match="rank -1 in ranks: expected"):
         relabel(job, ranks=[-1, 0])
-    with pytest.raises(PlanError, match=r"1 ranks \[0\] for 2 places \[0, 1\] .* on host 0"):
+    with pytest.raises(PlanError, match=r"1 ranks \[0\] for 2 positions \[0, 1\] .* on host 0"):
         relabel(job, ranks=[0, 2], topology=Topology([0, 0, 1]))
     with pytest.raises(LayoutError, match="rank 1 of a topology"):
         relabel(job, topology=Topology([0]))
     with pytest.raises(PlanError, match="without a dtype"):
         relabel(reshard.plan(layout, layout))
-    with pytest.raises(UsageError, match="exchange_hosts without a topology"):
+    with pytest.raises(UsageError, match="exchange_hosts=True without a topology"):
         relabel(job, exchange_hosts=True)
     apart = Topology([0, 1, 2, 2])
-    with pytest.raises(PlanError, match="ranks on 1 hosts for places on 2 hosts"):
+    with pytest.raises(PlanError, match="ranks on 1 hosts for positions on 2 hosts"):
         relabel(job, ranks=[2, 3], topology=apart, exchange_hosts=True)
-    with pytest.raises(PlanError, match="2 places on host 0 find no host with as many ranks left"):
+    with pytest.raises(PlanError, match="no host has 2 ranks left for the positions on host 0"):
         relabel(job, ranks=[2, 3], topology=Topology([0, 0, 1, 2]), exchange_hosts=True)
-    with pytest.raises(PlanError, match="no relabelling"):
-        Relabelling({0: 1, 1: 1}, 0, 0, 0)
+    with pytest.raises(PlanError, match="is not a permutation"):
+        RankPermutation({0: 1, 1: 1}, 0, 0, 0)
     huge = Layout.flat_ranges((2**58, 1), {0: (0, 3), 1: (3, 2**58)})
     with pytest.raises(PlanError, match="cannot be compared exactly"):
         relabel(job_of(huge, huge))

@@ -22,10 +22,10 @@ from reshard.plans.job import Job, JobItem
 from reshard.plans.schedule import (
     ALIGNMENT_BYTES,
     LATENCIES_COUNT_BYTES,
+    MAX_SMALL_MESSAGES,
     MESSAGE_BYTES,
-    MOST_SMALL_MESSAGES,
     SMALL_MESSAGE_BYTES,
-    STEPS_BEHIND,
+    STEPS_BETWEEN_STAGES,
     PipelineSpan,
     PipelineTimes,
     align,
@@ -83,7 +83,7 @@ def test_small_messages_are_few(extra_bytes: int, peers: int, moved_bytes: int) 
         each = limit_message_bytes(least, peers, moved_bytes)
         with pytest.raises(UsageError):
             limit_message_bytes(least - 1, peers, moved_bytes)
-    assert each >= SMALL_MESSAGE_BYTES or moved_bytes <= each * MOST_SMALL_MESSAGES
+    assert each >= SMALL_MESSAGE_BYTES or moved_bytes <= each * MAX_SMALL_MESSAGES
 
 
 @pytest.mark.parametrize("by_region", [False, True])
@@ -173,7 +173,7 @@ def test_nothing_is_handed_on_early(
     steps = sorted(
         list_steps(staged.transfers(0), shape, PipelineSpan(0, parts)), key=lambda s: (s[0], -s[1])
     )
-    last = parts - 1 + STEPS_BEHIND * (len(staged.stage_names) - 1)
+    last = parts - 1 + STEPS_BETWEEN_STAGES * (len(staged.stage_names) - 1)
     assert max(step for step, _, _ in steps) <= last
     for _, stage, rows in steps:
         for row in range(len(rows)):

@@ -321,9 +321,9 @@ def test_a_document_changed_anywhere_is_another_plan_or_one_of_our_errors(value:
         ("", "is not JSON"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "is no layout, plan, job or engine-layout"),
-        ("{}", "is no layout, plan, job or engine-layout"),
-        ('{"reshard":"trace","version":1}', "is no layout, plan, job or engine-layout"),
+        ("[]", "is not a layout, plan, job or engine-layout"),
+        ("{}", "is not a layout, plan, job or engine-layout"),
+        ('{"reshard":"trace","version":1}', "is not a layout, plan, job or engine-layout"),
         ('{"reshard":"layout","version":2}', "version 2"),
         ('{"reshard":"layout","version":1}', "tables"),
         ('{"reshard":"layout","version":1,"tables":[],"layouts":[]}', "0 layouts"),
@@ -345,7 +345,7 @@ def test_a_plan_between_shapes_is_refused_as_always() -> None:
     document["tables"] = [*document["tables"], *other["tables"]]
     shifted = [number + len(document["tables"]) - 2 for number in other["layouts"][0]["tables"]]
     document["layouts"][1] = other["layouts"][0] | {"tables": shifted}
-    with pytest.raises(reshard.ReshardError, match="both layouts must be of one tensor"):
+    with pytest.raises(reshard.ReshardError, match="both layouts must be of"):
         reshard.from_json(json.dumps(document))
 
 

@@ -22,10 +22,10 @@ def planned(source: str, target: str, *shape: int, **axes: int) -> Plan:
     return reshard.plan(*(reshard.spec(mesh, text).layout(shape) for text in (source, target)))
 
 
-def lines(plan: Plan, most_rows: int) -> list[str]:
+def lines(plan: Plan, max_rows: int) -> list[str]:
     moving = plan.transfers.moving
     traffic = Traffic.of_transfers(moving, plan.target.slots)
-    return movement_table(moving, traffic, most_rows).split("\n")
+    return movement_table(moving, traffic, max_rows).split("\n")
 
 
 def test_few_transfers_box_by_box() -> None:

@@ -74,7 +74,7 @@ def test_a_plans_traffic_is_that_of_its_transfers(
     traffic = Traffic.of_transfers(plan.transfers, max(source.slots, target.slots))
     assert pairs_of(traffic) == {pair: n for pair, n in expected.items() if n}
     assert traffic.total == plan.moved_elements
-    text = movement_table(moving, traffic, most_rows=3)
+    text = movement_table(moving, traffic, max_rows=3)
     assert len(text.split("\n")) <= 2 + 3 + 1
 
 

@@ -302,7 +302,7 @@ def methods() -> None:
     large = {"source": rows, "shape": (256 * ranks, 1024), "extra_bytes": 64}
     expect(
         RunError,
-        "would travel in messages of 16, each of which takes about 0.1 ms; give at least",
+        "would be sent in messages of 16, each of which takes about 0.1 ms; give at least",
         lambda: redistribute(torch.ones(256, 1024), columns, **large),
     )
     few = Topology.of(hosts=1, ranks_per_host=1, within_host=Link(1e9, 0))

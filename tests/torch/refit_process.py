@@ -544,7 +544,7 @@ def messages_too_small() -> None:
         source, target = laid_out(given, layouts[0]), laid_out(zeros(given), layouts[1])
         if rows == 1024:
             told = (
-                "extra_bytes=64: 786432 bytes would travel in messages of 16, each of which takes"
+                "extra_bytes=64: 786432 bytes would be sent in messages of 16, each of which takes"
             )
             told = f"{told} about 0.1 ms; give at least 192"
             refused(partial(refit, source, target, extra_bytes=64), RunError, told)

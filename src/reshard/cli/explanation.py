@@ -30,7 +30,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.plan import Plan, plan
-from reshard.plans.tables import MOST_ROWS, movement_table
+from reshard.plans.tables import MAX_ROWS, movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.show.device_picture import element_texts, mesh_picture
 from reshard.show.html_report import DrawnChange, Report, movement_figures
@@ -264,8 +264,8 @@ class Explanation:
             if self._topology is not None and self.machine is not None:
                 time = duration_text(self._exchange_seconds_s)
                 lines.append(f"as messages on {self.machine.name}: {time}")
-            most_rows = MOST_ROWS if self._is_of_few_ranks else 8
-            lines += ["", movement_table(self.moving, self.traffic, most_rows)]
+            max_rows = MAX_ROWS if self._is_of_few_ranks else 8
+            lines += ["", movement_table(self.moving, self.traffic, max_rows)]
         return lines
 
     def _size(self, elements: int) -> str:
@@ -332,7 +332,7 @@ class Explanation:
         """Who sends what to whom, and the collectives, under their headings."""
         tables = []
         if self.traffic.total:
-            tables.append(("Transfers", movement_table(self.moving, self.traffic, MOST_ROWS)))
+            tables.append(("Transfers", movement_table(self.moving, self.traffic, MAX_ROWS)))
         if said := self._program_text():
             tables.append(("As collectives", said))
         return tables

@@ -1,16 +1,29 @@
-"""Plans and jobs: the direct exchange of one tensor, or of many together.
+"""Plans and jobs: the direct exchange of one tensor, or of many tensors together.
 
-Start at `plan` (`reshard.plan`) and `job` (`reshard.Job`). A job lists `job_item`s; a plan is a job
-of one tensor. What moves is `reshard.geometry`'s; what they add:
+Start at `plan` (`reshard.plan`) and `job` (`reshard.Job`, a set of tensors); a plan is a job of one
+tensor.
+Which elements move follows from the layouts (`reshard.geometry`). This package adds:
 
-- `senders/` chooses who sends what; `hosts/` moves a job in two stages, so that each byte enters
-  a host once; `relabelling` gives the places of a target to the ranks that hold most of it;
-- `schedule/` has the messages and batches that ranks agree on; `run` carries plans out in one
-  process; `estimates` says the seconds, `local_copies` what each rank copies in its own memory;
-- `job_transfers` and `traffic` are what moves, by tensor and by rank; `tables/` prints it and
-  `documents/` writes it as JSON.
+source_selection    the sender of each element, with shares from `load_balancing`
+hierarchical        staged jobs that send each byte to a host once: `element_groups` are divided
+                    into `fragments` and forwarded along a `broadcast_tree`
+rank_permutation    the assignment of ranks to the target that keeps most bytes in place
+schedule            messages, their order, batches and pipelines
+estimates, traffic  seconds, and bytes between ranks
+run                 execution on arrays in one process
+tables              the text of `print(plan)` and `print(job)`
+documents           versioned JSON documents; `serialization` has `to_json` and `from_json`
 """
 
-from reshard.plans.load_balancing import balanced_shares
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.plans.load_balancing import balanced_shares
 
 __all__ = ["balanced_shares"]
+
+__getattr__, __dir__ = attach(__name__, {"balanced_shares": "reshard.plans.load_balancing"})

@@ -1,31 +1,23 @@
-"""Columns of whole numbers in a short form, for JSON.
+"""Versioned JSON documents: the form that those of layouts, plans, jobs and others share.
 
-The columns of layouts are regular: ranks count up, parts come round again. A column is a list of
-entries, each a number or a grid of numbers, innermost steps first::
-
-    7                    7
-    [0, 1, 4]            0 1 2 3                      from 0, step 1, 4 times
-    [0, 0, 2, 1, 3]      0 0 1 1 2 2                  from 0, step 0, 2 times; all step 1, 3 times
-    [5, 1, 2, 0, 3]      5 6 5 6 5 6
-
-1. Stretches of equal steps are gathered.
-2. Stretches alike that follow at equal distances are gathered in the same way, as often as that
-   makes any fewer.
-3. A column that does not get shorter is written number by number.
-
-JSON documents: what those of layouts, plans and jobs have in common.
-
-A document names what it is and the version of its form. What several layouts share is written
-once and meant by its number::
+A document names its kind and the version of its form. Values shared by several layouts are written
+once and referred to by number::
 
     {"reshard": "plan", "version": 1,
      "tables":  [run tables],
      "layouts": [layouts, their tables by number],
      "plan":    [source, target]  or  [source, target, dtype]}
 
-1. Numbers of rows and cells are columns, written shortly (see `number_columns`).
-2. Everything is checked when it is read: what no layout can be is one of our errors.
-3. Layouts and plans are interned: what is read back is the very object that was written.
+1. Everything is checked when it is read: a value that no layout can have raises `NotationError`.
+2. Layouts and plans are interned: reading returns the same object that was written.
+3. Numbers of rows and cells are columns in a compact form (`pack_column`). The columns of layouts
+   are regular: ranks count up, parts repeat. An entry is a number, or a grid of numbers as a start
+   and pairs of a step and a count, innermost first::
+
+       7                 7
+       [0, 1, 4]         0 1 2 3                      from 0, step 1, 4 times
+       [0, 0, 2, 1, 3]   0 0 1 1 2 2                  from 0, step 0, 2 times; all step 1, 3 times
+       [5, 1, 2, 0, 3]   5 6 5 6 5 6
 """
 
 from __future__ import annotations
@@ -44,24 +36,27 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import PAD, IntArray, RunTable
 
-# More than any layout has, and small enough that three of them can be added in 64 bits.
-LARGEST_NUMBER = 1 << 61
-MOST_ENTRIES = 1 << 22
-# A grid of so many numbers is quicker to write out one by one.
-_FEW = 64
+# Larger than any number of a layout, and small enough that the sum of three fits in 64 bits.
+MAX_NUMBER = 1 << 61
+MAX_ENTRIES = 1 << 22
+# Grids of at most this many numbers are expanded in Python, which is faster.
+_SMALL_GRID = 64
 
 _Grid = tuple[int, tuple[int, ...]]
 
 
-def packed(column: Iterable[int]) -> list[int | list[int]]:
-    """A column as entries. `unpacked` gives it back.
+def pack_column(column: Iterable[int]) -> list[int | list[int]]:
+    """Return a column of integers in a compact form, which `unpack_column` reads.
 
-    >>> packed([0, 1, 2, 3, 0, 1, 2, 3, 9]), packed([4, 8, 1])
+    Runs of equal steps become grids, then equal grids at equal distances, as long as that makes
+    them fewer. A column that does not get shorter is written number by number.
+
+    >>> pack_column([0, 1, 2, 3, 0, 1, 2, 3, 9]), pack_column([4, 8, 1])
     ([[0, 1, 4, 0, 2], 9], [4, 8, 1])
     """
     numbers = [int(number) for number in column]
     grids: list[_Grid] = [(number, ()) for number in numbers]
-    # Each pass gathers one level of steps: numbers to stretches, then alike stretches to grids.
+    # Each pass adds a level of steps to the grids.
     while True:
         gathered = _gather(grids)
         if len(gathered) == len(grids):
@@ -70,7 +65,7 @@ def packed(column: Iterable[int]) -> list[int | list[int]]:
     entries: list[int | list[int]] = []
     for start, steps in grids:
         if len(steps) == 2 and steps[1] == 2:
-            # A pair is shorter as it is.
+            # Two numbers are shorter than their grid.
             entries += [start, start + steps[0]]
         else:
             entries.append([start, *steps] if steps else start)
@@ -80,8 +75,8 @@ def packed(column: Iterable[int]) -> list[int | list[int]]:
 
 
 def _gather(grids: list[_Grid]) -> list[_Grid]:
-    """The grids, with stretches of alike ones at equal distances as one grid each."""
-    found: list[_Grid] = []
+    """Merge runs of equal grids at equal distances into a grid each."""
+    merged: list[_Grid] = []
     first = 0
     while first < len(grids):
         start, steps = grids[first]
@@ -95,37 +90,37 @@ def _gather(grids: list[_Grid]) -> list[_Grid]:
             ):
                 last += 1
         if last == first:
-            found.append((start, steps))
+            merged.append((start, steps))
         else:
-            found.append((start, (*steps, step, last - first + 1)))
+            merged.append((start, (*steps, step, last - first + 1)))
         first = last + 1
-    return found
+    return merged
 
 
-def unpacked(entries: object, where: str) -> IntArray:
-    """The column that entries stand for.
+def unpack_column(entries: object, where: str) -> IntArray:
+    """Return the column of integers that `pack_column` wrote.
 
-    Raises NotationError for anything else than numbers and grids of numbers, or too many.
+    Raises NotationError for anything but numbers and grids of numbers, or too many of them.
 
-    >>> unpacked([7, [0, 0, 2, 1, 3]], "cells").tolist()
+    >>> unpack_column([7, [0, 0, 2, 1, 3]], "cells").tolist()
     [7, 0, 0, 1, 1, 2, 2]
     """
     if not isinstance(entries, list):
         raise NotationError(f"{where}: {entries!r} is not a list of whole numbers and grids")
-    if set(map(type, entries)) == {int} and -LARGEST_NUMBER <= min(entries) <= max(entries) <= (
-        LARGEST_NUMBER
+    # A column without grids.
+    if set(map(type, entries)) == {int} and -MAX_NUMBER <= min(entries) <= max(entries) <= (
+        MAX_NUMBER
     ):
-        # Numbers alone, as of a column that does not get shorter.
         return np.array(entries, dtype=np.int64)
     total = 0
     pieces: list[IntArray] = []
     plain: list[int] = []
     for entry in entries:
         if not isinstance(entry, list):
-            plain.append(whole_number(entry, where))
+            plain.append(read_int(entry, where))
             total += 1
             continue
-        grid = [whole_number(number, where) for number in entry]
+        grid = [read_int(number, where) for number in entry]
         steps, counts = grid[1::2], grid[2::2]
         if len(grid) < 3 or len(steps) != len(counts) or min(counts) < 1:
             raise NotationError(
@@ -133,36 +128,36 @@ def unpacked(entries: object, where: str) -> IntArray:
             )
         size = math.prod(counts)
         total += size
-        # Checked before the numbers are made: a short entry may stand for more than memory holds.
+        # Checked before expansion: a short entry may expand to more than fits in memory.
         reach = sum(abs(step) * count for step, count in zip(steps, counts, strict=True))
-        if total > MOST_ENTRIES or reach >= LARGEST_NUMBER:
+        if total > MAX_ENTRIES or reach >= MAX_NUMBER:
             raise NotationError(
                 f"{where}: {entry!r} stands for too many or too large numbers; at most "
-                f"{MOST_ENTRIES} numbers below {LARGEST_NUMBER}"
+                f"{MAX_ENTRIES} numbers below {MAX_NUMBER}"
             )
-        if size <= _FEW:
-            few = [grid[0]]
+        if size <= _SMALL_GRID:
+            expanded = [grid[0]]
             for step, count in zip(steps, counts, strict=True):
-                few = [ahead * step + number for ahead in range(count) for number in few]
-            plain += few
+                expanded = [i * step + number for i in range(count) for number in expanded]
+            plain += expanded
             continue
         pieces.append(np.array(plain, dtype=np.int64))
         plain = []
         numbers = np.array([grid[0]], dtype=np.int64)
         for step, count in zip(steps, counts, strict=True):
-            # Innermost steps first: each further pair repeats all numbers so far.
+            # Innermost steps come first: each further pair repeats all numbers so far.
             numbers = (np.arange(count)[:, None] * step + numbers).reshape(-1)
         pieces.append(numbers)
     pieces.append(np.array(plain, dtype=np.int64))
     return np.concatenate(pieces)
 
 
-def whole_number(value: object, where: str, least: int = -LARGEST_NUMBER) -> int:
-    """`value`, checked. Raises NotationError unless it is a whole number in range."""
+def read_int(value: object, where: str, minimum: int = -MAX_NUMBER) -> int:
+    """Return `value`. Raises NotationError unless it is an integer in range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise NotationError(f"{where}: {value!r} is not a whole number")
-    if not least <= value <= LARGEST_NUMBER:
-        raise NotationError(f"{where}: {value} is not between {least} and {LARGEST_NUMBER}")
+    if not minimum <= value <= MAX_NUMBER:
+        raise NotationError(f"{where}: {value} is not between {minimum} and {MAX_NUMBER}")
     return value
 
 
@@ -170,37 +165,37 @@ VERSION = 1
 
 Value = TypeVar("Value")
 
-# Part, start, length, local start, repeat, global step, local step, role: a column each; the
-# last ones are left out where all rows have these.
+# The defaults of the columns part, start, length, local start, repeat, global step, local step and
+# role. Trailing columns are left out if all rows have the default.
 _ROW_DEFAULTS = (None, None, None, 0, 1, 0, 0, 0)
 
 
 class DocumentWriter:
-    """Collects the tables and layouts of a document, each once."""
+    """A writer of a document that collects its tables and layouts, without duplicates."""
 
     def __init__(self) -> None:
         self._tables: dict[RunTable, int] = {}
         self._layouts: dict[Layout, int] = {}
 
     def layout(self, layout: Layout) -> int:
-        """The number of a layout in the document."""
+        """Add a layout, and return its number in the document."""
         for table in layout.tables:
             self._tables.setdefault(table, len(self._tables))
         return self._layouts.setdefault(layout, len(self._layouts))
 
     @staticmethod
     def mesh(mesh: DeviceMesh) -> dict[str, Any]:
-        """A mesh: its name, its axes with their sizes, and its devices."""
+        """Return a mesh as its name, its axes with their sizes, and its devices."""
         axes = [list(pair) for pair in zip(mesh.axis_names, mesh.shape, strict=True)]
-        return {"name": mesh.name, "axes": axes, "devices": packed(mesh.devices)}
+        return {"name": mesh.name, "axes": axes, "devices": pack_column(mesh.devices)}
 
     def change(self, change: LayoutChange, dtype: DType | None) -> list[Any]:
-        """A change and the dtype of its elements, its layouts by number."""
+        """Return a change as the numbers of its layouts, with the dtype of its elements."""
         sides: list[Any] = [self.layout(change.source), self.layout(change.target)]
         return sides if dtype is None else [*sides, dtype.name]
 
     def document(self, kind: str, content: dict[str, Any]) -> str:
-        """All that was collected, and the content that refers to it."""
+        """Return the text of the document: the collected layouts, and content that uses them."""
         document = {
             "reshard": kind,
             "version": VERSION,
@@ -215,26 +210,26 @@ class DocumentWriter:
             "shape": list(layout.shape),
             "tables": [self._tables[table] for table in layout.tables],
             "slots": layout.slots,
-            "cells": packed(layout.cell_slot.tolist()),
-            "parts": [packed(column) for column in layout.cell_part.T.tolist()],
+            "cells": pack_column(layout.cell_slot.tolist()),
+            "parts": [pack_column(column) for column in layout.cell_part.T.tolist()],
         }
         if layout.reduction is not None:
             written["reduction"] = layout.reduction
             written["contributions"] = layout.contributions
-            written["carried"] = packed(layout.cell_contribution.tolist())
+            written["carried"] = pack_column(layout.cell_contribution.tolist())
         return written
 
 
 def _write_table(table: RunTable) -> list[Any]:
     columns = table.rows.T.tolist()
-    # Trailing columns of defaults go; `_read_table` puts them back.
+    # Trailing columns of defaults are left out; `_read_table` restores them.
     while len(columns) > 3 and set(columns[-1]) <= {_ROW_DEFAULTS[len(columns) - 1]}:
         columns.pop()
-    return [table.dimension_length, table.parts, *(packed(column) for column in columns)]
+    return [table.dimension_length, table.parts, *(pack_column(column) for column in columns)]
 
 
 class DocumentReader:
-    """A document's tables and layouts, checked. Raises NotationError for what is no document."""
+    """A reader of a document and its layouts. Raises NotationError for invalid documents."""
 
     def __init__(self, text: str, kinds: Collection[str]) -> None:
         if not isinstance(text, str):
@@ -248,7 +243,7 @@ class DocumentReader:
             *others, last = kinds
             named = f"{', '.join(others)} or {last}" if others else last
             raise NotationError(
-                f"{_shorten(text)!r} is no {named}; such a document begins "
+                f"{_shorten(text)!r} is not a {named}; such a document begins "
                 f'with {{"reshard":"{last}"'
             )
         if document.get("version") != VERSION:
@@ -264,26 +259,26 @@ class DocumentReader:
     def field(
         self, name: str, kind: type, default: object = None, of: dict[str, Any] | None = None
     ) -> Any:
-        """A field of the document, or of an object in it, of the JSON type that it must have."""
+        """Return a field of the document, or of an object in it, checked for its JSON type."""
         value = (self._document if of is None else of).get(name, default)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise NotationError(f"{name}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
         return value
 
     def all_of(self, name: str, read: Callable[[Any, str], Value]) -> list[Value]:
-        """The list of that name, every entry read."""
+        """Return the list in a field, with every entry read."""
         entries = enumerate(self.field(name, list))
         return [read(value, f"{name}[{number}]") for number, value in entries]
 
     def chosen(self, values: list[Value], number: object, where: str) -> Value:
-        """The value that a number stands for."""
-        at = whole_number(number, where, 0)
+        """Return the value with a number."""
+        at = read_int(number, where, 0)
         if at >= len(values):
             raise NotationError(f"{where}: number {at} of {len(values)}")
         return values[at]
 
     def change(self, value: Any, where: str) -> tuple[LayoutChange, DType | None]:
-        """A change and the dtype of its elements, its layouts by number."""
+        """Read a change, and the dtype of its elements if given."""
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a source, a target and maybe a dtype")
         source, target = (self.chosen(self.layouts, number, where) for number in value[:2])
@@ -291,13 +286,13 @@ class DocumentReader:
         return LayoutChange(source, target), dtype
 
     def mesh(self, value: Any, where: str) -> DeviceMesh:
-        """A mesh. Raises MeshError for one that cannot be."""
+        """Read a mesh. Raises MeshError for an invalid one."""
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         axes = self.field("axes", list, of=value)
         if not all(isinstance(axis, list) and len(axis) == 2 for axis in axes):
             raise NotationError(f"{where}: {axes!r} is not a list of axes and sizes")
-        devices = unpacked(value.get("devices"), f"{where}.devices").tolist()
+        devices = unpack_column(value.get("devices"), f"{where}.devices").tolist()
         name = self.field("name", str, of=value)
         return DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
 
@@ -305,43 +300,43 @@ class DocumentReader:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         shape = [
-            whole_number(size, f"{where}.shape", 0) for size in self.field("shape", list, of=value)
+            read_int(size, f"{where}.shape", 0) for size in self.field("shape", list, of=value)
         ]
         tables = [
             self.chosen(self.tables, number, f"{where}.tables")
             for number in self.field("tables", list, of=value)
         ]
         slots = _check_count(value.get("slots"), f"{where}.slots", 0)
-        cells = unpacked(value.get("cells"), f"{where}.cells")
+        cells = unpack_column(value.get("cells"), f"{where}.cells")
         parts = [
-            unpacked(column, f"{where}.parts") for column in self.field("parts", list, of=value)
+            unpack_column(column, f"{where}.parts")
+            for column in self.field("parts", list, of=value)
         ]
         carried = np.zeros(len(cells), dtype=np.int64)
         contributions, reduction = 1, value.get("reduction")
         if reduction is not None:
             self.field("reduction", str, of=value)
             contributions = _check_count(value.get("contributions"), f"{where}.contributions", 2)
-            carried = unpacked(value.get("carried"), f"{where}.carried")
-        if len(parts) != len(shape) or any(len(one) != len(cells) for one in (*parts, carried)):
+            carried = unpack_column(value.get("carried"), f"{where}.carried")
+        lengths = [len(column) for column in parts]
+        if len(parts) != len(shape) or {*lengths, len(carried)} != {len(cells)}:
             raise NotationError(
-                f"{where}: columns of {[len(one) for one in parts]} parts for {len(cells)} cells "
-                f"of {len(shape)} dimensions"
+                f"{where}: columns of {lengths} parts for {len(cells)} cells of {len(shape)} "
+                "dimensions"
             )
         part = np.array(parts, dtype=np.int64).reshape(len(shape), len(cells)).T
         return Layout(shape, tables, slots, cells, part, carried, contributions, reduction)
 
 
-def read_numbers(value: object, where: str, least: int | None = None) -> tuple[int, ...]:
-    """A list of whole numbers, none below `least`. Raises NotationError for anything else."""
+def read_ints(value: object, where: str, minimum: int = -MAX_NUMBER) -> tuple[int, ...]:
+    """Return a list of integers. Raises NotationError for other values."""
     if not isinstance(value, list):
         raise NotationError(f"{where}: {value!r} is not a list of whole numbers")
-    if least is None:
-        return tuple(whole_number(number, where) for number in value)
-    return tuple(whole_number(number, where, least) for number in value)
+    return tuple(read_int(number, where, minimum) for number in value)
 
 
-def read_texts(value: object, where: str) -> list[str]:
-    """A list of texts. Raises NotationError for anything else."""
+def read_strings(value: object, where: str) -> list[str]:
+    """Return a list of strings. Raises NotationError for other values."""
     if not isinstance(value, list) or not set(map(type, value)) <= {str}:
         raise NotationError(f"{where}: {value!r} is not a list of texts")
     return value
@@ -351,7 +346,7 @@ _JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}
 
 
 def read_dtype(value: object, where: str) -> DType:
-    """A dtype by its name. Raises NotationError for what is no text, UsageError for no dtype."""
+    """Return a dtype. Raises NotationError for a value that is not a string, or UsageError."""
     if not isinstance(value, str):
         raise NotationError(f"{where}: {value!r} is not the name of a dtype")
     return dtype(value)
@@ -360,9 +355,9 @@ def read_dtype(value: object, where: str) -> DType:
 def _read_table(value: Any, where: str) -> RunTable:
     if not isinstance(value, list) or not 5 <= len(value) <= 2 + len(_ROW_DEFAULTS):
         raise NotationError(f"{where}: {value!r} is not a length, parts and 3 to 8 columns")
-    length = whole_number(value[0], where, 0)
+    length = read_int(value[0], where, 0)
     parts = _check_count(value[1], where, 1)
-    columns = [unpacked(column, where) for column in value[2:]]
+    columns = [unpack_column(column, where) for column in value[2:]]
     rows = len(columns[0])
     for default in _ROW_DEFAULTS[len(columns) :]:
         columns.append(np.full(rows, default, dtype=np.int64))
@@ -374,20 +369,20 @@ def _read_table(value: Any, where: str) -> RunTable:
             f"{where}: runs have a length and a repeat of 1 or more, and a role from 0 to {PAD}"
         )
     reach = [
-        many * max(abs(far), abs(near), 1)
-        for many, far, near in zip(
+        count * max(abs(far), abs(near), 1)
+        for count, far, near in zip(
             repeat.tolist(), global_step.tolist(), local_step.tolist(), strict=True
         )
     ]
-    if sum(repeat.tolist()) > MOST_ENTRIES or max(reach, default=0) > LARGEST_NUMBER:
+    if sum(repeat.tolist()) > MAX_ENTRIES or max(reach, default=0) > MAX_NUMBER:
         raise NotationError(f"{where}: too many runs, or runs too far apart")
     return RunTable(length, parts, np.stack(columns, axis=-1))
 
 
-def _check_count(value: object, where: str, least: int) -> int:
-    count = whole_number(value, where, least)
-    if count > MOST_ENTRIES:
-        raise NotationError(f"{where}: {count} is more than the {MOST_ENTRIES} there can be")
+def _check_count(value: object, where: str, minimum: int) -> int:
+    count = read_int(value, where, minimum)
+    if count > MAX_ENTRIES:
+        raise NotationError(f"{where}: {count} is more than the maximum of {MAX_ENTRIES}")
     return count
 
 

@@ -1,33 +1,25 @@
-"""Regions of a target: the elements that the same slots want.
+"""Element groups: elements that the same slots hold and the same slots need.
 
-A replicated target wants each element many times. A *region* is a set of elements that the
-same target cells want, with the same contributions combined; regions are disjoint, and every
-cell is made of whole regions::
+A *region* of a target is a set of elements that the same target cells need, with the same
+contributions combined. Regions are disjoint, and every cell is a union of regions::
 
     part 0  |------------|              regions  a    b     c
-    part 1        |--------------|      wanted   {0}  {0,1} {1}
+    part 1        |--------------|      needed   {0}  {0,1} {1}
 
-1. A target cell wants all it has, stale halos included: as a layout in which every halo is
-   fresh, the target *holds* what it wants, and `holders` answers who else does.
-2. Cells that are filled from the same source contributions want the same, whichever
+A *group* is the part of a region that comes from the same contribution and the same set of
+holders. All its elements may be sent by the same source cells and go to the same target cells, so
+a group can be divided among senders and forwarded among receivers in any way.
+
+1. A target cell needs all its elements, stale halos included. In a layout in which all halos are
+   fresh, the target *holds* what it needs, and `holders` finds the other cells that do.
+2. Cells that are filled from the same source contributions need the same elements, whichever
    contribution of the target they carry.
-3. Where no two keys share an element, the keys are the regions. Otherwise every dimension is
-   cut at all boundaries, and a region is one set of parts a dimension.
-
-The regions are a layout themselves, one slot each, so that the planner can be asked where each
-of them comes from.
-
-Element groups: elements that the same slots hold and the same slots need.
-
-A *group* is what one region of the target takes of one contribution from one set of holders. All
-its elements may come from the same source cells and go to the same target cells, so a group can
-be divided among senders and forwarded among receivers in any way.
-
-1. The regions of the target take the place of the target (`target_regions`), and the planner finds
-   the routes that end in each of them.
-2. The holders of a route are all cells that have its elements, one for each slot.
-3. A group is a product of pieces, and written out as boxes; along each dimension a box lies in
-   one run of every part concerned, so that it can be found in any of the cells.
+3. If no two keys share an element, the keys are the regions. Otherwise every dimension is split at
+   all boundaries, and a region is a set of parts in each dimension.
+4. The regions form a layout with a slot for each. The planner finds the routes into them.
+5. The holders of a route are all cells that have its elements, at most one for each slot.
+6. A group is a product of pieces, written out as boxes. Along each dimension a box lies in a single
+   run of every part concerned, so that it can be located in any of the cells.
 """
 
 from __future__ import annotations
@@ -48,31 +40,31 @@ from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_arange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """The regions of a target, and the cells that want each.
+    """The regions of a target, and the cells that need each.
 
     Region `i` is cell `i` of `layout`; its target cells are `cell[begin[i]:begin[i + 1]]`, in
-    order. `combines[c]` are the source contributions of the regions that carry `c`. `wanted`
-    has the dimensions of the target as holders of what they want; the local positions of
-    `layout` are those of the target's parts only where `is_plain`.
+    order. `combines[c]` are the source contributions of the regions that carry `c`. `needed` has
+    the dimensions of the target as holders of what they need. Local offsets in `layout` are those
+    in the target's parts only if `is_plain`.
     """
 
     layout: Layout
     combines: tuple[tuple[int, ...], ...]
     begin: IntArray
     cell: IntArray
-    wanted: tuple[DimensionHolders, ...]
+    needed: tuple[DimensionHolders, ...]
     is_plain: bool
 
 
 @lru_cache(maxsize=32)
 def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regions:
-    """The regions of `target`, whose contribution `c` combines `combines[c]` of the source.
+    """Return the regions of `target`; its contribution `c` combines `combines[c]` of the source.
 
     Raises:
-        PlanError: a part that has an index of its dimension twice.
+        PlanError: a part that contains an index of its dimension twice.
     """
     distinct = tuple(dict.fromkeys(combines))
-    # Contributions that combine the same sources want the same, and count as one.
+    # Contributions that combine the same sources need the same elements: they get one label.
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
     wanting = Layout(
         target.shape,
@@ -106,8 +98,9 @@ def _refresh_halos(table: RunTable) -> RunTable:
 
 
 def _find_cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArray]:
-    """All cells of each key, `cells[begin[k]:begin[k + 1]]`: a slot that has a key twice wants
-    it twice, though it holds it once.
+    """Return all cells of each key, `cells[begin[k]:begin[k + 1]]`.
+
+    A slot with two cells of a key needs it twice, although it holds it once.
     """
     key = holders.key_of(wanting.cell_contribution, list(wanting.cell_part.T))
     cells = np.argsort(key, kind="stable")
@@ -117,7 +110,7 @@ def _find_cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, In
 def _give_slots(
     wanting: Layout, tables: tuple[RunTable, ...], part: IntArray, cells: IntArray
 ) -> Layout:
-    """A layout with a slot for each row of `part`, which carries what its cell carries."""
+    """Return a layout with a slot for each row of `part`, with the contribution of its cell."""
     return Layout(
         wanting.shape,
         tables,
@@ -137,9 +130,9 @@ def _cut_regions(
     cell_begin: IntArray,
     cells: IntArray,
 ) -> Regions:
-    """Regions as products of sets of parts, one set a dimension."""
-    # The product, by dimension, of the sets that contain the key's part: rows are a key with a
-    # region that it is made of.
+    """Return the regions as products of a set of parts in each dimension."""
+    # The product, by dimension, of the sets that contain the key's part: a row for each key and
+    # each region in it.
     key = np.arange(len(cell_begin) - 1)
     key_cell = cells[cell_begin[:-1]]
     sets: list[IntArray] = []
@@ -174,7 +167,7 @@ def _cut_regions(
 
 
 def _find_sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray]:
-    """The sets that contain part `p`, as `of_part[begin[p]:begin[p + 1]]`."""
+    """Return the sets that contain each part `p`, as `of_part[begin[p]:begin[p + 1]]`."""
     of_set = np.repeat(np.arange(dimension.sets), np.diff(dimension.set_begin))
     order = np.argsort(dimension.set_part, kind="stable")
     begin = np.searchsorted(dimension.set_part[order], np.arange(dimension.parts + 1))
@@ -182,10 +175,10 @@ def _find_sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray
 
 
 def _build_table_of_sets(dimension: DimensionHolders, length: int) -> RunTable:
-    """A run table whose parts are the sets of a dimension."""
+    """Return a run table whose parts are the sets of a dimension."""
     size = dimension.stop - dimension.start
-    # Backwards, so that no two stretches are joined: what follows one another in the tensor may
-    # lie apart in a part that has both.
+    # In reverse, so that stretches are not joined: neighbours in the tensor may be apart in a part
+    # that contains both.
     order = np.lexsort((-dimension.start, dimension.holder_set))
     part = dimension.holder_set[order]
     before = np.cumsum(size[order]) - size[order]
@@ -196,24 +189,24 @@ def _build_table_of_sets(dimension: DimensionHolders, length: int) -> RunTable:
 
 
 def _check_complete(target: Layout, regions: Regions) -> None:
-    found = np.zeros(target.cells, dtype=np.int64)
+    count = np.zeros(target.cells, dtype=np.int64)
     elements = np.repeat(regions.layout.cell_elements, np.diff(regions.begin))
-    np.add.at(found, regions.cell, elements)
-    short = np.flatnonzero(found != target.cell_elements)
+    np.add.at(count, regions.cell, elements)
+    short = np.flatnonzero(count != target.cell_elements)
     if len(short):
         raise PlanError(
             f"cell {short[0]} of the target has {target.cell_elements[short[0]]} elements, but "
-            f"only {found[short[0]]} different ones; a part may have each index once"
+            f"only {count[short[0]]} distinct ones; a part may contain each index once"
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBoxes:
-    """The boxes of all groups, those of group `i` are `begin[i]:begin[i + 1]`, in row-major order.
+    """The boxes of all groups; group `i` has `begin[i]:begin[i + 1]`, in row-major order.
 
     `start` and `shape` have shape `(boxes, dims)`; `piece` is the piece of each dimension's
-    overlap that a box comes from. `before` counts the elements of all boxes before each one,
-    those of other groups included.
+    overlap that contains the box. `before` is the number of elements in all preceding boxes,
+    including those of other groups.
     """
 
     begin: IntArray
@@ -227,10 +220,10 @@ class GroupBoxes:
 class ElementGroups:
     """The groups of a plan, as columns of shape `(groups,)`.
 
-    `order` is the place of a group's contribution among those that are combined. Group `i` is held
-    by the source cells `holder[holder_begin[i]:holder_begin[i + 1]]`, one a slot, and wanted by
-    the target cells `wanting[wanting_begin[i]:wanting_begin[i + 1]]`, both in order of slots.
-    `is_alone` says that nothing else is combined with it.
+    `order` is the index of a group's contribution among those that are combined. Group `i` is held
+    by the source cells `holder[holder_begin[i]:holder_begin[i + 1]]`, at most one for each slot,
+    and needed by the target cells `wanting[wanting_begin[i]:wanting_begin[i + 1]]`, both in the
+    order of slots. `is_alone` is whether no other contribution is combined with it.
     """
 
     source: Layout
@@ -252,7 +245,7 @@ class ElementGroups:
     @cached_property
     def boxes(self) -> GroupBoxes:
         """Every group written out as boxes."""
-        # The product of the pieces of each dimension: rows are repeated once for each piece.
+        # The product of the pieces of each dimension: rows are repeated for each piece.
         group = np.arange(len(self))
         pieces: list[IntArray] = []
         for d, overlap in enumerate(self.overlaps):
@@ -273,7 +266,7 @@ class ElementGroups:
         return GroupBoxes(begin, start, shape, piece, np.cumsum(elements) - elements)
 
     def source_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
-        """Where boxes begin in the local arrays of source cells: shape `(boxes, dims)`."""
+        """Return the offsets of boxes in the local arrays of source cells: `(boxes, dims)`."""
         local = np.empty_like(start)
         for d, overlap in enumerate(self.overlaps):
             stretch = overlap.stretch[piece[:, d]]
@@ -282,33 +275,33 @@ class ElementGroups:
         return local
 
     def target_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
-        """Where boxes begin in the local arrays of target cells: shape `(boxes, dims)`."""
+        """Return the offsets of boxes in the local arrays of target cells: `(boxes, dims)`."""
         local = np.empty_like(start)
         for d, overlap in enumerate(self.overlaps):
             if self.regions.is_plain:
                 first = overlap.target_local[piece[:, d]]
                 local[:, d] = first + start[:, d] - overlap.start[piece[:, d]]
                 continue
-            wanted = self.regions.wanted[d]
-            stretch = np.searchsorted(wanted.start, start[:, d], side="right") - 1
-            first = wanted.local_start(stretch, self.target.cell_part[cell, d])
-            local[:, d] = first + start[:, d] - wanted.start[stretch]
+            needed = self.regions.needed[d]
+            stretch = np.searchsorted(needed.start, start[:, d], side="right") - 1
+            first = needed.local_start(stretch, self.target.cell_part[cell, d])
+            local[:, d] = first + start[:, d] - needed.start[stretch]
         return local
 
 
 @lru_cache(maxsize=128)
 def find_element_groups(plan: LayoutChange) -> ElementGroups:
-    """The groups of a plan.
+    """Return the groups of a plan.
 
     Raises:
-        PlanError: an element that no source slot holds, or a part that has an index twice.
+        PlanError: an element that no source slot holds, or a part that contains an index twice.
     """
     regions = find_regions(plan.target, plan.combines)
     finder = RouteFinder.between(plan.source, regions.layout, regions.combines)
     try:
         routes = finder.into(np.arange(regions.layout.cells))
     except PlanError:
-        # The same is missing in the target, whose slots are ranks that an error can name.
+        # The same routes into the target raise an error that names a rank.
         for slot in plan.target.holders:
             plan.routes_into(slot)
         raise
@@ -335,10 +328,10 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
 def _find_holder_cells(
     source: Layout, holders: Holders, overlaps: tuple[Overlap, ...], routes: Routes
 ) -> tuple[IntArray, IntArray]:
-    """For each route all cells that hold its elements, one for each slot."""
+    """Return all cells that hold the elements of each route, at most one for each slot."""
     route = np.arange(len(routes.source_cell))
     if holders.is_exclusive:
-        # An element has one key, so the chosen cell's key has all that hold it.
+        # An element has a single key, so the key of the selected cell has all its holders.
         key_of_cell = np.empty(source.cells, dtype=np.int64)
         counts = np.diff(holders.cell_begin)
         key_of_cell[holders.cells] = np.repeat(np.arange(len(counts)), counts)
@@ -359,7 +352,7 @@ def _find_holder_cells(
     route = np.repeat(route, count)
     cell = holders.cells[np.repeat(first, count) + ragged_arange(count)]
     slots = source.slots
-    # A slot may hold a group in several cells; the first of them stands for it.
-    _, one_a_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)
-    route, cell = route[one_a_slot], cell[one_a_slot]
+    # If a slot holds a group in several cells, the first is taken.
+    _, first_of_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)
+    route, cell = route[first_of_slot], cell[first_of_slot]
     return np.searchsorted(route, np.arange(len(routes.source_cell) + 1)), cell

@@ -1,29 +1,8 @@
-"""Copies in a rank's own memory that carrying out transfers as messages takes.
+"""Estimates of the seconds that direct exchanges take, and of the local copies that they need.
 
-::
-
-    source, cut by columns      the rows of a piece lie apart: they are packed, in 3 runs
-    +----+----+
-    | ## | .. |                 target, cut by rows: the piece is one run of memory, received
-    | ## | .. |                 where it belongs
-    | ## | .. |
-    +----+----+
-
-1. A piece lies in one run where all dimensions behind the first that is longer than 1 are whole
-   in the local array. Else its runs are as long as its trailing whole dimensions, and the one
-   before them.
-2. What is sent or received is copied where it is not one run. Contributions are copied anyway,
-   as they are combined; so are small pieces that travel together.
-3. What stays is copied from source to target, in runs of the side that has the shorter ones.
-
-This is how `reshard.torch` carries out messages.
-
-Estimates of the seconds that an exchange takes: of a plan, of a job, or in stages.
-
-Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
-messages are sent at once (`reshard.cost.estimate`). The fan-out of a staged job follows its
-exchange. Where the topology's `Overhead` counts copies, packing and unpacking are added, except for
-stages.
+Slots are ranks. All pieces from a rank to another, of all tensors, are one message, and all
+messages are sent at once (`reshard.cost.estimate`). If the topology's `Overhead` counts copies,
+packing and unpacking are added, as `reshard.torch` carries out messages.
 """
 
 from __future__ import annotations
@@ -52,15 +31,29 @@ def copies_of(
     keeps: bool = True,
     inside: Layout | None = None,
 ) -> LocalCopies:
-    """The copies of all ranks.
+    """Return the copies in the memory of all ranks that transfers as messages take.
+
+    1. A piece is contiguous if all dimensions after the first that is longer than 1 are whole in
+       the local array. Otherwise its runs are as long as its trailing whole dimensions, times the
+       dimension before them::
+
+           source, split by columns    the rows of a piece are apart: they are packed, in 3 runs
+           +----+----+
+           | ## | .. |                 target, split by rows: the piece is contiguous, and is
+           | ## | .. |                 received in place
+           | ## | .. |
+           +----+----+
+
+    2. A piece that is not contiguous is copied when it is sent or received. Contributions are
+       copied because they are combined, small pieces because they are packed together.
+    3. Elements that stay are copied from source to target, in runs of the side with shorter runs.
 
     Args:
-        transfers: between the two layouts, of one tensor.
-        source, target: whose slots are ranks.
+        transfers: of a tensor, between the two layouts.
+        source, target: layouts whose slots are ranks.
         itemsize_bytes: of an element.
-        keeps: whether what stays is copied; False where it is in its place.
-        inside: whose arrays the source's are views of, one a rank; None where of none.
-
+        keeps: whether elements that stay are copied; False if they are in place already.
+        inside: the layout of the arrays of which the source's arrays are views, if any.
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> columns, rows = (reshard.spec(mesh, text).layout((6, 4)) for text in ("-, x", "x, -"))
@@ -76,8 +69,8 @@ def copies_of(
         around = inside.cell_shape[cells]
     source_run = run_elements(transfers.shape, around)
     target_run = run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
-    # Which transfers are copied: where they stay, on the sender, and on the receiver. The first
-    # contribution may be received in place; those after it are combined.
+    # The transfers that are copied: if they stay, on the sender, and on the receiver. The first
+    # contribution may be received in place; later contributions are combined.
     stays, moves = transfers.stays & keeps, ~transfers.stays
     is_packed = _find_packed(transfers, elements * itemsize_bytes)
     packs = moves & (is_packed | (source_run < elements))
@@ -101,34 +94,33 @@ def copies_of(
 
 
 def run_elements(shape: IntArray, around: IntArray) -> IntArray:
-    """Elements of one run of boxes in row-major arrays around them: shape `(boxes,)`.
+    """Count the elements of a contiguous run of boxes in row-major arrays: shape `(boxes,)`.
 
     Args:
-        shape, around: of the boxes and of their arrays, shape `(boxes, dims)`.
-
+        shape, around: the shapes of the boxes and of their arrays, `(boxes, dims)`.
     >>> run_elements(np.array([[2, 3, 4], [2, 2, 4], [1, 1, 2]]), np.array([[5, 3, 4]] * 3))
     array([24,  8,  2])
     """
     run = np.ones(len(shape), dtype=np.int64)
-    goes_on = np.ones(len(shape), dtype=bool)
+    is_contiguous = np.ones(len(shape), dtype=bool)
+    # A run extends over a dimension if all later dimensions are whole.
     for dim in reversed(range(shape.shape[1])):
-        # From the last dimension on: a run goes on as long as whole dimensions lie behind.
-        run *= np.where(goes_on, shape[:, dim], 1)
-        goes_on &= shape[:, dim] == around[:, dim]
+        run *= np.where(is_contiguous, shape[:, dim], 1)
+        is_contiguous &= shape[:, dim] == around[:, dim]
     return run
 
 
 def _find_packed(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_]:
-    """Which pieces are small, and not the only small one between their ranks."""
+    """Return the mask of pieces that are packed: small, and not the only small piece of a pair."""
     small = ~transfers.stays & (size_bytes < LARGE_PIECE_BYTES)
     ranks = int(max(transfers.target_slot.max(initial=0), transfers.source_slot.max(initial=0)))
-    # Pieces travel together that share the order of combination, the sender and the receiver.
+    # Pieces with the same contribution, sender and receiver are packed together.
     key = (transfers.order * (ranks + 1) + transfers.source_slot) * (ranks + 1)
     key = key + transfers.target_slot
     _, of_pair, counts = np.unique(key[small], return_inverse=True, return_counts=True)
-    found = np.zeros(len(transfers), dtype=bool)
-    found[small] = counts[of_pair.reshape(-1)] > 1
-    return found
+    is_packed = np.zeros(len(transfers), dtype=bool)
+    is_packed[small] = counts[of_pair.reshape(-1)] > 1
+    return is_packed
 
 
 def exchanges_part(
@@ -140,11 +132,11 @@ def exchanges_part(
     keeps: bool = True,
     inside: Layout | None = None,
 ) -> Part:
-    """The messages of several plans at once; for `keeps` and `inside` see `copies_of`.
+    """Estimate the messages of several plans at once; for `keeps` and `inside` see `copies_of`.
 
-    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
+    Raises LayoutError for a rank outside the topology, or a link of unknown speed.
     """
-    # Routes are enough for the messages; boxes are written out only where copies count.
+    # Routes suffice for messages. Boxes are written out only if the topology counts copies.
     nothing = np.zeros(0, dtype=np.int64)
     routes = [(plan, plan.routes) for plan in plans]
     copies = None
@@ -163,7 +155,7 @@ def exchanges_part(
     return message_cost(
         np.concatenate([nothing, *(p.source.cell_slot[r.source_cell] for p, r in routes)]),
         np.concatenate([nothing, *(p.target.cell_slot[r.target_cell] for p, r in routes)]),
-        np.concatenate([nothing, *(found.elements * itemsize_bytes for _, found in routes)]),
+        np.concatenate([nothing, *(r.elements * itemsize_bytes for _, r in routes)]),
         topology,
         name,
         copies,
@@ -171,8 +163,7 @@ def exchanges_part(
 
 
 def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
-    """The seconds of one tensor's direct exchange, for elements of `itemsize_bytes`.
-
+    """Estimate the seconds of the direct exchange of a tensor.
     >>> import reshard
     >>> from reshard.topology import Link
     >>> mesh = reshard.DeviceMesh.of(x=4)
@@ -188,20 +179,21 @@ def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topolog
 
 def check_topology(topology: object) -> None:
     if not isinstance(topology, Topology):
-        raise PlanError(f"seconds on {topology!r}; give a Topology, such as one of Topology.of")
+        raise PlanError(f"topology={topology!r}: expected a Topology, such as one of Topology.of")
 
 
 def transfers_part(
-    found: Sequence[tuple[Transfers, int]],
+    sized_transfers: Sequence[tuple[Transfers, int]],
     topology: Topology,
     name: str,
     copies: LocalCopies | None = None,
 ) -> Part:
+    """Estimate the messages of transfers, each given with the bytes of its elements."""
     nothing = np.zeros(0, dtype=np.int64)
     return message_cost(
-        np.concatenate([nothing, *(transfers.source_slot for transfers, _ in found)]),
-        np.concatenate([nothing, *(transfers.target_slot for transfers, _ in found)]),
-        np.concatenate([nothing, *(transfers.elements * size for transfers, size in found)]),
+        np.concatenate([nothing, *(rows.source_slot for rows, _ in sized_transfers)]),
+        np.concatenate([nothing, *(rows.target_slot for rows, _ in sized_transfers)]),
+        np.concatenate([nothing, *(rows.elements * size for rows, size in sized_transfers)]),
         topology,
         name,
         copies,

@@ -1,29 +1,7 @@
-"""Boxes of parts of element groups, and where they are at both ends.
+"""Hierarchical jobs: every byte enters a rack, and a host, at most once.
 
-A group is a list of boxes, and a part of it a range of its elements, counted box by box and row
-by row. Most boxes lie inside the range; one that a cut goes through becomes a few smaller ones
-(`flat_range_boxes`)::
-
-    group     box 0         box 1       part 5:14    box 0         box 1
-            0  1  2  3    8  9 10                  .  5 | 6 7    8  9 10
-            4  5  6  7   11 12 13                  -------->    11 12 13
-
-Verification of stages: together they deliver every element of the target exactly once.
-
-Every stage after the exchange forwards what earlier stages have delivered. Its transfers are
-traced back to the origin of their boxes, and then the whole is checked like a plan without stages
-(`verification`):
-
-1. every transfer of a later stage lies inside its two target cells, where it says;
-2. its box is cut by the boxes that the stages before it brought into the cell it comes from;
-   together they must be all of it, of every contribution that the cell combines;
-3. each of those parts comes, in the end, from the source cell that the exchange took it from:
-   with these transfers instead, all stages together must be a plan.
-
-Jobs in stages, so that every byte enters a rack, and a host, at most once.
-
-Links within a host are faster than links between hosts. If several ranks of a host need the
-same bytes, one copy is sent to the host, and forwarded within it::
+Links within a host are faster than links between hosts. If several ranks of a host need the same
+bytes, a single copy is sent to the host, and forwarded within it::
 
     host 0            host 1
     rank 0 --- a ---> rank 2 --- a ---> rank 3       exchange: to any host, divided among the
@@ -31,17 +9,19 @@ same bytes, one copy is sent to the host, and forwarded within it::
                                                      fan-out: from each relay to the others
 
 Between the two there may be stages between racks and between hosts, in which bytes that have
-entered one rack or host are forwarded to others (`spreading`).
+entered a rack or host are forwarded to others.
 
-1. Each host receives what it lacks: from its own ranks if they hold it, otherwise from other
-   hosts (`flows`).
-2. The ranks that send first copies, and those that forward them, get shares that balance the
-   total that each rank sends (`copy_shares`, `fragments`).
-3. Fragments of flows are expanded to boxes: in the exchange from source cells to target cells,
-   in all other stages from target cells to target cells.
+1. Each host receives the elements that it lacks: from its own ranks if they hold them, otherwise
+   from other hosts. Elements with the same holders and receivers (`element_groups`) form flows
+   (`broadcast_tree`).
+2. The ranks that send first copies, and those that forward them, get shares that balance the total
+   that each rank sends (`fragments`).
+3. Fragments of flows are expanded to boxes: in the exchange from source cells to target cells, in
+   all other stages from target cells to target cells.
+4. The stages run as a pipeline over parts of the tensors (`schedule`).
 
-This is scatter and all-gather within a host (van de Geijn 1994), with one relay for each rank
-that needs the bytes. Every rank still receives each element that it lacks once.
+This is scatter and all-gather within a host (van de Geijn 1994), with a relay for each rank that
+needs the bytes. Every rank still receives each element that it lacks once.
 """
 
 from __future__ import annotations
@@ -66,10 +46,10 @@ from reshard.plans.broadcast_tree import (
     Flows,
     Reach,
     across_hosts_bound_elements,
+    build_trees,
     choose_reach,
     find_flows,
     find_stages,
-    spread,
 )
 from reshard.plans.element_groups import ElementGroups, find_element_groups
 from reshard.plans.estimates import transfers_part
@@ -83,9 +63,9 @@ from reshard.topology import Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentBoxes:
-    """Boxes of parts of groups: part `of[i]` of `group[i]` has the box `start[i]`, `shape[i]`.
+    """The boxes of parts of groups: box `i` is in part `of[i]`, which is part of `group[i]`.
 
-    `piece` is the piece of each dimension's overlap that a box comes from.
+    `piece` is the piece of each dimension's overlap that contains the box.
     """
 
     of: IntArray
@@ -95,7 +75,7 @@ class FragmentBoxes:
     piece: IntArray
 
     def take(self, index: IntArray) -> FragmentBoxes:
-        """The chosen boxes, in the order asked for."""
+        """Return the boxes at `index`, in that order."""
         columns = (self.of, self.group, self.start, self.shape, self.piece)
         return FragmentBoxes(*(column[index] for column in columns))
 
@@ -103,9 +83,17 @@ class FragmentBoxes:
 def find_boxes(
     groups: ElementGroups, group: IntArray, first: IntArray, stop: IntArray
 ) -> FragmentBoxes:
-    """The boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order."""
+    """Return the boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order.
+
+    Elements are counted box by box in row-major order. Most boxes are inside the range; a box that
+    contains a cut is split into a few smaller ones (`flat_range_boxes`)::
+
+        group     box 0         box 1       part 5:14    box 0         box 1
+                0  1  2  3    8  9 10                  .  5 | 6 7    8  9 10
+                4  5  6  7   11 12 13                  -------->    11 12 13
+    """
     boxes = groups.boxes
-    # Ranges of elements on the line of all boxes of all groups: which boxes each one meets.
+    # The boxes that intersect each range, among all boxes of all groups.
     base = np.append(boxes.before, 0)[boxes.begin[group]]
     low = np.searchsorted(boxes.before, base + first, side="right") - 1
     count = np.searchsorted(boxes.before, base + stop, side="left") - low
@@ -118,28 +106,28 @@ def find_boxes(
     cut = np.flatnonzero((begin > 0) | (end < size))
     if not len(cut):
         return FragmentBoxes(of, group[of], start, shape, boxes.piece[box])
-    pieces = [
+    split = [
         flat_range_boxes(row, a, b)
         for row, a, b in zip(
             shape[cut].tolist(), begin[cut].tolist(), end[cut].tolist(), strict=True
         )
     ]
-    # Boxes that are cut are replaced by their pieces, in place.
+    # The smaller boxes replace the box that was split, in the same position.
     count = np.ones(len(of), dtype=np.int64)
-    count[cut] = [len(found) for found in pieces]
+    count[cut] = list(map(len, split))
     row = np.repeat(np.arange(len(of)), count)
     is_cut = np.zeros(len(of), dtype=bool)
     is_cut[cut] = True
     start, shape, is_cut = start[row], shape[row], is_cut[row]
-    start[is_cut] += np.array([box.start for found in pieces for box in found])
-    shape[is_cut] = np.array([box.shape for found in pieces for box in found])
+    start[is_cut] += np.array([small.start for boxes_of_row in split for small in boxes_of_row])
+    shape[is_cut] = np.array([small.shape for boxes_of_row in split for small in boxes_of_row])
     return FragmentBoxes(of[row], group[of][row], start, shape, boxes.piece[box][row])
 
 
 def exchange_transfers(
     groups: ElementGroups, boxes: FragmentBoxes, source_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
-    """Boxes from source cells to target cells, one of each a box."""
+    """Return the transfers of boxes, each from a source cell to a target cell."""
     source_slot = groups.source.cell_slot[source_cell]
     target_slot = groups.target.cell_slot[target_cell]
     return Transfers(
@@ -159,7 +147,7 @@ def exchange_transfers(
 def fan_out_transfers(
     groups: ElementGroups, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
-    """Boxes from target cells that have them to others that want them."""
+    """Return the transfers of boxes, each from a target cell that has it to another one."""
     relay_slot = groups.target.cell_slot[relay_cell]
     target_slot = groups.target.cell_slot[target_cell]
     return Transfers(
@@ -177,14 +165,24 @@ def fan_out_transfers(
 
 
 def transfers_of_slot(transfers: Transfers, slot: int) -> Transfers:
-    """The transfers that a slot sends or receives."""
+    """Return the transfers that a slot sends or receives."""
     return transfers.take((transfers.source_slot == slot) | (transfers.target_slot == slot))
 
 
-def verify_stages(plan: LayoutChange, exchange: Transfers, *handed_on: Transfers) -> None:
-    """Raise PlanError unless all stages, one after the other, do what the layouts ask for."""
+def verify_stages(plan: LayoutChange, exchange: Transfers, *forwarded: Transfers) -> None:
+    """Raise PlanError unless the stages deliver every element of the target exactly once.
+
+    Every stage after the exchange forwards elements that earlier stages have delivered. Its
+    transfers are traced back to the origin of their boxes, and all transfers are then verified like
+    those of a plan without stages:
+
+    1. Every transfer of a later stage is inside its two target cells, at the given offsets.
+    2. Its box is split by the boxes that earlier stages delivered to the cell it comes from.
+       Together they must cover it, for every contribution that the cell combines.
+    3. Each of these parts comes from the source cell from which the exchange took it.
+    """
     whole = exchange
-    for stage in handed_on:
+    for stage in forwarded:
         check_slots(plan.target, plan.target, stage)
         for d in range(plan.target.ndim):
             check_ends(plan.target, stage.source_cell, stage.source_start, stage, d, "relay")
@@ -193,26 +191,26 @@ def verify_stages(plan: LayoutChange, exchange: Transfers, *handed_on: Transfers
 
 
 def _trace_back(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
-    """A stage as transfers from the source cells that its boxes come from.
+    """Return the transfers of a stage from the source cells from which its boxes originate.
 
-    `exchange` is what the stages before it bring, as if all of it were exchanged.
+    `exchange` are the transfers of all earlier stages, traced back likewise.
     """
     row, origin = _match_boxes(plan, exchange, fan_out)
     start = np.maximum(fan_out.start[row], exchange.start[origin])
     stop = np.minimum(
         fan_out.start[row] + fan_out.shape[row], exchange.start[origin] + exchange.shape[origin]
     )
-    brought = np.zeros(len(fan_out), dtype=np.int64)
-    np.add.at(brought, row, (stop - start).prod(axis=1))
+    delivered = np.zeros(len(fan_out), dtype=np.int64)
+    np.add.at(delivered, row, (stop - start).prod(axis=1))
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
-    due = fan_out.elements * counts[plan.target.cell_contribution[fan_out.source_cell]]
-    short = np.flatnonzero(brought != due)
+    expected = fan_out.elements * counts[plan.target.cell_contribution[fan_out.source_cell]]
+    short = np.flatnonzero(delivered != expected)
     if len(short):
         at = int(short[0])
         raise PlanError(
             f"a later stage sends {fan_out.box(at)} from rank {fan_out.source_slot[at]} to rank "
-            f"{fan_out.target_slot[at]}, but what comes before it brings {brought[at]} of its "
-            f"{due[at]} elements there"
+            f"{fan_out.target_slot[at]}, but earlier stages deliver {delivered[at]} of its "
+            f"{expected[at]} elements to the sender"
         )
     return Transfers(
         exchange.source_slot[origin],
@@ -220,7 +218,7 @@ def _trace_back(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> 
         exchange.source_cell[origin],
         fan_out.target_cell[row],
         exchange.order[origin],
-        # What the receiver had to begin with must not be handed to it.
+        # Elements that the receiver held from the start must not be forwarded to it.
         np.zeros(len(row), dtype=bool),
         start,
         stop - start,
@@ -232,34 +230,34 @@ def _trace_back(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> 
 def _match_boxes(
     plan: LayoutChange, exchange: Transfers, fan_out: Transfers
 ) -> tuple[IntArray, IntArray]:
-    """Rows of the fan-out, and rows of the exchange that brought some of the same elements."""
-    described = np.concatenate(
+    """Return pairs of rows of the fan-out and of the exchange that have elements in common."""
+    boxes = np.concatenate(
         (
             np.column_stack((exchange.target_cell, exchange.start, exchange.shape)),
             np.column_stack((fan_out.source_cell, fan_out.start, fan_out.shape)),
         )
     )
-    _, number = np.unique(described, axis=0, return_inverse=True)
+    _, number = np.unique(boxes, axis=0, return_inverse=True)
     number = number.reshape(-1)
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
-    due = counts[plan.target.cell_contribution[fan_out.source_cell]]
-    # Mostly a box is forwarded as it was received.
+    expected = counts[plan.target.cell_contribution[fan_out.source_cell]]
+    # Most boxes are forwarded as they were received.
     row, origin = _match_equal(number[len(exchange) :], number[: len(exchange)])
-    alike = np.bincount(row, minlength=len(fan_out)) == due
-    row, origin = row[alike[row]], origin[alike[row]]
-    # The others are compared with all that was brought into their cell.
-    rest = np.flatnonzero(~alike)
+    is_equal = np.bincount(row, minlength=len(fan_out)) == expected
+    row, origin = row[is_equal[row]], origin[is_equal[row]]
+    # The others are compared with all boxes that were delivered to their cell.
+    rest = np.flatnonzero(~is_equal)
     at, other = _match_equal(fan_out.source_cell[rest], exchange.target_cell)
     at = rest[at]
-    meets = np.ones(len(at), dtype=bool)
+    intersects = np.ones(len(at), dtype=bool)
     for d in range(plan.target.ndim):
         a, b = fan_out.start[at, d], exchange.start[other, d]
-        meets &= (a < b + exchange.shape[other, d]) & (b < a + fan_out.shape[at, d])
-    return np.concatenate((row, at[meets])), np.concatenate((origin, other[meets]))
+        intersects &= (a < b + exchange.shape[other, d]) & (b < a + fan_out.shape[at, d])
+    return np.concatenate((row, at[intersects])), np.concatenate((origin, other[intersects]))
 
 
 def _match_equal(left: IntArray, right: IntArray) -> tuple[IntArray, IntArray]:
-    """All pairs of places where `left` and `right` are equal."""
+    """Return all pairs of indices at which `left` and `right` are equal."""
     order = np.argsort(right, kind="stable")
     low = np.searchsorted(right[order], left, side="left")
     count = np.searchsorted(right[order], left, side="right") - low
@@ -271,10 +269,10 @@ Array = TypeVar("Array")
 
 
 StageTransfers = tuple[Transfers, ...]
-"""The transfers of one tensor, stage by stage: first the exchange, last the fan-out.
+"""The transfers of a tensor, stage by stage: first the exchange, last the fan-out.
 
-Behind the exchange the sender's cell, `source_cell`, is a cell of the *target*, which an earlier
-stage has filled, and so is the local position `source_start`.
+In stages after the exchange, `source_cell` is a cell of the *target* that an earlier stage has
+filled, and `source_start` is an offset in it.
 """
 
 
@@ -283,9 +281,9 @@ class StagedJob:
     """A job between ranks on hosts, in stages.
 
     Raises:
-        PlanError: a shard that is not in the memory of the rank of its number; an element that
+        PlanError: a shard that is not in the memory of the rank with its number; an element that
             no source slot holds.
-        LayoutError: a rank that the topology has not.
+        LayoutError: a rank outside the topology.
 
     >>> import reshard
     >>> from reshard.dtypes import dtype
@@ -310,12 +308,12 @@ class StagedJob:
 
     @cached_property
     def fragments(self) -> Fragments:
-        """The parts that flows are divided into, with a sender and a relay each."""
+        """The parts of flows, with a sender and a relay each."""
         return divide_flows(self.job.items, self.topology, self.reach)
 
     @cached_property
     def reach(self) -> Reach:
-        """Whose receivers share what enters."""
+        """The receivers that share a flow."""
         return choose_reach(self.job.items, self.topology)
 
     @cached_property
@@ -325,7 +323,7 @@ class StagedJob:
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """What its stages are called, in their order."""
+        """The names of the stages, in order."""
         return tuple(STAGES[stage] for stage in self._stages)
 
     @cached_property
@@ -339,20 +337,21 @@ class StagedJob:
         return find_element_groups(item.change), self._find_flows(item.change)
 
     def transfers(self, item: int) -> StageTransfers:
-        """All transfers of item number `item`."""
+        """Return all transfers of item number `item`."""
         begin, end = self._item_begin[item : item + 2].tolist()
         return self._expand(item, np.arange(begin, end), None)
 
     def for_rank(self, rank: int) -> tuple[StageTransfers, ...]:
-        """The transfers of one rank stage by stage, item by item."""
-        found = []
+        """Return the transfers of a rank for each item, stage by stage."""
+        transfers = []
         for number in range(len(self.job.items)):
             begin, end = self._item_begin[number : number + 2].tolist()
-            found.append(self._expand(number, self._select_of_rank(number, begin, end, rank), rank))
-        return tuple(found)
+            fragments = self._select_of_rank(number, begin, end, rank)
+            transfers.append(self._expand(number, fragments, rank))
+        return tuple(transfers)
 
     def _select_of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
-        """The fragments that a rank sends, forwards or receives."""
+        """Return the fragments that a rank sends, forwards or receives."""
         item, columns = self.job.items[number], self.fragments
         _, flows = self._find_parts(item)
         source, target = item.change.source, item.change.target
@@ -366,45 +365,49 @@ class StagedJob:
         return begin + np.flatnonzero(mine)
 
     def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
-        """Fragments written out as boxes, those of one rank only unless it is None."""
+        """Write out fragments as boxes, of all ranks or of one `rank`."""
         item = self.job.items[number]
         groups, flows = self._find_parts(item)
         columns = self.fragments
         flow = columns.flow[chosen]
         boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
         source, relay = columns.source_cell[chosen], flows.receiver[columns.relay[chosen]]
-        # First every fragment goes to its relay.
+        # Every fragment is first sent to its relay.
         exchange = [exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
 
-        # The other receivers have each box from those who have it, or from a source cell as well.
-        on = spread(flows, flow[boxes.of], columns.relay[chosen][boxes.of])
-        direct = columns.is_direct[chosen][boxes.of][on.row]
-        row = on.row[direct]
+        # The other receivers get each box from a receiver that has it, or from a source cell.
+        forwards = build_trees(flows, flow[boxes.of], columns.relay[chosen][boxes.of])
+        is_direct = columns.is_direct[chosen][boxes.of][forwards.row]
+        row = forwards.row[is_direct]
         second = columns.second_cell[chosen][boxes.of][row]
-        receiver = flows.receiver[on.receiver[direct]]
+        receiver = flows.receiver[forwards.receiver[is_direct]]
         exchange.append(exchange_transfers(groups, boxes.take(row), second, receiver))
-        handed_on = []
+        forwarded = []
         for stage in self._stages[1:]:
-            at = np.flatnonzero(~direct & (on.stage == stage))
-            giver, receiver = flows.receiver[on.giver[at]], flows.receiver[on.receiver[at]]
-            handed_on.append(fan_out_transfers(groups, boxes.take(on.row[at]), giver, receiver))
+            at = np.flatnonzero(~is_direct & (forwards.stage == stage))
+            sender, receiver = (
+                flows.receiver[end[at]] for end in (forwards.sender, forwards.receiver)
+            )
+            boxes_of_stage = boxes.take(forwards.row[at])
+            forwarded.append(fan_out_transfers(groups, boxes_of_stage, sender, receiver))
 
-        # What stays is copied in the exchange, whose transfers begin in source cells.
-        keeps = np.arange(len(flows.staying_group))
+        # Elements that stay are copied in the exchange, whose transfers begin in source cells.
+        staying = np.arange(len(flows.staying_group))
         if rank is not None:
-            keeps = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)
-        group = flows.staying_group[keeps]
-        kept = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
-        source, target = flows.staying_source[keeps][kept.of], flows.staying_target[keeps][kept.of]
-        exchange.append(exchange_transfers(groups, kept, source, target))
-        stages = (Transfers.joined(exchange), *handed_on)
+            staying = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)
+        group = flows.staying_group[staying]
+        boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
+        source = flows.staying_source[staying][boxes.of]
+        target = flows.staying_target[staying][boxes.of]
+        exchange.append(exchange_transfers(groups, boxes, source, target))
+        stages = (Transfers.joined(exchange), *forwarded)
         if rank is None:
             return stages
         return tuple(transfers_of_slot(part, rank) for part in stages)
 
     @cached_property
-    def _list_copies(self) -> tuple[IntArray, ...]:
-        """Senders, receivers and bytes of all copies, added up by pairs of both."""
+    def _copies(self) -> tuple[IntArray, ...]:
+        """Senders, receivers and bytes of all copies, summed by pair of ranks."""
         columns, ranks = self.fragments, self.topology.ranks
         total: dict[int, int] = {}
         for number, item in enumerate(self.job.items):
@@ -413,31 +416,31 @@ class StagedJob:
             slot = item.change.target.cell_slot[flows.receiver]
             source = item.change.source.cell_slot
             size = (columns.stop[rows] - columns.first[rows]) * item.dtype.itemsize_bytes
-            on = spread(flows, columns.flow[rows], columns.relay[rows])
+            forwards = build_trees(flows, columns.flow[rows], columns.relay[rows])
             sender = np.where(
-                columns.is_direct[rows][on.row],
-                source[columns.second_cell[rows][on.row]],
-                slot[on.giver],
+                columns.is_direct[rows][forwards.row],
+                source[columns.second_cell[rows][forwards.row]],
+                slot[forwards.sender],
             )
-            pair = np.concatenate(
+            pairs = np.concatenate(
                 (
                     source[columns.source_cell[rows]] * ranks + slot[columns.relay[rows]],
-                    sender * ranks + slot[on.receiver],
+                    sender * ranks + slot[forwards.receiver],
                 )
             )
-            pair, at = np.unique(pair, return_inverse=True)
-            moved = np.zeros(len(pair), dtype=np.int64)
-            np.add.at(moved, at.reshape(-1), np.append(size, size[on.row]))
-            for one, size_bytes in zip(pair.tolist(), moved.tolist(), strict=True):
-                total[one] = total.get(one, 0) + size_bytes
-        pair = np.array(sorted(total), dtype=np.int64)
-        moved = np.array([total[one] for one in pair.tolist()], dtype=np.int64)
-        return pair // ranks, pair % ranks, moved
+            pairs, at = np.unique(pairs, return_inverse=True)
+            moved = np.zeros(len(pairs), dtype=np.int64)
+            np.add.at(moved, at.reshape(-1), np.append(size, size[forwards.row]))
+            for pair, size_bytes in zip(pairs.tolist(), moved.tolist(), strict=True):
+                total[pair] = total.get(pair, 0) + size_bytes
+        pairs = np.array(sorted(total), dtype=np.int64)
+        moved = np.array([total[pair] for pair in pairs.tolist()], dtype=np.int64)
+        return pairs // ranks, pairs % ranks, moved
 
     @cached_property
     def sent_bytes(self) -> IntArray:
         """Bytes each rank sends to others, in all stages: shape `(topology.ranks,)`."""
-        sender, _, size = self._list_copies
+        sender, _, size = self._copies
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         np.add.at(total, sender, size)
         return total
@@ -460,34 +463,34 @@ class StagedJob:
 
     @cached_property
     def host_bytes(self) -> IntArray:
-        """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
-        sender, receiver, size = self._list_copies
+        """Bytes sent from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
+        sender, receiver, size = self._copies
         total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
         np.add.at(total, (self.topology.host_of(sender), self.topology.host_of(receiver)), size)
         return total
 
     @property
     def across_hosts_bytes(self) -> int:
-        """Bytes that go from one host to another."""
+        """Bytes sent between hosts."""
         return int(self.host_bytes.sum() - np.trace(self.host_bytes))
 
     @property
     def across_racks_bytes(self) -> int:
-        """Bytes that go from one rack to another."""
+        """Bytes sent between racks."""
         rack = self.topology.host_rack
         return int(self.host_bytes[rack[:, None] != rack[None, :]].sum())
 
     @cached_property
     def across_hosts_bound_bytes(self) -> int:
-        """The fewest bytes that must: of each host, what its ranks want and none of them holds.
+        """The minimum bytes between hosts: for each host, those needed but not held by its ranks.
 
-        Contributions count one by one, as if they were combined where they are wanted.
+        Contributions count separately, as if they were combined by the ranks that need them.
         """
         return self._find_bound_bytes(self.topology)
 
     @cached_property
     def across_racks_bound_bytes(self) -> int:
-        """The fewest bytes that must go from rack to rack, likewise."""
+        """The minimum bytes between racks: for each rack, those that its ranks need and lack."""
         return self._find_bound_bytes(Topology(self.topology.host_rack[self.topology.rank_host]))
 
     def _find_bound_bytes(self, boxes: Topology) -> int:
@@ -499,7 +502,7 @@ class StagedJob:
 
     @cached_property
     def digest(self) -> str:
-        """A digest that two ranks share exactly when they mean the same job on the same hosts."""
+        """A digest that is equal on two ranks exactly if their jobs and topologies are equal."""
         hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
         hasher.update(self.topology.rank_host.tobytes() + self.topology.host_rack.tobytes())
         return hasher.hexdigest()
@@ -522,9 +525,9 @@ class StagedJob:
         return [self.transfers(number) for number in range(len(self.job.items))]
 
     def estimate(self) -> Estimate:
-        """The seconds of all stages on the topology, one after another, see `reshard.cost`.
+        """Estimate the seconds of all stages, one after another, see `reshard.cost`.
 
-        Raises LayoutError for a link in use that the topology does not know.
+        Raises LayoutError for a link of unknown speed.
         """
         parts = (self._estimate_stages([i], name) for i, name in enumerate(self.stage_names))
         return Estimate(tuple(parts), self.topology.overhead.call_s)
@@ -547,10 +550,10 @@ class StagedJob:
 
     @cached_property
     def parts(self) -> int:
-        """Into how many parts the tensors are cut, so that all stages run at once.
+        """The number of parts into which tensors are divided, so that all stages run at once.
 
-        Where the topology knows no links, what the rank that receives most receives stands for
-        their times.
+        Without link speeds in the topology, times are approximated by the maximum bytes that a
+        rank receives.
         """
         topology = self.topology
         links = [topology.within_host, topology.between_hosts]
@@ -561,13 +564,13 @@ class StagedJob:
 
     @property
     def pipelined_s(self) -> float:
-        """The seconds of all stages where they run at once. Raises as `estimate` does."""
+        """The seconds of all stages if they run at once. Raises as `estimate` does."""
         return self._times.in_parts(self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
-        """Carry all stages out on arrays in this process: `{name: {rank: array}}` of each.
+        """Run all stages on arrays in this process: `{name: {rank: array}}` to the same.
 
-        Raises ShardError for arrays that do not fit the source layouts.
+        Raises ShardError for arrays that do not match the source layouts.
         """
         changes = [(item.name, item.dtype, item.change) for item in self.job.items]
         return run_stages(changes, self.transfers, shards)

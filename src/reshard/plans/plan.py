@@ -1,8 +1,8 @@
-"""The plan of one tensor: what moves from one layout to another, from whom, and how much that is.
+"""The plan of a tensor: the transfers that lead from a layout to another, and their amounts.
 
-A plan is a job of one tensor, without the name. What moves and what stays follows from the two
-layouts (`LayoutChange`); where several ranks hold what another lacks, the senders are those of the
-job, and so those of the exchange between live ranks (see `reshard.plans.source_selection`).
+A plan is a job of a single tensor. The elements that move follow from the two layouts
+(`LayoutChange`). If several ranks hold an element, its sender is that of the job, as in the
+exchange between live ranks (`reshard.plans.source_selection`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from reshard.topology import Topology
 
 Array = TypeVar("Array")
 
-# What the tensor is called in the job.
+# The name of the tensor in the job.
 _NAME = "tensor"
 
 
 class Plan(Interned):
-    """The movement from `source` to `target`, both of one shape. Make it with `reshard.plan`.
+    """A plan from layout `source` to layout `target` of the same shape, made by `reshard.plan`.
 
-    Slots of the same number in both layouts are the same rank: what a rank holds already stays
-    there. Where several ranks hold what another lacks, the senders are balanced: by bytes, or by
-    elements where the plan has no dtype.
+    Slots with the same number in both layouts are the same rank, which keeps the elements that it
+    already holds. If several ranks hold an element, senders are balanced by bytes, or by elements
+    if the plan has no dtype.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
@@ -67,50 +67,49 @@ class Plan(Interned):
 
     @property
     def source(self) -> Layout:
-        """Where the elements are."""
+        """The layout before."""
         return self.change.source
 
     @property
     def target(self) -> Layout:
-        """Where the elements go."""
+        """The layout after."""
         return self.change.target
 
     @cached_property
     def job(self) -> Job:
-        """The job of this tensor alone. Without a dtype its elements count as a byte each."""
+        """The job of this tensor. Without a dtype, elements count as a byte each."""
         dtype = as_dtype("uint8") if self.dtype is None else self.dtype
         return Job([JobItem.between_ranks(_NAME, dtype, self.source, self.target)])
 
     @cached_property
     def transfers(self) -> Transfers:
-        """Every box, those that stay included. Raises PlanError where an element is missing."""
-        # With one holder of each element, the change determines the senders, and needs no job.
+        """All boxes, including those that stay. Raises PlanError if an element has no holder."""
+        # If each element has a single holder, the change determines the senders without a job.
         if self.change.is_determined:
             return self.change.transfers
         return self.job.transfers.get(_NAME, Transfers.none(self.source.ndim))
 
     def for_rank(self, rank: int) -> Transfers:
-        """The transfers of one rank: to it, within it and from it, found without the others'.
+        """Return the transfers to, within and from a rank, without computing all others.
 
-        Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
+        A rank beyond both layouts has no transfers. Raises LayoutError for an invalid rank.
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
-            raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
-        # As in `transfers`: a job is only needed where senders are chosen.
+            raise LayoutError(f"rank {rank!r}: expected an integer of at least 0")
         if self.change.is_determined:
             return self.change.for_rank(rank)
         return self.job.for_rank(int(rank)).get(_NAME, Transfers.none(self.source.ndim))
 
     @cached_property
     def sent_elements(self) -> IntArray:
-        """Elements each source rank sends to others: shape `(source.slots,)`."""
+        """The elements that each source rank sends to others: shape `(source.slots,)`."""
         if self.change.is_determined:
             return self.change.sent_elements
         return self.job.sent_bytes // self.job.items[0].dtype.itemsize_bytes
 
     @property
     def received_elements(self) -> IntArray:
-        """Elements each target rank receives from others: shape `(target.slots,)`."""
+        """The elements that each target rank receives from others: shape `(target.slots,)`."""
         return self.change.received_elements
 
     @property
@@ -120,7 +119,7 @@ class Plan(Interned):
 
     @property
     def lower_bound_elements(self) -> int:
-        """The fewest elements any direct exchange can move."""
+        """The minimum number of elements that any direct exchange moves."""
         return self.change.lower_bound_elements
 
     @property
@@ -130,7 +129,7 @@ class Plan(Interned):
 
     @property
     def lower_bound_bytes(self) -> int:
-        """The fewest bytes any direct exchange can move. Raises PlanError without a dtype."""
+        """The minimum bytes that any direct exchange moves. Raises PlanError without a dtype."""
         return self.lower_bound_elements * self._itemsize_bytes("lower_bound_bytes")
 
     def _itemsize_bytes(self, what: str) -> int:
@@ -142,11 +141,11 @@ class Plan(Interned):
         return self.dtype.itemsize_bytes
 
     def estimate(self, topology: Topology) -> Estimate:
-        """The seconds that the exchange takes, see `reshard.cost`.
+        """Estimate the seconds that the exchange takes, see `reshard.cost`.
 
         Raises:
             PlanError: a plan without a dtype.
-            LayoutError: a rank that the topology has not, or a link that it does not know.
+            LayoutError: a rank outside the topology, or a link of unknown speed.
         """
         if self.dtype is None:
             raise PlanError(
@@ -158,11 +157,11 @@ class Plan(Interned):
         return self.job.estimate(topology)
 
     def verify(self, transfers: Transfers | None = None) -> None:
-        """Check the transfers of this plan, or the given ones, against the two layouts.
+        """Check `transfers`, by default those of this plan, against the two layouts.
 
         Raises:
-            PlanError: a box that is missing, doubled, misplaced, or sent by a rank that has
-                it not, or that the receiver held already; or more that moves than must.
+            PlanError: a box that is missing, duplicated, misplaced, sent by a rank that does not
+                hold it, or held by the receiver already; or more elements that move than must.
         """
         if transfers is not None:
             check_type(transfers, Transfers, "transfers", "such as plan.transfers", PlanError)
@@ -174,10 +173,10 @@ class Plan(Interned):
         out: Mapping[int, Array] | None = None,
         threads: int | None = None,
     ) -> dict[int, Array]:
-        """Carry the plan out on arrays in this process: `{rank: array}` to `{rank: array}`.
+        """Run the plan on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        Writes to the arrays in `out` where they are given, by at most `threads` threads; one
-        for each processor when None. See `reshard.plans.run.run_change`.
+        Writes to the arrays in `out` if given, with at most `threads` threads, by default one
+        per processor. See `reshard.plans.run.run_change`.
         """
         return run_change(self.change, shards, out, threads, self.dtype)
 
@@ -199,12 +198,12 @@ def plan(
     *,
     shape: Sequence[int] | None = None,
 ) -> Plan:
-    """The cheapest movement from one layout to another of the same shape.
+    """Return the cheapest plan from a layout to another of the same shape.
 
     Args:
         source, target: layouts, or specs.
-        dtype: of the elements, when bytes are asked for: a name, or a NumPy or torch dtype.
-        shape: of the tensor, for specs; that of the other layout when None.
+        dtype: of the elements, required for bytes: a name, or a NumPy or torch dtype.
+        shape: of the tensor, for specs; by default the shape of the other layout.
 
     Raises:
         PlanError: layouts of different shapes, or specs without a shape.
@@ -215,30 +214,30 @@ def plan(
     >>> plan(spec(mesh, "tp, -"), spec(mesh, "-, tp"), "bfloat16", shape=(8, 8)).moved_bytes
     96
     """
-    given = {"source": source, "target": target}
-    # A spec is for any shape: it takes the given one, or that of the layout beside it.
-    known = [one.shape for one in given.values() if isinstance(one, Layout)]
-    size = check_ints(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
-    before, after = (_as_layout(name, one, size) for name, one in given.items())
+    ends = {"source": source, "target": target}
+    # A spec fits any shape: it takes that of the tensor, or of the other layout.
+    shapes = [end.shape for end in ends.values() if isinstance(end, Layout)]
+    size = check_ints(shape, "shape", PlanError) if shape is not None else next(iter(shapes), None)
+    before, after = (_as_layout(name, end, size) for name, end in ends.items())
     return Plan(before, after, None if dtype is None else as_dtype(dtype))
 
 
-def _as_layout(name: str, given: object, shape: tuple[int, ...] | None) -> Layout:
-    if isinstance(given, ShardingSpec):
+def _as_layout(name: str, value: object, shape: tuple[int, ...] | None) -> Layout:
+    if isinstance(value, ShardingSpec):
         if shape is None:
             raise PlanError(
-                f"the {name} is {given!r}, which is for tensors of any shape; give the tensor's: "
+                f"the {name} is {value!r}, which is for tensors of any shape; give the tensor's: "
                 "reshard.plan(source, target, shape=(4096, 4096))"
             )
-        return given.layout(shape)
-    if not isinstance(given, Layout):
+        return value.layout(shape)
+    if not isinstance(value, Layout):
         raise PlanError(
-            f"the {name} is {given!r}, neither a Layout nor a spec; make one: reshard.spec(mesh, "
+            f"the {name} is {value!r}, neither a Layout nor a spec; make one: reshard.spec(mesh, "
             "'tp, -').layout((4096, 4096))"
         )
-    if shape is not None and given.shape != shape:
+    if shape is not None and value.shape != shape:
         raise PlanError(
-            f"the {name} is of shape {list(given.shape)}, but the tensor of shape {list(shape)}; "
-            "both layouts must be of one tensor"
+            f"the {name} has shape {list(value.shape)}, but the tensor has shape {list(shape)}; "
+            "both layouts must be of the same tensor"
         )
-    return given
+    return value

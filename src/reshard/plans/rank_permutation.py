@@ -1,21 +1,21 @@
-"""Relabelling: the assignment of ranks to the target's places that keeps most bytes in place.
+"""Rank permutation: the assignment of ranks to target positions that keeps most bytes in place.
 
-A target says what each of its places holds; which rank stands at which place is often free.
-Then ranks can be assigned to places anew, once for all tensors of a job::
+A target defines what each of its positions holds. Which rank is at which position is often free, so
+ranks can be assigned to positions anew, for all tensors of a job together::
 
-    target place        0   1   2   3
-    holds already  0  | 8   0   4   0 |     place 0 -> rank 2, place 1 -> rank 0, ...
-                   1  | 0   4   0   8 |     the cells taken, one a row and a column,
-    (bytes, by     2  | 8   8   0   0 |     add up to the most that can stay
+    target position     0   1   2   3
+    held already   0  | 8   0   4   0 |     position 0 -> rank 2, position 1 -> rank 0, ...
+                   1  | 0   4   0   8 |     the selected cells, one in each row and column,
+    (bytes, by     2  | 8   8   0   0 |     have the largest sum of bytes that stay
      source rank)  3  | 0   0   4   4 |
 
-1. Added up over tensors, a matrix says how many bytes rank `i` holds of what place `j` needs
-   (see `overlap_matrix`).
-2. The best assignment is a linear one (Kuhn 1955; solved by scipy, after Crouse 2016).
-   Among those that keep equally many bytes, most ranks keep the place they had.
-3. With hosts to be respected, each host's places go to ranks of that host. Where
-   whole hosts may be exchanged, an assignment of hosts comes first: by the bytes that must
-   cross into them, then by the bytes that the best assignment within them keeps.
+1. A matrix, summed over tensors, has the bytes that rank `i` holds of position `j`'s elements
+   (`LayoutChange.overlap_elements`).
+2. The best assignment is a linear assignment (Kuhn 1955; solved by scipy, after Crouse 2016).
+   Among assignments that keep the same bytes, the one that moves the fewest ranks is taken.
+3. With a topology, the positions of each host go to ranks of that host. If whole hosts may be
+   exchanged, hosts are assigned first: by the bytes that must be sent into them, then by the bytes
+   that the best assignment within them keeps.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
 
-# Doubles are exact up to here, and so is what scipy does with whole numbers below it.
-_LARGEST_EXACT = 2**53
+# The largest integer that doubles, and so scipy, represent exactly.
+_MAX_EXACT = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class Relabelling:
-    """The rank that each rank's place in the target is given to, and what that saves.
+class RankPermutation:
+    """A permutation of the ranks of a target, and the bytes that it saves.
 
-    `rank_of` says for each old rank the new one; ranks that are not in it keep their number.
-    `kept_bytes` is what need not move, `kept_bytes_before` what need not move without it, both
-    of `needed_bytes`.
+    `rank_of` maps old ranks to new ones; ranks missing from it keep their number. Of
+    `needed_bytes`, `kept_bytes` stay in place with the permutation, `kept_bytes_before` without it.
     """
 
     rank_of: Mapping[int, int]
@@ -60,27 +59,27 @@ class Relabelling:
     def __post_init__(self) -> None:
         if set(self.rank_of) != set(self.rank_of.values()):
             raise PlanError(
-                f"ranks {dict(self.rank_of)} are no relabelling; each rank must be given once"
+                f"rank_of={dict(self.rank_of)} is not a permutation; each rank must occur once"
             )
         object.__setattr__(self, "rank_of", MappingProxyType(dict(self.rank_of)))
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that move when the target is relabelled."""
+        """Bytes that move with the permutation."""
         return self.needed_bytes - self.kept_bytes
 
     @property
     def moved_bytes_before(self) -> int:
-        """Bytes that move when it is not."""
+        """Bytes that move without it."""
         return self.needed_bytes - self.kept_bytes_before
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """A mesh of the target with its devices in the new order."""
+        """Return a mesh of the target with its devices in the new order."""
         devices = [self.rank_of.get(rank, rank) for rank in mesh.devices]
         return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
 
     def spec(self, spec: ShardingSpec) -> ShardingSpec:
-        """A sharding of the target on its mesh with the devices in the new order."""
+        """Return a sharding of the target on its mesh with the devices in the new order."""
         return ShardingSpec(
             self.mesh(spec.mesh),
             spec.dim_specs,
@@ -91,7 +90,7 @@ class Relabelling:
         )
 
     def layout(self, layout: Layout) -> Layout:
-        """A layout of the target with its slots, which are ranks, renumbered."""
+        """Return a layout of the target with its slots, which are ranks, renumbered."""
         renumbered = np.array([self.rank_of.get(slot, slot) for slot in range(layout.slots)])
         if not len(renumbered):
             return layout
@@ -107,10 +106,10 @@ class Relabelling:
         )
 
     def job(self, job: Job) -> Job:
-        """The job with every target relabelled.
+        """Return the job with every target relabelled.
 
         Raises:
-            PlanError: a target shard that is not in the memory of the rank of its number.
+            PlanError: a target shard that is not in the memory of the rank with its number.
         """
         return Job([self._item(item) for item in job.items], job.sources)
 
@@ -130,7 +129,7 @@ class Relabelling:
     def __repr__(self) -> str:
         moves = sum(1 for old, new in self.rank_of.items() if old != new)
         return (
-            f"<Relabelling of {moves} ranks: {self.moved_bytes} bytes move instead of "
+            f"<RankPermutation of {moves} ranks: {self.moved_bytes} bytes move instead of "
             f"{self.moved_bytes_before}>"
         )
 
@@ -141,71 +140,72 @@ def relabel(
     ranks: Iterable[int] | None = None,
     topology: Topology | None = None,
     exchange_hosts: bool = False,
-) -> Relabelling:
-    """The ranks to give the target's places to, so that most bytes of a whole job stay in place.
+) -> RankPermutation:
+    """Assign ranks to the target's positions so that most bytes of a job stay in place.
 
     Args:
-        job: a job between ranks, or one plan that has a dtype. All its targets are relabelled
-            alike, whatever meshes they are on.
-        ranks: those that may be part of the target, at least as many as it has; the target's
-            own ranks when None. Where those held nothing before, nothing can be kept, and
-            nothing is relabelled; a target that may shrink onto any of the old ranks is given
-            them here.
-        topology: when given, a place goes to a rank of the host it is on.
-        exchange_hosts: places that share a host of the topology may go to another together,
-            first so that the fewest bytes must go across hosts, then so that most stay.
+        job: a job between ranks, or a plan with a dtype. All its targets are relabelled in the
+            same way, whatever meshes they are on.
+        ranks: the ranks that may be in the target, at least as many as it has; by default the
+            target's own ranks. If they held nothing before, no bytes can be kept and no rank is
+            relabelled: pass the old ranks for a target that may shrink onto any of them.
+        topology: if given, a position is assigned to a rank of its host.
+        exchange_hosts: whether the positions of a host may go to another host together, to
+            minimize first the bytes sent between hosts, then the bytes that move.
 
     Raises:
         MissingExtraError: scipy is not installed.
-        PlanError: fewer ranks than places, on a host or in all; a plan without a dtype.
-        UsageError: hosts to exchange without a topology.
-        LayoutError: a rank that the topology has not.
+        PlanError: fewer ranks than positions, on a host or in total; a plan without a dtype.
+        UsageError: `exchange_hosts` without a topology.
+        LayoutError: a rank outside the topology.
 
-    A partial target of a partial source counts contributions as combined without relabelling.
+    A partial target of a partial source counts contributions as combined without the permutation.
 
     >>> import reshard
     >>> from reshard.dtypes import dtype
     >>> grids = reshard.DeviceMesh.of(p=2, q=4), reshard.DeviceMesh.of(p=4, q=2)
     >>> source, target = (reshard.spec(grid, "p@cyclic1, q@cyclic1") for grid in grids)
     >>> plan = reshard.plan(source.layout((8, 8)), target.layout((8, 8)), dtype="int8")
-    >>> found = relabel(plan)
-    >>> found.moved_bytes_before, found.moved_bytes
+    >>> permutation = relabel(plan)
+    >>> permutation.moved_bytes_before, permutation.moved_bytes
     (48, 32)
-    >>> better = found.mesh(grids[1])
+    >>> better = permutation.mesh(grids[1])
     >>> moved = reshard.spec(better, str(target)).layout((8, 8))
     >>> reshard.plan(source.layout((8, 8)), moved).moved_elements
     32
     """
     weights = _find_weights(job)
-    places = sorted({slot for plan in weights for slot in plan.target.holders})
-    candidates = places if ranks is None else sorted({int(rank) for rank in ranks})
+    positions = sorted({slot for plan in weights for slot in plan.target.holders})
+    candidates = positions if ranks is None else sorted({int(rank) for rank in ranks})
     if candidates and candidates[0] < 0:
-        raise PlanError(f"rank {candidates[0]} cannot be part of a target; ranks are 0 or more")
-    held = _count_kept_bytes(weights, max([*places, *candidates], default=-1) + 1)
+        raise PlanError(f"rank {candidates[0]} in ranks: expected integers of at least 0")
+    held = _count_kept_bytes(weights, max([*positions, *candidates], default=-1) + 1)
     if topology is not None:
-        given = _assign_within_hosts(weights, held, places, candidates, topology, exchange_hosts)
+        assigned = _assign_within_hosts(
+            weights, held, positions, candidates, topology, exchange_hosts
+        )
     elif exchange_hosts:
-        raise UsageError("exchange_hosts without a topology; say which ranks share a host")
+        raise UsageError("exchange_hosts=True without a topology; give the hosts of the ranks")
     else:
-        given = _assign_ranks(held, places, candidates)
+        assigned = _assign_ranks(held, positions, candidates)
     needed = sum(weight * plan.needed_elements for plan, weight in weights.items())
-    return Relabelling(
-        _complete(given, {*places, *candidates}),
-        sum(int(held[rank, place]) for place, rank in given.items()),
-        sum(int(held[place, place]) for place in places),
+    return RankPermutation(
+        _complete(assigned, {*positions, *candidates}),
+        sum(int(held[rank, position]) for position, rank in assigned.items()),
+        sum(int(held[position, position]) for position in positions),
         needed,
     )
 
 
 def _find_weights(job: Job | Plan) -> dict[LayoutChange, int]:
-    """The bytes that one element of each geometry stands for."""
+    """Return the bytes of an element of each layout change, summed over tensors."""
     if not isinstance(job, Job | Plan):
-        raise PlanError(f"{job!r} is no job; give a Job, or a plan with a dtype")
+        raise PlanError(f"{job!r} is not a job; give a Job, or a plan with a dtype")
     weights: dict[LayoutChange, int] = {}
     if isinstance(job, Plan):
         if job.dtype is None:
             raise PlanError(
-                "relabelling for a plan without a dtype; give one: reshard.plan(source, target, "
+                "relabel for a plan without a dtype; give one: reshard.plan(source, target, "
                 "dtype='bfloat16')"
             )
         return {job.change: job.dtype.itemsize_bytes}
@@ -215,11 +215,11 @@ def _find_weights(job: Job | Plan) -> dict[LayoutChange, int]:
 
 
 def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
-    """Bytes that a rank holds of what a place needs: shape `(ranks, ranks)`."""
+    """Count the bytes that a rank holds of the elements of a position: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
         kept = plan.overlap_elements()
-        # Ranks that no place may be given to are left out: they keep nothing.
+        # Ranks that no position may be assigned to are left out.
         rows, columns = min(ranks, kept.shape[0]), min(ranks, kept.shape[1])
         total[:rows, :columns] += weight * kept[:rows, :columns]
     return total
@@ -228,21 +228,21 @@ def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArr
 def _assign_within_hosts(
     weights: Mapping[LayoutChange, int],
     kept: IntArray,
-    places: list[int],
+    positions: list[int],
     ranks: list[int],
     topology: Topology,
     exchange_hosts: bool,
 ) -> dict[int, int]:
-    """The rank for each place, where places that share a host go on sharing one."""
-    groups, homes = _group_by_host(places, topology), _group_by_host(ranks, topology)
+    """Return the rank of each position, such that positions on the same host stay on one host."""
+    groups, homes = _group_by_host(positions, topology), _group_by_host(ranks, topology)
     if not exchange_hosts:
         home_of = {host: host for host in groups}
     else:
         home_of = _choose_homes(weights, kept, groups, homes, topology)
-    given: dict[int, int] = {}
+    assigned: dict[int, int] = {}
     for host, home in home_of.items():
-        given |= _assign_ranks(kept, groups[host], homes.get(home, []), f" on host {host}")
-    return given
+        assigned |= _assign_ranks(kept, groups[host], homes.get(home, []), f" on host {host}")
+    return assigned
 
 
 def _group_by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]:
@@ -259,26 +259,26 @@ def _choose_homes(
     homes: dict[int, list[int]],
     topology: Topology,
 ) -> dict[int, int]:
-    """The host that the places of each host go to."""
+    """Return the host that the positions of each host are moved to."""
     if len(homes) < len(groups):
         raise PlanError(
-            f"ranks on {len(homes)} hosts for places on {len(groups)} hosts; give ranks on at "
+            f"ranks on {len(homes)} hosts for positions on {len(groups)} hosts; give ranks on at "
             "least as many hosts"
         )
     crossing = sum(
         (weight * crossing_elements(plan, topology) for plan, weight in weights.items()),
         np.zeros((topology.hosts, topology.hosts), dtype=np.int64),
     )[np.ix_(list(groups), list(homes))]
-    # `stays[i, j]`: bytes that stay when the places of host `i` go to host `j`; -1 where that has
+    # `stays[i, j]`: bytes that stay if the positions of host `i` go to host `j`; -1 if host `j` has
     # too few ranks.
     stays = np.full(crossing.shape, -1, dtype=np.int64)
     for i, group in enumerate(groups.values()):
         for j, home in enumerate(homes.values()):
             if len(group) <= len(home):
-                given = _assign_ranks(kept, group, home)
-                stays[i, j] = sum(int(kept[rank, place]) for place, rank in given.items())
+                assigned = _assign_ranks(kept, group, home)
+                stays[i, j] = sum(int(kept[rank, position]) for position, rank in assigned.items())
     fits = stays >= 0
-    # In this order: as many as possible must fit, the fewest bytes cross, the most stay.
+    # Lexicographically: maximize the hosts that fit, minimize crossing bytes, maximize kept bytes.
     worth = _rank_worths(
         fits.astype(np.int64), _rank_worths(crossing.max(initial=0) - crossing, stays)
     )
@@ -286,19 +286,19 @@ def _choose_homes(
     for i, j in chosen:
         if not fits[i, j]:
             raise PlanError(
-                f"the {len(list(groups.values())[i])} places on host {list(groups)[i]} find no "
-                "host with as many ranks left; give more ranks"
+                f"no host has {len(list(groups.values())[i])} ranks left for the positions on host "
+                f"{list(groups)[i]}; give more ranks"
             )
     return {list(groups)[i]: list(homes)[j] for i, j in chosen}
 
 
 def _rank_worths(first: IntArray, second: IntArray) -> IntArray:
-    """Worths of assignments that compare by the sum of `first`, and then by that of `second`."""
-    # One number for both: `first` in steps that all of `second` together cannot reach. Common
-    # divisors go, so that the numbers stay exact for scipy.
+    """Combine worths so that assignments compare by the sum of `first`, then of `second`."""
+    # `first` is scaled beyond the sum of all of `second`. Common divisors are divided out, so that
+    # the numbers stay exact for scipy.
     second = second - second.min(initial=0)
     first, second = (
-        some // max(int(np.gcd.reduce(some, axis=None)), 1) for some in (first, second)
+        worth // max(int(np.gcd.reduce(worth, axis=None)), 1) for worth in (first, second)
     )
     room = int(second.max(initial=0)) * len(second) + 1
     _check_exact(int(first.max(initial=0)) * room + room, len(second))
@@ -306,35 +306,35 @@ def _rank_worths(first: IntArray, second: IntArray) -> IntArray:
     return both
 
 
-def _check_exact(worth: int, places: int) -> None:
-    if worth * 4 * max(places, 1) >= _LARGEST_EXACT:
+def _check_exact(worth: int, positions: int) -> None:
+    if worth * 4 * max(positions, 1) >= _MAX_EXACT:
         raise PlanError(
-            f"assignments of {places} places worth up to {worth} units each cannot be compared "
-            "exactly; relabel by some of the tensors"
+            f"assignments of {positions} positions worth up to {worth} units each cannot be "
+            "compared exactly; relabel by some of the tensors"
         )
 
 
 def _assign_ranks(
-    kept: IntArray, places: list[int], ranks: list[int], where: str = ""
+    kept: IntArray, positions: list[int], ranks: list[int], where: str = ""
 ) -> dict[int, int]:
-    """The rank for each place that keeps the most bytes."""
-    if len(ranks) < len(places):
+    """Return the rank of each position such that most bytes are kept."""
+    if len(ranks) < len(positions):
         raise PlanError(
-            f"{len(ranks)} ranks {ranks[:8]} for {len(places)} places {places[:8]} of the target"
-            f"{where}; give at least as many ranks as places"
+            f"{len(ranks)} ranks {ranks[:8]} for {len(positions)} positions {positions[:8]} of the "
+            f"target{where}; give at least as many ranks as positions"
         )
-    same = np.array(places)[:, None] == np.array(ranks)
-    chosen = _solve_assignment(kept[np.ix_(ranks, places)].T, same) if places else []
-    return {places[i]: ranks[j] for i, j in chosen}
+    same = np.array(positions)[:, None] == np.array(ranks)
+    chosen = _solve_assignment(kept[np.ix_(ranks, positions)].T, same) if positions else []
+    return {positions[i]: ranks[j] for i, j in chosen}
 
 
 def _solve_assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """For each row a column of its own, worth most in all, and then most often the `same`."""
+    """Return a distinct column for each row, with maximum total worth, then most often `same`."""
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
         raise MissingExtraError(
-            "relabelling needs scipy, which is not installed; install it with: "
+            "relabel needs scipy, which is not installed; install it with: "
             "pip install 'reshard[planning]'"
         ) from error
     rows, columns = linear_sum_assignment(_rank_worths(worth, same.astype(np.int64)), maximize=True)
@@ -342,11 +342,7 @@ def _solve_assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[in
 
 
 def _complete(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
-    """The assignment with the ranks that it leaves out added: each keeps its number where that is
-    free.
-    """
-    # Ranks whose places were not asked about take the numbers that are left, so that the result is
-    # a permutation.
+    """Extend the assignment to a permutation; remaining ranks keep their number if it is free."""
     free = ranks - set(rank_of.values())
     left = ranks - set(rank_of)
     kept = free & left

@@ -1,9 +1,9 @@
 """Execution of plans and jobs on arrays in one process.
 
-Nothing is sent between arrays of one process, so the result depends only on the two layouts:
-what a rank holds stays, and the rest is copied from any rank that holds it. A plan or a
-job is executed as the changes of its tensors. Only stages, which forward what other ranks have
-received, need copies of their own.
+Nothing is sent between the arrays of a process, so the result depends only on the two layouts: a
+rank keeps the elements that it holds, and the others are copied from any rank that holds them. A
+plan or a job is run as the layout changes of its tensors. Only staged jobs, which forward received
+elements, need copies stage by stage.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NamedChange = tuple[str, DType, LayoutChange]
 
 
 def copies_of_change(change: LayoutChange) -> TensorCopies:
-    """The copies of a change of layouts, for the engine."""
+    """Return the copies of a layout change, for the engine."""
     return TensorCopies(
         change.source,
         change.target,
         change.combines,
         change.scale,
-        # Found only when the engine asks, after all arrays have been checked.
+        # Computed when the engine needs them, after all arrays have been checked.
         lambda: (CopyColumns.of_routes(change.routes, change.pieces),),
     )
 
@@ -43,27 +43,26 @@ def run_change(
     threads: int | None = None,
     dtype: DType | None = None,
 ) -> dict[int, Array]:
-    """The target's shards, from the source's.
+    """Return the shards of the target, copied from those of the source.
 
     Args:
-        change: what to do.
-        shards: for every source slot that holds something, its array: of the slot's local
-            shape (`change.source.local_shape(slot)`), all of one dtype and kind.
-        out: arrays to write to, one for every target slot that holds something: of its local
-            shape, and of the sources' dtype and kind. New arrays are made when None, which
-            takes about twice as long, and more where memory has to come from a virtual
-            machine's host: the system has to find and clear it first.
-        threads: how many copy at most; one for each processor when None. The result is the
-            same for any number.
-        dtype: what the arrays have to be of; anything when None.
+        change: from the source layout to the target layout.
+        shards: the array of every non-empty source slot: of the slot's local shape
+            (`change.source.local_shape(slot)`), all of the same dtype and array library.
+        out: arrays to write to, one for every non-empty target slot: of its local shape, and of
+            the dtype and library of the sources. By default new arrays are allocated, which takes
+            about twice as long, and more if a virtual machine has to get memory from its host.
+        threads: the maximum number of threads; by default one per processor. The result does not
+            depend on it.
+        dtype: that the arrays must have, or None for any.
 
     Returns:
-        For every target slot that holds something its array: that of `out`, or a new one.
+        The array of every non-empty target slot, from `out` if given.
 
     Raises:
         ShardError: an array that is missing, has another shape or dtype, or is on a device; an
-            array of `out` that cannot be written, or that shares memory with another.
-        PlanError: a source that leaves out an element.
+            array of `out` that is read-only or shares memory with another.
+        PlanError: an element that no source slot holds.
         UsageError: fewer than one thread.
 
     >>> import numpy as np
@@ -75,12 +74,12 @@ def run_change(
     >>> run_change(change, shards)[1].tolist()
     [[2, 3], [6, 7]]
     >>> whole = np.zeros((2, 4), int)
-    >>> found = run_change(change, shards, {0: whole[:, :2], 1: whole[:, 2:]})
+    >>> _ = run_change(change, shards, {0: whole[:, :2], 1: whole[:, 2:]})
     >>> whole.tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    (found,) = run([(copies_of_change(change), TensorArrays(shards, out, dtype))], threads)
-    return found
+    (arrays,) = run([(copies_of_change(change), TensorArrays(shards, out, dtype))], threads)
+    return arrays
 
 
 def run_changes(
@@ -89,18 +88,18 @@ def run_changes(
     out: Mapping[str, Mapping[int, Any]] | None = None,
     threads: int | None = None,
 ) -> dict[str, dict[int, Any]]:
-    """The target's arrays of every tensor, from the source's: `{name: {rank: array}}`.
+    """Return the target's arrays of every tensor as `{name: {rank: array}}`.
 
     Args:
         changes: the name, the dtype and the change of every tensor.
-        arrays: for every tensor and source rank that holds something, its array.
+        arrays: the array of every tensor and every non-empty source rank.
         out: arrays to write to, for every tensor and target rank, as in `run_change`.
-        threads: how many copy at most, all tensors together; one for each processor when None.
+        threads: the maximum number of threads for all tensors; by default one per processor.
 
     Raises:
         ShardError: a tensor or an array that is missing, or has another shape or dtype; an
-            array of `out` that cannot be written, or shares memory with one of any tensor.
-        PlanError: a source that leaves out an element.
+            array of `out` that is read-only or shares memory with another.
+        PlanError: an element that no source slot holds.
         UsageError: fewer than one thread.
 
     >>> import numpy as np
@@ -120,9 +119,9 @@ def run_stages(
     stages: Callable[[int], Iterable[Transfers]],
     arrays: Mapping[str, Mapping[int, Any]],
 ) -> dict[str, dict[int, Any]]:
-    """The target's arrays by the transfers of stages: `stages(number)` are those of a tensor.
+    """Return the target's arrays, where `stages(number)` are the transfers of a tensor by stage.
 
-    The first fill target arrays from source arrays, the next from target arrays.
+    The first stage copies from source arrays, the next ones from target arrays.
     """
     copies = [
         (name, dtype, _copies_of_stages(change, partial(stages, number)))
@@ -176,17 +175,16 @@ def run_rank(
     shards: Mapping[int, Array],
     before_copy: Callable[[], None] = lambda: None,
 ) -> tuple[Array, int]:
-    """The array of a target rank that holds something, and how many elements were copied to it.
+    """Return the array of a non-empty target rank, and the number of elements copied to it.
 
-    A job may be carried out rank by rank: each target rank's arrays follow from the source's
-    alone, so that ranks can be treated at the same time, or in different processes, and only
-    those sources are read that the rank gets something from.
+    A job can be run rank by rank, concurrently or in several processes, because the arrays of a
+    target rank depend only on those of the source. Only the sources that it needs are read.
 
     Args:
         change: of the tensor, whose arrays were checked (`reshard.execution.memory`).
-        rank: whose array is wanted.
-        shards: the arrays of the source's ranks; only read.
-        before_copy: called before every copy; what it raises ends the work.
+        rank: of the target.
+        shards: the arrays of the source's ranks, which are only read.
+        before_copy: called before every copy; an exception that it raises propagates.
 
     >>> import numpy as np
     >>> from reshard import DeviceMesh, Layout, spec
@@ -194,7 +192,7 @@ def run_rank(
     >>> run_rank(LayoutChange(Layout.replicated((4,), 1), halves), 1, {0: np.arange(4)})
     (array([2, 3]), 2)
     """
-    # Only what ends on this rank is planned, so ranks can be treated apart.
+    # Only the routes into this rank are planned.
     routes = change.routes_into(rank)
     columns = CopyColumns.of_routes(routes, change.pieces_of(routes))
     copies = TensorCopies(

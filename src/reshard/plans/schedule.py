@@ -1,28 +1,27 @@
-"""Messages of an exchange between ranks: their sizes, what travels in each, and their order.
+"""The schedule of an exchange: messages, their sizes and order, batches, and pipelines of stages.
 
-Both ends of a message find the same, from what both know of a plan, so nothing but elements is
-sent. How large messages are follows from the limit of memory (`limit_message_bytes`).
+Both ends of a message derive the same schedule from what both know of a plan, so only elements are
+sent. The size of messages follows from the memory limit (`limit_message_bytes`).
 
-1. The pieces between two ranks are taken in the order of their place in the tensor
+1. The pieces between two ranks are listed in the order of their offset in the tensor
    (`order_transfers`).
-2. Small pieces are packed together, each at an aligned place; one larger than a message is cut
-   into messages of its own (`group_pieces`).
-3. All messages of an exchange have one order, which both ends of each know (`order_message`):
-   contributions by their order of combination, then the first few of all pairs before the next of
-   any, then those to the next rank before those to the one behind it. Ranks that treat theirs in
-   this order, with room for one at least, never wait for each other in a ring.
-4. Where the contributions to every region are cut alike (`are_cut_alike`), all of a region may
-   travel before the next region does, so that it is combined while it is in a cache::
+2. Small pieces are packed together, each at an aligned offset. A piece larger than a message is
+   split into messages of its own (`group_pieces`).
+3. All messages of an exchange have a total order that both ends know (`order_message`):
+   contributions in the order in which they are combined, then the first few messages of all pairs
+   before the next of any, then those to the next rank before those to the rank after it. Ranks
+   that process their messages in this order, with room for at least one, never deadlock.
+4. If the contributions to every region are split alike (`are_cut_alike`), all of a region may be
+   sent before the next region, so that it is combined while it is in a cache::
 
        order of messages    region 0 of ranks 1, 2, 3 | region 1 of ranks 1, 2, 3 | ...
 
-5. What needs memory beside its messages waits in batches, one after another in the same memory
-   (`fill_batches`).
+5. Tensors that need memory besides their messages wait in batches, which use the same memory one
+   after another (`fill_batches`).
 
-Pipelines of stages: parts of a tensor are forwarded while the next ones arrive.
-
-A staged transfer is divided into parts, each of which goes through the stages one step after the
-previous part. So data moves between hosts and within hosts at the same time::
+The stages of a hierarchical job run as a pipeline. Tensors are divided into parts, each of which
+goes through a stage some steps after the previous stage, so data moves between hosts and within
+hosts at the same time::
 
     step          0           1           2           3
     exchange      part 0      part 1      part 2
@@ -51,30 +50,30 @@ from reshard.runs import IntArray
 
 Bytes = TypeVar("Bytes", int, IntArray)
 
-# Every piece in a packed message begins where any dtype may.
+# Pieces in a packed message begin at offsets that are aligned for any dtype.
 ALIGNMENT_BYTES = 16
-# The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or
+# The maximum size of a message. Smaller messages would be in a nearer cache when they are sent or
 # unpacked, but gloo takes about 0.1 ms of processor time for each.
 MESSAGE_BYTES = 1 << 22
-# The same between ranks that share memory: what is packed is mostly in a cache when it is unpacked.
+# The same between ranks that share memory, so that packed bytes are still cached when unpacked.
 NEAR_MESSAGE_BYTES = 1 << 21
-# Pieces as large as this are not worth packing with others.
+# Pieces of at least this size are not packed with others.
 LARGE_PIECE_BYTES = 1 << 18
-# The fewest messages that have to fit in a limit: two in each direction.
-_LEAST_MESSAGES = 4
-# Each message takes about 0.1 ms, whatever its bytes. Smaller ones than these are refused where
-# they would be more than so many.
-SMALL_MESSAGE_BYTES, MOST_SMALL_MESSAGES = 1 << 16, 1 << 14
+# The minimum number of messages that must fit in a limit: two in each direction.
+_MIN_MESSAGES = 4
+# Each message takes about 0.1 ms, whatever its size. A limit is refused if it leads to more
+# messages than this that are smaller than this.
+SMALL_MESSAGE_BYTES, MAX_SMALL_MESSAGES = 1 << 16, 1 << 14
 
 
 def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) -> int:
-    """The most bytes of a message, so that enough of them for `peers` fit in a limit.
+    """Return the maximum size of a message such that enough messages for `peers` fit in a limit.
 
-    `moved_bytes` is what a rank sends, or receives, as far as it is known.
+    `moved_bytes` are the bytes that a rank sends or receives, as far as known.
 
     Raises:
-        UsageError: a limit that is no whole number, that has no room for the smallest messages, or
-            for so small ones only that the time for each is what counts.
+        UsageError: a limit that is not an integer, that has no room for the smallest messages, or
+            only for messages so small that latency dominates.
 
     >>> limit_message_bytes(64 << 20) == MESSAGE_BYTES
     True
@@ -82,29 +81,30 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     16
     """
     extra_bytes = check_int(extra_bytes, "extra_bytes")
-    places = _LEAST_MESSAGES * max(peers, 1)
-    each = extra_bytes // places // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    least_each = min(align(-(-moved_bytes // MOST_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)
-    least = places * max(least_each, ALIGNMENT_BYTES)
+    messages = _MIN_MESSAGES * max(peers, 1)
+    each = extra_bytes // messages // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    min_each = min(align(-(-moved_bytes // MAX_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)
+    min_bytes = messages * max(min_each, ALIGNMENT_BYTES)
     if each < ALIGNMENT_BYTES:
         raise UsageError(
-            f"extra_bytes={extra_bytes}: too little to send and receive with; give at least {least}"
+            f"extra_bytes={extra_bytes}: too little to send and receive with; give at least "
+            f"{min_bytes}"
         )
-    if each < least_each:
+    if each < min_each:
         raise UsageError(
-            f"extra_bytes={extra_bytes}: {moved_bytes} bytes would travel in messages of {each}, "
-            f"each of which takes about 0.1 ms; give at least {least}"
+            f"extra_bytes={extra_bytes}: {moved_bytes} bytes would be sent in messages of {each}, "
+            f"each of which takes about 0.1 ms; give at least {min_bytes}"
         )
     return min(each, MESSAGE_BYTES)
 
 
 def align(size_bytes: Bytes) -> Bytes:
-    """The next multiple of the alignment, or those of an array."""
+    """Round up to a multiple of the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def order_transfers(rows: Transfers) -> list[int]:
-    """The rows in the order both ends of a message list them."""
+    """Return the rows in the order in which both ends of a message list them."""
     columns = [rows.target_cell, rows.source_cell, rows.order, *rows.start.T[::-1]]
     order: list[int] = np.lexsort(columns).tolist()
     return order
@@ -113,30 +113,28 @@ def order_transfers(rows: Transfers) -> list[int]:
 def group_pieces(
     sizes_bytes: Sequence[int], message_bytes: int
 ) -> tuple[list[list[int]], list[int]]:
-    """The pieces that travel together, message by message, and those that travel alone, by number.
+    """Return the numbers of the pieces packed in each message, and of the pieces sent alone.
 
-    The messages of those that travel together come first. One that travels alone is cut into as
-    many messages as it needs.
-
+    Packed messages are sent first. A piece sent alone is split into as many messages as it needs.
     >>> group_pieces([40, 1 << 20, 40, 40], 112)
     ([[0, 2], [3]], [1])
     """
     large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
     if len(sizes_bytes) == 1:
-        # A tensor alone mostly has one piece for each other rank.
+        # A job of a single tensor usually has one piece for each other rank.
         return ([], [0]) if sizes_bytes[0] >= large_bytes else ([[0]], [])
     sizes = np.array(sizes_bytes, dtype=np.int64)
     is_large = sizes >= large_bytes
     small = np.flatnonzero(~is_large)
-    # Where each begins, and ends, if all small ones lie one behind the other.
+    # The begin and end of each small piece if all are packed one after another.
     begin = np.concatenate(([0], np.cumsum(align(sizes[small]))))
     end = begin[:-1] + sizes[small]
     together: list[list[int]] = []
     first = 0
     while first < len(small):
-        behind = int(np.searchsorted(end, begin[first] + message_bytes, side="right"))
-        together.append(small[first:behind].tolist())
-        first = behind
+        stop = int(np.searchsorted(end, begin[first] + message_bytes, side="right"))
+        together.append(small[first:stop].tolist())
+        first = stop
     return together, np.flatnonzero(is_large).tolist()
 
 
@@ -149,16 +147,16 @@ def order_message(
     in_a_turn: int = 1,
     by_region: bool = False,
 ) -> tuple[int, ...]:
-    """The place of a message in the order of all, to sort by; no two messages have the same.
+    """Return the sort key of a message in the order of all messages; keys are unique.
 
     Args:
-        order: of its contributions.
-        number: among the messages of these contributions between its two ranks.
+        order: of its contribution.
+        number: among the messages of this contribution between its two ranks.
         sender, receiver: among `ranks`.
-        in_a_turn: how many messages go to one rank before those to another.
-        by_region: whether all contributions to a region travel before the next region does.
+        in_a_turn: how many messages are sent to a rank before those to another.
+        by_region: whether all contributions to a region are sent before the next region.
     """
-    # The next rank first, then the one behind it: all ranks send to different ones at a time.
+    # The next rank first, then the rank after it, so that all ranks send to different receivers.
     shift = (receiver - sender) % ranks
     if by_region:
         return (number, order, shift, sender)
@@ -167,9 +165,9 @@ def order_message(
 
 @functools.lru_cache(maxsize=256)
 def are_cut_alike(change: LayoutChange) -> bool:
-    """Whether each rank gets the same boxes of every contribution, each from one rank.
+    """Return whether each rank gets the same boxes of every contribution, each from a single rank.
 
-    Messages of one number then carry the same region of all contributions.
+    Messages with equal numbers then carry the same region of all contributions.
     """
     rows = change.transfers
     boxes: dict[int, dict[int, list[Any]]] = {}
@@ -181,48 +179,46 @@ def are_cut_alike(change: LayoutChange) -> bool:
         senders.add((receiver, order, int(rows.source_slot[row])))
     orders = len(set(rows.order.tolist()))
     is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
-    # To each receiver every order has one sender, and every sender one order.
+    # For each receiver, contributions and senders correspond one to one.
     by_order = {(receiver, order) for receiver, order, _ in senders}
     by_sender = {(receiver, sender) for receiver, _, sender in senders}
     return is_alike and len(by_order) == len(by_sender) == len(senders)
 
 
 def fill_batches(sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, int]:
-    """The batch of each name, from 0 up: in their order, as many in each as fit in the memory.
+    """Return the batch number of each name, filling batches in order up to a memory limit.
 
-    What does not fit by itself is alone.
-
+    A name that exceeds the limit by itself has its own batch.
     >>> fill_batches({"a": 6, "b": 4, "c": 1, "d": 11}, 10)
     {'a': 0, 'b': 0, 'c': 1, 'd': 2}
     """
-    found = {}
+    batches = {}
     number, filled_bytes = 0, 0
     for name, size_bytes in sizes_bytes.items():
         if filled_bytes and filled_bytes + size_bytes > limit_bytes:
             number, filled_bytes = number + 1, 0
         filled_bytes += size_bytes
-        found[name] = number
-    return found
+        batches[name] = number
+    return batches
 
 
-# Of how many parts messages are under way at once: so many have their latencies together.
+# The number of parts whose messages are in flight at once, so that their latencies overlap.
 PARTS_AT_ONCE = 16
-# The most parts, beyond which hardly anything is left to hide.
-_MOST_PARTS = 64
-# For how many bytes the latencies of a part's messages count where no link says so.
+# The maximum number of parts, beyond which hardly any time can be hidden.
+_MAX_PARTS = 64
+# The bytes as which the latencies of a part's messages count if link speeds are unknown.
 LATENCIES_COUNT_BYTES = 1 << 20
-# How many steps a part is in a stage behind the one before. No rank waits at the end of a step, so
-# these only say what goes first; a part that is late does not hold up the next few.
-STEPS_BEHIND = 2
-# How many parts of all other stages are still to come where the longest stage has ended. Receivers
-# have their pieces of a part at different times, and wait for each other as many steps as that.
-_PARTS_LEFT = 1 + STEPS_BEHIND
+# The number of steps between a part's stages. No rank waits at the end of a step, so steps only
+# order the messages; a late part does not delay the next few parts.
+STEPS_BETWEEN_STAGES = 2
+# The number of parts of all other stages that remain when the longest stage has ended. Receivers
+# get their pieces of a part at different times, and wait for each other as many steps.
+_PARTS_LEFT = 1 + STEPS_BETWEEN_STAGES
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpan:
-    """The parts of one tensor in a pipeline: `parts` of them, the first in step `first`.
-
+    """The parts of a tensor in a pipeline: `parts` of them, the first in step `first`.
     >>> list(divide_spans([100, 250, 50], 4))
     [PipelineSpan(first=0, parts=1), PipelineSpan(first=1, parts=3), PipelineSpan(first=3, parts=1)]
     """
@@ -232,25 +228,24 @@ class PipelineSpan:
 
 
 def count_parts(rest_s: float, latency_s: float) -> int:
-    """Into how many parts to cut what is moved, so that it takes least.
+    """Return the number of parts that minimizes the time of a pipeline.
 
-    Of `n` parts one takes `rest_s / n` beside the stage that takes longest, and all have
-    `n * latency_s / PARTS_AT_ONCE` of latencies; the sum is least where both are equal.
+    With `n` parts, the time besides the longest stage is `rest_s / n`, and latencies add
+    `n * latency_s / PARTS_AT_ONCE`. The sum is minimal if both are equal.
 
     Args:
-        rest_s: of the stages that may be beside the one that takes longest.
-        latency_s: of the messages of one part, in the same unit.
-
+        rest_s: the time of all stages but the longest.
+        latency_s: the latency of the messages of a part, in the same unit.
     >>> count_parts(rest_s=1.0, latency_s=0.01), count_parts(rest_s=0.0, latency_s=0.01)
     (40, 1)
     """
-    if latency_s * _MOST_PARTS**2 <= rest_s * PARTS_AT_ONCE:
-        return _MOST_PARTS if rest_s else 1
+    if latency_s * _MAX_PARTS**2 <= rest_s * PARTS_AT_ONCE:
+        return _MAX_PARTS if rest_s else 1
     return max(1, round(math.sqrt(rest_s * PARTS_AT_ONCE / latency_s)))
 
 
 def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
-    """The spans of tensors of some sizes, one behind the other in a pipeline of `parts` parts."""
+    """Yield the spans of tensors of given sizes, one after another in `parts` parts."""
     total, before = max(sum(sizes), 1), 0
     for size in sizes:
         first = min(before * parts // total, parts - 1)
@@ -260,14 +255,15 @@ def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
 
 
 def divide_pipelines(batches: Iterable[Mapping[str, int]], parts: int) -> dict[str, PipelineSpan]:
-    """The spans of tensors whose bytes are given by name, each batch in a pipeline of its own.
+    """Return the spans of tensors, with a pipeline for each batch of bytes by name.
 
-    `parts` are those of all batches as one; the parts of a share are the root of it as many.
+    `parts` is the number of parts of all batches together. A batch with a share of the bytes has
+    the square root of its share of them.
     """
-    given = list(batches)
-    total = sum(sum(batch.values()) for batch in given)
+    batches = list(batches)
+    total = sum(sum(batch.values()) for batch in batches)
     spans: dict[str, PipelineSpan] = {}
-    for batch in given:
+    for batch in batches:
         share = sum(batch.values()) / max(total, 1)
         of_batch = max(1, round(parts * math.sqrt(share)))
         spans |= dict(zip(batch, divide_spans([*batch.values()], of_batch), strict=True))
@@ -277,22 +273,21 @@ def divide_pipelines(batches: Iterable[Mapping[str, int]], parts: int) -> dict[s
 def list_steps(
     stages: Sequence[Transfers], shape: Sequence[int], span: PipelineSpan
 ) -> Iterator[tuple[int, int, Transfers]]:
-    """What moves in each step: `(step, stage, transfers)`, without those that are empty.
+    """Yield the transfers of each step as `(step, stage, transfers)`, without empty ones.
 
-    What stays on its rank is in the first step.
+    Elements that stay on their rank are in the first step.
     """
     for stage, transfers in enumerate(stages):
         for part, rows in enumerate(cut_parts(transfers, shape, span.parts)):
             if len(rows):
-                yield span.first + part + STEPS_BEHIND * stage, stage, rows
+                yield span.first + part + STEPS_BETWEEN_STAGES * stage, stage, rows
 
 
 def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[Transfers, ...]:
-    """Transfers of a tensor of `shape`, in parts; boxes alike are cut alike.
+    """Divide the transfers of a tensor of `shape` into parts, equal boxes in the same way.
 
-    A box is cut along its first dimension of at least as many indices. One without such a
-    dimension is whole in the part that its place in the tensor says.
-
+    A box is split along its first dimension of at least `parts` indices. A box without such a
+    dimension is whole, in the part that corresponds to its offset in the tensor.
     >>> rows = Transfers.joined([Transfers.none(2)])
     >>> [len(part) for part in cut_parts(rows, (4, 4), 3)]
     [0, 0, 0]
@@ -303,18 +298,18 @@ def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[T
     is_long = transfers.shape >= parts
     can_be_cut = is_long.any(axis=1) & ~transfers.stays
     dimension = is_long.argmax(axis=1)
-    # Boxes that are too small are spread by where they begin.
+    # Boxes that are too small are distributed by their offsets.
     strides = np.append(np.cumprod(np.asarray(shape[:0:-1], dtype=np.int64))[::-1], 1)
-    place = (transfers.start * strides[: len(shape)]).sum(axis=1)
-    whole = place * parts // max(int(np.prod(shape)), 1)
+    offset = (transfers.start * strides[: len(shape)]).sum(axis=1)
+    whole = offset * parts // max(int(np.prod(shape)), 1)
     whole[transfers.stays] = 0
-    found = []
+    narrowed = []
     for part in range(parts):
         chosen = rows[can_be_cut | (whole == part)]
-        found.append(
+        narrowed.append(
             _narrow(transfers.take(chosen), dimension[chosen], can_be_cut[chosen], part, parts)
         )
-    return tuple(found)
+    return tuple(narrowed)
 
 
 def _narrow(
@@ -340,13 +335,13 @@ def _narrow(
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """The seconds of stages of which many parts are under way at once.
+    """The seconds of stages that run as a pipeline of parts.
 
     Args:
-        call_s: before and after all of them.
-        longest_s: of what takes longest, which is there all the time.
-        rest_s: of all else, of which only the last few parts are not beside it.
-        latency_s: of the messages of one part, through all stages.
+        call_s: before and after all stages.
+        longest_s: of the longest stage, which runs all the time.
+        rest_s: of all other stages; all but their last few parts overlap with the longest.
+        latency_s: of the messages of a part, through all stages.
     """
 
     call_s: float
@@ -356,10 +351,10 @@ class PipelineTimes:
 
     @classmethod
     def of(cls, estimate: Estimate, across: Part) -> PipelineTimes:
-        """The times of stages that are estimated one after another.
+        """Return the times of stages that were estimated one after another.
 
-        All that crosses between hosts shares the ranks' links, whatever its stage: `across` is
-        that together, and the last stage is within hosts. What takes longer of both is longest.
+        All stages between hosts share the links of the ranks: `across` is the estimate of them
+        together. The last stage is within hosts.
         """
         moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
         latency_s = sum(part.latency_s for part in estimate.parts)
@@ -368,10 +363,10 @@ class PipelineTimes:
 
     @property
     def best_parts(self) -> int:
-        """In how many parts it takes least."""
+        """The number of parts with the least time."""
         return count_parts(_PARTS_LEFT * self.rest_s, self.latency_s)
 
     def in_parts(self, parts: int) -> float:
-        """The seconds in so many parts: `PARTS_AT_ONCE` of them have their latencies together."""
+        """Return the seconds with `parts` parts; the latencies of `PARTS_AT_ONCE` overlap."""
         left, at_once = min(parts, _PARTS_LEFT), -(-parts // PARTS_AT_ONCE)
         return self.call_s + self.longest_s + self.rest_s * left / parts + self.latency_s * at_once

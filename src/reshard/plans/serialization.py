@@ -1,26 +1,24 @@
-"""The JSON document of a job.
+"""Layouts, plans and jobs as JSON text, and back: `reshard.to_json` and `reshard.from_json`.
 
-Beside the tables and layouts of every document (`document`) it has::
+A document names its kind, so a single function reads all kinds. Packages above this one write and
+read their documents in modules of their own, which are loaded on first use.
+
+The document of a job has, besides the tables and layouts of every document (`documents`)::
 
     "plans": [plans, their layouts by number]
     "paths": [paths of files]
     "items": [[name, plan] or [name, plan, {...}]]
-    "sources": how senders are chosen; absent where they are balanced
+    "sources": how senders are selected; absent if balanced
 
-The object of an item says what is not as usual: its `dtype`, where the plan has another; and the
-bindings of its `source` and `target`, where slots are not the memories of the ranks of the same
-numbers. A binding's addresses are columns, in the order of its slots::
+The object of an item has its deviations from the default: its `dtype`, if not that of the plan, and
+the bindings of its `source` and `target`, if slots are not the memories of the ranks with the same
+numbers. The addresses of a binding are columns in the order of its slots::
 
     {"slots": [...]                          the slots that have addresses
-     "cells": [...]                          how many each has; 0 where it is one for all cells
-     "kinds": [...]                          0 a rank, 1 a file, 2 a name; absent when all alike
+     "cells": [...]                          the number of addresses; 0 for one shared by all cells
+     "kinds": [...]                          0 a rank, 1 a file, 2 a name; absent if all are equal
      "ranks": [...]  "paths": [...]  "starts": [...]  "names": [...]
      "views": {"slots", "cells", "offsets", "strides"}}
-
-Layouts, plans and jobs as JSON text, and back: `reshard.to_json` and `reshard.from_json`.
-
-A document says what it is, so there is one function to read them all. What stands above this
-package has its own module for its document, which is loaded when one is read or written.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from reshard.layout import Layout
 from reshard.plans.documents import (
     DocumentReader,
     DocumentWriter,
-    packed,
+    pack_column,
     read_dtype,
-    unpacked,
-    whole_number,
+    read_int,
+    unpack_column,
 )
 from reshard.plans.job import Job, JobItem
 from reshard.plans.plan import Plan
@@ -51,7 +49,7 @@ Value = TypeVar("Value")
 
 
 def write_job(job: Job) -> str:
-    """A job as a JSON document, the same for equal jobs."""
+    """Write a job as a JSON document, equal for equal jobs."""
     writer = DocumentWriter()
     plans: dict[tuple[LayoutChange, DType], int] = {}
     paths: dict[str, int] = {}
@@ -59,7 +57,7 @@ def write_job(job: Job) -> str:
     for item in job.items:
         special: dict[str, Any] = {}
         for side, binding in (("source", item.source), ("target", item.target)):
-            # The usual binding is left out, and made again when the document is read.
+            # The default binding is left out.
             if binding != Binding.to_ranks(binding.layout):
                 special[side] = _write_binding(binding, paths)
         number = plans.setdefault((item.change, item.dtype), len(plans))
@@ -75,10 +73,10 @@ def write_job(job: Job) -> str:
 
 
 def read_job(reader: DocumentReader) -> Job:
-    """The job of a document.
+    """Read the job of a document.
 
     Raises:
-        ReshardError: another document: NotationError, or what building such a job raises.
+        ReshardError: NotationError for an invalid document, or the errors of an invalid job.
     """
     plans = reader.all_of("plans", reader.change)
     paths = reader.all_of("paths", _check_text)
@@ -118,20 +116,20 @@ def _write_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
     written, addresses = _write_slots(slots, [binding.addresses[slot] for slot in slots])
     kinds = [_kind(address) for address in addresses]
     if len(set(kinds)) > 1:
-        written["kinds"] = packed(kinds)
-    files = [one for one in addresses if isinstance(one, FileRange)]
+        written["kinds"] = pack_column(kinds)
+    files = [address for address in addresses if isinstance(address, FileRange)]
     columns: dict[str, list[Any]] = {
-        "ranks": packed(one.rank for one in addresses if isinstance(one, RankMemory)),
-        "paths": packed(paths.setdefault(one.path, len(paths)) for one in files),
-        "starts": packed(one.start_bytes for one in files),
-        "names": [one.name for one in addresses if isinstance(one, TensorName)],
+        "ranks": pack_column(memory.rank for memory in addresses if isinstance(memory, RankMemory)),
+        "paths": pack_column(paths.setdefault(file.path, len(paths)) for file in files),
+        "starts": pack_column(file.start_bytes for file in files),
+        "names": [tensor.name for tensor in addresses if isinstance(tensor, TensorName)],
     }
     written |= {name: column for name, column in columns.items() if column}
     if binding.views:
         slots = sorted(binding.views)
         of_views, views = _write_slots(slots, [binding.views[slot] for slot in slots])
-        of_views["offsets"] = packed(view.offset for view in views)
-        of_views["strides"] = packed(stride for view in views for stride in view.strides)
+        of_views["offsets"] = pack_column(view.offset for view in views)
+        of_views["strides"] = pack_column(stride for view in views for stride in view.strides)
         written["views"] = of_views
     return written
 
@@ -145,11 +143,11 @@ def _kind(address: Address) -> int:
 def _write_slots(
     slots: list[int], values: Sequence[Value | tuple[Value, ...]]
 ) -> tuple[dict[str, Any], list[Value]]:
-    """Which slots have how many values, and all values end to end."""
-    written: dict[str, Any] = {"slots": packed(slots)}
+    """Return the slots with the number of values of each, and all values in a list."""
+    written: dict[str, Any] = {"slots": pack_column(slots)}
     counts = [len(value) if isinstance(value, tuple) else 0 for value in values]
     if any(counts):
-        written["cells"] = packed(counts)
+        written["cells"] = pack_column(counts)
     flat: list[Value] = []
     for value in values:
         flat += value if isinstance(value, tuple) else (value,)
@@ -157,7 +155,7 @@ def _write_slots(
 
 
 class _BindingReader:
-    """Reads one binding."""
+    """A reader of a binding."""
 
     def __init__(
         self, reader: DocumentReader, value: Any, where: str, layout: Layout, paths: list[str]
@@ -168,7 +166,7 @@ class _BindingReader:
         self._layout, self._paths = layout, paths
 
     def binding(self) -> Binding:
-        """The binding. Raises NotationError, or LayoutError where it does not fit the layout."""
+        """Return the binding. Raises NotationError, or LayoutError if it is not of the layout."""
         addresses = self._by_slot(self._value, self._addresses(), "addresses")
         views: dict[int, Any] = {}
         if "views" in self._value:
@@ -177,12 +175,12 @@ class _BindingReader:
         return Binding(self._layout, addresses, views)
 
     def _column(self, of: dict[str, Any], name: str) -> list[int]:
-        numbers: list[int] = unpacked(of.get(name, []), f"{self._where}.{name}").tolist()
+        numbers: list[int] = unpack_column(of.get(name, []), f"{self._where}.{name}").tolist()
         return numbers
 
     def _addresses(self) -> list[Address]:
         ranks = [
-            RankMemory(whole_number(rank, f"{self._where}.ranks", 0))
+            RankMemory(read_int(rank, f"{self._where}.ranks", 0))
             for rank in self._column(self._value, "ranks")
         ]
         paths = [
@@ -193,12 +191,12 @@ class _BindingReader:
         if len(starts) != len(paths):
             raise NotationError(f"{self._where}: {len(starts)} starts for {len(paths)} paths")
         files = [
-            FileRange(path, whole_number(start, f"{self._where}.starts", 0))
+            FileRange(path, read_int(start, f"{self._where}.starts", 0))
             for path, start in zip(paths, starts, strict=True)
         ]
         names = self._reader.field("names", list, [], self._value)
         named = [TensorName(_check_text(name, f"{self._where}.names")) for name in names]
-        # Each kind of address has columns of its own; `kinds` says in which order they alternate.
+        # Each kind of address has its own columns; `kinds` is the kind of each address in order.
         of_kind: dict[int, Iterator[Address]] = {
             _RANK: iter(ranks),
             _FILE: iter(files),
@@ -209,14 +207,14 @@ class _BindingReader:
             kinds: Iterable[int] = self._column(self._value, "kinds")
         else:
             kinds = [_RANK] * len(ranks) + [_FILE] * len(files) + [_NAME] * len(named)
-        found = [
+        addresses = [
             address
             for kind in kinds
             if (address := next(of_kind.get(kind, iter(())), None)) is not None
         ]
-        if len(found) != total or len(found) != len(list(kinds)):
+        if len(addresses) != total or len(addresses) != len(list(kinds)):
             raise NotationError(f"{self._where}: the kinds are not those of its {total} addresses")
-        return found
+        return addresses
 
     def _views(self, of_views: dict[str, Any]) -> list[View]:
         offsets, strides = (self._column(of_views, name) for name in ("offsets", "strides"))
@@ -236,7 +234,7 @@ class _BindingReader:
     ) -> dict[int, Value | tuple[Value, ...]]:
         slots = self._column(of, "slots")
         counts = self._column(of, "cells") if "cells" in of else [0] * len(slots)
-        # A count of 0 stands for one value for the whole slot, and not for a tuple of none.
+        # A count of 0 is a single value for the whole slot, not an empty tuple.
         rising = all(a < b for a, b in itertools.pairwise(slots))
         if not rising or len(counts) != len(slots) or min(counts, default=0) < 0:
             raise NotationError(f"{self._where}: the {what} need rising slots and a count for each")
@@ -250,11 +248,9 @@ class _BindingReader:
 
 
 def to_json(value: Layout | Plan | Job | Any) -> str:
-    """A layout, a plan, a job or an engine's layout as a short JSON document, the same for equal
-    ones.
+    """Write a layout, a plan, a job or an engine's layout as a compact JSON document.
 
-    Raises UsageError for anything else.
-
+    Equal values have equal documents. Raises UsageError for other values.
     >>> text = to_json(Layout.replicated((4,), 2))
     >>> text[:72]
     '{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[4]]],"layouts":['
@@ -279,11 +275,12 @@ def to_json(value: Layout | Plan | Job | Any) -> str:
 
 
 def from_json(text: str) -> Any:
-    """The layout, plan, job or engine's layout of a document: the very layout or plan, or an equal
-    one of the others.
+    """Read a layout, a plan, a job or an engine's layout from a JSON document.
+
+    Layouts and plans are the objects that were written, other values are equal.
 
     Raises:
-        ReshardError: any other text: NotationError, or what building such a value raises.
+        ReshardError: NotationError for an invalid document, or the errors of an invalid value.
     """
     reader = DocumentReader(text, [*_READERS, *_MODULES])
     if reader.kind in _MODULES:
@@ -308,5 +305,5 @@ _READERS: dict[str, Callable[[DocumentReader], Layout | Plan | Job]] = {
     "job": read_job,
 }
 
-# Kinds of documents with modules of their own, which have `write_document` and `read_document`.
+# Kinds of documents with their own modules, which have `write_document` and `read_document`.
 _MODULES = {"engine-layout": "reshard.recipes.engine_layouts.document"}

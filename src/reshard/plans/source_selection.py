@@ -1,60 +1,43 @@
-"""Senders of a job: all moved bytes in one order, divided among the ranks that hold them.
+"""Source selection: the rank that sends each element that several ranks hold.
 
-All bytes that move are put in one sequence, the byte line, in an order that every rank knows, and
-the line is divided among the senders. A rank then finds the sender of a byte from its position
-alone, without a list of what other ranks do::
+`assign_senders` divides all moved bytes of a job among their holders. All bytes are arranged in a
+sequence that every rank knows, the *byte line*, and the line is divided among the senders, so that
+a rank finds the sender of a byte from its position, without a list of what other ranks do::
 
     class     |  held by ranks 0 and 1              |  held by 2 and 3
     receiver  |    4     |    5     |    6    |  7  |    4     |    5 ...
     tensor    | a | b |c | a | b |c | a |b |c | a..
     sender    |---------- 0 -------------|---- 1 ---|----- 2 -------...
 
-1. Tensors of one change of layouts and one dtype are a *tensor group*. Its needs are found once.
-2. Ranks that belong to the same holder sets and need the same target keys are a *rank group*.
-3. A *row* is a need of a tensor group and of a rank group. If the rank group holds the elements,
-   they stay. Otherwise they are a demand on the *class* of their holders.
-4. The order of the line: class, rank group, receiver, tensor group, tensor, need, box, element.
-   The bytes of one class that a receiver lacks are adjacent, so a sender serves few receivers,
-   and all senders are busy whichever tensors are moved first. Every position is a sum of
-   products, so no list grows with the number of ranks times that of tensors.
-5. Shares are balanced over the classes once for the whole job (`shares`). On the line they are
-   in the order of class, rank group and rank.
+1. The tensors with equal change and dtype form a *tensor group*, whose needs are found once.
+2. Ranks that belong to the same holder sets and need the same target keys form a *rank group*.
+3. A *row* is a need of a tensor group and a rank group. If the rank group holds the elements, they
+   stay. Otherwise they are a demand on the *class* of their holders.
+4. The line is ordered by class, rank group, receiver, tensor group, tensor, need, box and element.
+   The bytes of a class that a receiver lacks are adjacent, so a sender serves few receivers, and
+   all senders are busy whichever tensors are moved first. Every position is a sum of products, so
+   no list grows with the number of ranks times the number of tensors.
+5. The shares of all classes are balanced together (`load_balancing`). On the line they follow the
+   order of class, rank group and rank.
 
-Which rows of a job one rank sends, and to whom: the policy of senders.
+`POLICIES` has the ways to select senders: `"balanced"` is the byte line. With `"stable"` the
+holders of a need take turns (`find_turns`), independently of other tensors and of ranks added
+after the existing ones. Any other policy is a function that returns the holder that sends each row
+to each receiver, the same on all ranks.
 
-1. *Balanced* senders: those rows that lie on the rank's ranges of the byte line, which are divided
-   so that the most loaded rank sends as little as possible (`sender_assignment`).
-2. *Stable* senders: the holders of a need take turns (`replicas.replica_turns`). Further ranks
-   behind the others change nothing of that, and what other tensors need does not either.
-3. Any other policy is a row of `POLICIES`: a function that names one holder for each row and
-   receiver, the same on all ranks.
-
-Parts of a box that several ranks send.
-
-A box is cut by ranges of its elements in row-major order. A cut at the end of a row of the first
-dimension leaves one box on each side, one at any element up to `2 * dims - 1`::
-
-    +-----------+          +-----------+
-    |  sender 0 |          |  sender 0 |
-    |-----------|          |    +------|
-    |  sender 1 |          |----+   1  |
-    +-----------+          +-----------+
-
-So cuts are moved to the end of a box or of a row where that is near enough.
-
-The transfers of a job: the boxes that move, and their senders, for one rank or all ranks.
+Then the transfers are written out, of all ranks or of one rank:
 
 1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for one
-   rank, the rows of its own rank group, and those that it sends.
-2. Expand each row to boxes: the product of the pieces of its pairs.
-3. Find the sender of each box by its position on the byte line. A box that contains a cut is sent
-   in parts: the cut is moved to the nearest end of the box, or of one of its rows, if that is
-   near enough (`SenderAssignment.rounding_bytes`), and to the nearest element if not::
+   rank, the rows of its rank group, and the rows that it sends.
+2. Expand each row to boxes, the product of the pieces of its pairs.
+3. Find the sender of each box by its position on the line. A box that contains a cut is sent in
+   parts. The cut is moved to the nearest end of the box, or of one of its rows, within
+   `SenderAssignment.rounding_bytes`; otherwise to the nearest element::
 
        boxes    |    a    |    b    |    c    |        cut 1: to the end of a
        cuts     ---------1-------2-----------          cut 2: through b, between two rows
 
-4. The sender's own cell is looked up last, so that boxes do not depend on the sender.
+4. The sender's cell is looked up last, so that boxes do not depend on the sender.
 """
 
 from __future__ import annotations
@@ -75,13 +58,13 @@ from reshard.layout import flat_range_boxes
 from reshard.plans.load_balancing import RankGroups, group_ranks, group_shares, member_shares
 from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
 
-# What rounding cuts to whole boxes and rows may add to the largest load.
+# Rounding cuts to whole boxes and rows may add a 64th to the maximum load.
 _ROUNDING = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
-    """The tensors of one change of layouts and one dtype; `items` are their numbers in the job."""
+    """The tensors of a job with equal change and dtype; `items` are their numbers in the job."""
 
     change: LayoutChange
     dtype: DType
@@ -91,12 +74,11 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemandRows:
-    """Needs with the rank groups that want them, as columns of shape `(rows,)`.
+    """Needs with the rank groups that have them, as columns of shape `(rows,)`.
 
-    They are sorted by tensor group.
-
-    Receiver `i` of the rank group begins to need it, of tensor `j` of the tensor group, at position
-    `begin + i * receiver_step + j * item_step` of the line; meaningless where it `stays`.
+    Rows are sorted by tensor group. The bytes that receiver `i` of the rank group needs of tensor
+    `j` of the tensor group begin at position `begin + i * receiver_step + j * item_step` of the
+    line; these columns are undefined in rows that stay.
     """
 
     tensor_group: IntArray
@@ -112,10 +94,10 @@ class DemandRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemandRanges:
-    """Classes with the rank groups that lack them: shape `(ranges,)`, in the order of the line.
+    """Classes with the rank groups that lack them, as columns in the order of the line.
 
-    The rows of range `p` are `row[row_begin[p]:row_begin[p + 1]]`. Each of its receivers takes
-    `receiver_bytes`; the first begins at `begin`, the last ends at `stop`.
+    The rows of range `p` are `row[row_begin[p]:row_begin[p + 1]]`. Each receiver takes
+    `receiver_bytes`; the first one's begin at `begin`, the last one's end at `stop`.
     """
 
     rank_group: IntArray
@@ -128,9 +110,9 @@ class DemandRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SenderAssignment:
-    """The byte line of a job and its senders: number `i` is rank `sender[i]`, up to `cut[i]`.
+    """The byte line of a job and its senders: rank `sender[i]` sends the bytes up to `cut[i]`.
 
-    Cuts are moved by up to `rounding_bytes` to where a box or a row of one ends.
+    Cuts are moved by up to `rounding_bytes` to the end of a box or of a row of a box.
     """
 
     tensor_groups: tuple[TensorGroup, ...]
@@ -145,9 +127,9 @@ class SenderAssignment:
 
 
 def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAssignment:
-    """The senders of what some tensor groups move between `slots` ranks."""
-    # Steps 1 and 2: the sets of slots that hold or want something, and the groups of ranks that
-    # belong to the same of them.
+    """Return the senders of the moved bytes of tensor groups between `slots` ranks."""
+    # Steps 1 and 2: the sets of slots that hold or need some elements, and the groups of ranks
+    # that belong to the same sets.
     sets = _HolderSets()
     holder_set = [
         sets.add(b.needs.set_begin, b.needs.set_slot) + b.needs.holder_set for b in tensor_groups
@@ -159,31 +141,35 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     ]
     rank_groups = group_ranks(sets.begin, sets.slot, slots)
     counts = np.array([len(b.needs) for b in tensor_groups], dtype=np.int64)
-    columns = _NeedColumns(
+    of_needs = (
         np.repeat(np.arange(len(tensor_groups)), counts),
         ragged_arange(counts),
         _concatenate([b.needs.of_keys.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
         _concatenate(holder_set),
     )
     # Step 3: every need with every rank group of its target key's slots.
-    wanted = _concatenate(target_set)
-    low = rank_groups.set_begin[wanted]
-    count = rank_groups.set_begin[wanted + 1] - low
-    columns = columns.take(np.repeat(np.arange(len(wanted)), count))
+    needed = _concatenate(target_set)
+    low = rank_groups.set_begin[needed]
+    count = rank_groups.set_begin[needed + 1] - low
+    row = np.repeat(np.arange(len(needed)), count)
+    tensor_group, need, size_bytes, holder_set_of_row = (column[row] for column in of_needs)
     rank_group = rank_groups.set_group[np.repeat(low, count) + ragged_arange(count)]
-    # A row stays where its rank group is in the set of its holders: pairs of a set and a rank
-    # group are looked up as single numbers.
+    # A row stays if its rank group is in the set of its holders. Pairs of a set and a rank group
+    # are looked up as single numbers.
     known = np.repeat(np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin))
     number = len(rank_groups.size)
     held = known * number + rank_groups.set_group
-    _, stays = find_in(held, columns.holder_set * number + rank_group)
-    classes = _HolderClasses(rank_groups, columns.holder_set[~stays])
+    _, stays = find_in(held, holder_set_of_row * number + rank_group)
+    classes = _HolderClasses(rank_groups, holder_set_of_row[~stays])
     items = np.array([len(b.items) for b in tensor_groups], dtype=np.int64)
-    rows, ranges, range_class = _order_demand(
-        columns, rank_group, stays, classes, items, rank_groups
+    positions, ranges, range_class = _order_demand(
+        tensor_group, size_bytes, rank_group, stays, classes, items, rank_groups
     )
-    # Step 5: the bytes of each class, to be divided in units of whole elements. A class of several
-    # dtypes has the greatest unit that divides all of them.
+    rows = DemandRows(
+        tensor_group, need, rank_group, size_bytes, holder_set_of_row, stays, *positions
+    )
+    # Step 5: the bytes of each class are divided in units of whole elements. The unit of a class
+    # with several dtypes is the greatest common divisor of their sizes.
     demand = np.zeros(len(classes.begin) - 1, dtype=np.int64)
     np.add.at(demand, range_class, ranges.stop - ranges.begin)
     unit = np.zeros(len(demand), dtype=np.int64)
@@ -204,7 +190,7 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
 
 
 class _HolderSets:
-    """Sets of slots of all tensor groups. Most tensor groups have the sets of another."""
+    """The sets of slots of all tensor groups, without the duplicates of equal groups."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -212,7 +198,7 @@ class _HolderSets:
         self._alike: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
 
     def add(self, begin: IntArray, slot: IntArray) -> int:
-        """The number that the first of these sets has among all."""
+        """Add sets, unless equal ones are known, and return the number of the first."""
         # Only sets of the same lengths and ends are compared in full.
         ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
         alike = self._alike.setdefault((len(begin), len(slot), *ends), [])
@@ -227,35 +213,20 @@ class _HolderSets:
 
     @property
     def slot(self) -> IntArray:
-        """The slots of all sets, end to end."""
+        """The slots of all sets, concatenated."""
         return _concatenate([slot for _, slot in self._known])
 
     @property
     def begin(self) -> IntArray:
-        """Where each set begins in `slot`: shape `(sets + 1,)`."""
+        """The offset of each set in `slot`: shape `(sets + 1,)`."""
         counts = _concatenate([np.diff(begin) for begin, _ in self._known])
         return np.append(0, np.cumsum(counts))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _NeedColumns:
-    tensor_group: IntArray
-    need: IntArray
-    size_bytes: IntArray
-    holder_set: IntArray
-
-    def take(self, index: IntArray) -> _NeedColumns:
-        return _NeedColumns(
-            self.tensor_group[index],
-            self.need[index],
-            self.size_bytes[index],
-            self.holder_set[index],
-        )
-
-
 class _HolderClasses:
-    """Holder sets of the same slots are one class; class `c` has the rank groups
-    `rank_group[begin[c]:begin[c + 1]]`. `of_row` has the class of each given set.
+    """The distinct holder sets. Class `c` has the rank groups `rank_group[begin[c]:begin[c + 1]]`.
+
+    `of_row` is the class of each of the sets that were passed.
     """
 
     def __init__(self, rank_groups: RankGroups, holder_set: IntArray) -> None:
@@ -274,27 +245,31 @@ class _HolderClasses:
 
 
 def _order_demand(
-    columns: _NeedColumns,
+    row_tensor_group: IntArray,
+    size_bytes: IntArray,
     rank_group: IntArray,
     stays: NDArray[np.bool_],
     classes: _HolderClasses,
     items: IntArray,
     rank_groups: RankGroups,
-) -> tuple[DemandRows, DemandRanges, IntArray]:
-    """The place of every row on the line, the ranges, and the class of each range."""
+) -> tuple[IntArray, DemandRanges, IntArray]:
+    """Return the positions of rows on the line, the ranges, and the class of each range.
+
+    Positions are the columns `begin`, `receiver_step` and `item_step` of `DemandRows`.
+    """
     moving = np.flatnonzero(~stays)
     code = classes.of_row * len(rank_groups.size) + rank_group[moving]
     # Rows are sorted by tensor group and need already, and the sort is stable.
     order = np.argsort(code, kind="stable")
     code, row = code[order], moving[order]
-    tensor_group, size = columns.tensor_group[row], columns.size_bytes[row]
+    tensor_group, size = row_tensor_group[row], size_bytes[row]
     new_range = np.diff(code, prepend=-1) != 0
-    # A block is what one receiver of a range lacks of one tensor of a tensor group.
+    # A block is the bytes of a tensor that a receiver of a range lacks.
     new_block = new_range | (np.diff(tensor_group, prepend=-1) != 0)
     block = np.cumsum(new_block) - 1
     block_first, range_first = np.flatnonzero(new_block), np.flatnonzero(new_range)
-    # Prefix sums over the sorted rows: bytes of a block (`step`), where a row begins in its block,
-    # and where a block begins among all, repeated for each tensor of its group.
+    # Prefix sums over the sorted rows: the bytes of a block (`step`), the offset of a row in its
+    # block, and the offset of a block among all, which is repeated for each tensor of its group.
     total = np.append(0, np.cumsum(size))
     step = np.diff(total[np.append(block_first, len(row))])
     in_block = total[:-1] - total[block_first][block]
@@ -305,32 +280,20 @@ def _order_demand(
     range_class, range_rank_group = np.divmod(code[range_first], max(len(rank_groups.size), 1))
     stop = np.cumsum(receiver_bytes * rank_groups.size[range_rank_group])
     begin = stop - receiver_bytes * rank_groups.size[range_rank_group]
-    # The columns `begin`, `receiver_step` and `item_step` of `DemandRows`.
-    places = np.zeros((3, len(rank_group)), dtype=np.int64)
-    places[0, row] = (begin - block_total[block_of_range])[number] + block_total[block] + in_block
-    places[1, row] = receiver_bytes[number]
-    places[2, row] = step[block]
-    rows = DemandRows(
-        columns.tensor_group,
-        columns.need,
-        rank_group,
-        columns.size_bytes,
-        columns.holder_set,
-        stays,
-        *places,
-    )
+    positions = np.zeros((3, len(rank_group)), dtype=np.int64)
+    first = (begin - block_total[block_of_range])[number]
+    positions[0, row] = first + block_total[block] + in_block
+    positions[1, row] = receiver_bytes[number]
+    positions[2, row] = step[block]
     row_begin = np.append(range_first, len(row))
-    return (
-        rows,
-        DemandRanges(range_rank_group, row_begin, row, receiver_bytes, begin, stop),
-        range_class,
-    )
+    ranges = DemandRanges(range_rank_group, row_begin, row, receiver_bytes, begin, stop)
+    return positions, ranges, range_class
 
 
 def _divide(
     demand: IntArray, classes: _HolderClasses, rank_groups: RankGroups, unit: IntArray
 ) -> tuple[IntArray, IntArray, int]:
-    """The senders in the order of the line, where the stretch of each ends, and the rounding."""
+    """Return the senders in the order of the line, where each ends, and the rounding."""
     shares = group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
     of_class = np.repeat(np.arange(len(demand)), np.diff(classes.begin))
     parts = member_shares(shares, classes.rank_group, rank_groups.size, unit[of_class])
@@ -343,7 +306,7 @@ def _divide(
         return sender, parts, 0
     load = np.zeros(int(sender.max()) + 1, dtype=np.int64)
     np.add.at(load, sender, parts)
-    # A sender's stretches are each rounded at both ends, by half of this.
+    # Each interval of a sender is rounded at both ends, by half of this.
     rounding = int(load.max()) // (_ROUNDING * int(np.bincount(sender).max()))
     return sender, np.cumsum(parts), rounding
 
@@ -353,12 +316,12 @@ def _concatenate(columns: list[IntArray]) -> IntArray:
 
 
 FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
-"""The rank that sends each row to each receiver, of those that hold it."""
+"""A function that returns the holder that sends each row to each receiver."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Rows with a receiver each, and which items of the tensor group: `first:stop`."""
+    """Rows with a receiver each, and the items `first:stop` of the tensor group."""
 
     row: IntArray
     receiver: IntArray
@@ -366,12 +329,12 @@ class Selection:
     stop: IntArray
 
     def take(self, index: IntArray) -> Selection:
-        """The chosen of the chosen, in the order asked for."""
+        """Return the rows at `index`, in that order."""
         return Selection(self.row[index], self.receiver[index], self.first[index], self.stop[index])
 
 
 def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> Selection:
-    """Rows and receivers with all items of their tensor groups."""
+    """Select rows and receivers with all items of their tensor groups."""
     items = np.array(
         [len(tensor_group.items) for tensor_group in assignment.tensor_groups], dtype=np.int64
     )
@@ -381,19 +344,19 @@ def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntA
 
 
 def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
-    """The rows and receivers that a sender's stretches touch."""
+    """Select the rows and receivers whose bytes on the line are sent by `rank`."""
     ranges, rows = assignment.ranges, assignment.rows
     mine = np.flatnonzero(assignment.sender == rank)
     stop = assignment.cut[mine]
     begin = np.where(mine > 0, assignment.cut[mine - 1], 0)
-    # Every stretch with every range it reaches, then with every receiver of that.
+    # Every interval of the sender with every range that it intersects, then with its receivers.
     low = np.searchsorted(ranges.stop, begin, side="right")
     count = np.searchsorted(ranges.begin, stop, side="left") - low
     number = np.repeat(low, count) + ragged_arange(count)
     begin, stop = np.repeat(begin, count), np.repeat(stop, count)
     each = ranges.receiver_bytes[number]
     low = np.maximum(begin - ranges.begin[number], 0) // each
-    # Rounded up: the last receiver that the stretch reaches.
+    # Rounded up: the last receiver whose bytes are in the interval.
     count = np.minimum(
         -((ranges.begin[number] - stop) // each),
         assignment.rank_groups.size[ranges.rank_group[number]],
@@ -401,24 +364,23 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     count -= low
     receiver = np.repeat(low, count) + ragged_arange(count)
     number, begin, stop = (np.repeat(column, count) for column in (number, begin, stop))
-    # And with every row, of as many tensors as lie in the stretch.
+    # Then with every row, and the tensors whose bytes are in the interval.
     count = ranges.row_begin[number + 1] - ranges.row_begin[number]
     row = ranges.row[np.repeat(ranges.row_begin[number], count) + ragged_arange(count)]
     receiver, begin, stop = (np.repeat(column, count) for column in (receiver, begin, stop))
     chosen = select_all_items(assignment, row, receiver)
-    place = rows.begin[row] + receiver * rows.receiver_step[row]
+    position = rows.begin[row] + receiver * rows.receiver_step[row]
     step = rows.item_step[row]
-    # Tensor `j` lies at `place + j * step`: those whose bytes meet the stretch.
-    first = np.maximum((begin - place - rows.size_bytes[row]) // step + 1, 0)
-    last = np.minimum(-((place - stop) // step), chosen.stop)
-    some = np.flatnonzero(first < last)
-    return Selection(row, receiver, first, last).take(some)
+    # Tensor `j` begins at `position + j * step`.
+    first = np.maximum((begin - position - rows.size_bytes[row]) // step + 1, 0)
+    last = np.minimum(-((position - stop) // step), chosen.stop)
+    return Selection(row, receiver, first, last).take(np.flatnonzero(first < last))
 
 
 def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSenders) -> Selection:
-    """The rows and receivers that `rank` sends as a policy finds it."""
+    """Select the rows and receivers for which a policy returns `rank`."""
     rows = assignment.rows
-    # Only rows that the rank holds can be its own; whose they are is asked of the policy.
+    # The policy is evaluated only for rows that the rank holds.
     holds = np.zeros(len(assignment.set_begin) - 1, dtype=bool)
     of_set = np.repeat(np.arange(len(holds)), np.diff(assignment.set_begin))
     holds[of_set[assignment.set_slot == rank]] = True
@@ -430,7 +392,7 @@ def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSend
 
 
 def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> IntArray:
-    """The holder whose turn it is, for each row and receiver."""
+    """Return the holders of each row in turn, by the receiver's index among replicas."""
     rows = assignment.rows
     slot = assignment.rank_groups.member[
         assignment.rank_groups.member_begin[rows.rank_group[row]] + receiver
@@ -447,14 +409,16 @@ def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) 
     return assignment.set_slot[begin + turn % (assignment.set_begin[holders + 1] - begin)]
 
 
-# By the name that is a job's `sources`. Balanced senders are found on the byte line, not by rows.
+# By the name passed as `Job(..., sources=name)`. Balanced senders are found on the byte line.
 POLICIES: dict[str, FindSenders | None] = {"balanced": None, "stable": find_turns}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxParts:
-    """Boxes inside of boxes, each sent by one: part `p` is of box `of[p]`, from its index
-    `start[p]` and element `first_element[p]` on.
+    """The parts of boxes that are sent by several ranks.
+
+    Part `p` is a box within box `of[p]`, with offset `start[p]` and `shape[p]`, sent by
+    `sender[p]`; it begins at element `first_element[p]` of the box in row-major order.
     """
 
     of: IntArray
@@ -465,7 +429,7 @@ class BoxParts:
 
     @classmethod
     def none(cls, ndim: int) -> BoxParts:
-        """No parts, of boxes of `ndim` dimensions."""
+        """Return no parts, of boxes with `ndim` dimensions."""
         nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
         return cls(nothing, nothing, boxes, boxes, nothing)
 
@@ -473,8 +437,18 @@ class BoxParts:
     def of_ranges(
         cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
     ) -> BoxParts:
-        """Ranges of elements of boxes of `shape`, each range as the fewest boxes."""
-        # Tensors of a group are alike, so the same box is cut at the same elements again and again.
+        """Split boxes of `shape` by ranges of elements, each into the fewest boxes.
+
+        A cut at the end of a row of the first dimension leaves a box on each side, a cut at any
+        element up to `2 * dims - 1`::
+
+            +-----------+          +-----------+
+            |  sender 0 |          |  sender 0 |
+            |-----------|          |    +------|
+            |  sender 1 |          |----+   1  |
+            +-----------+          +-----------+
+        """
+        # The tensors of a group have equal boxes, which are often cut at the same elements.
         known: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         row: list[int] = []
         starts: list[tuple[int, ...]] = []
@@ -492,7 +466,7 @@ class BoxParts:
         ndim = shape.shape[1]
         corner = np.array(starts, dtype=np.int64).reshape(len(row), ndim)
         extent = np.array(shapes, dtype=np.int64).reshape(len(row), ndim)
-        # Row-major strides of each cut box: the corner's place in it is its first element.
+        # Row-major strides of each split box, for the number of each part's first element.
         steps = np.ones((len(row), ndim), dtype=np.int64)
         for d in range(ndim - 2, -1, -1):
             steps[:, d] = steps[:, d + 1] * shape[at, d + 1]
@@ -500,10 +474,11 @@ class BoxParts:
 
 
 def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
-    """The elements that cuts of boxes are multiples of: of the whole box, of a row of its first
-    dimension, of its second ..., whatever first is not more than `rounding`; one if nothing is.
+    """Return the number of elements to which cuts of boxes are rounded: shape `(boxes,)`.
+
+    It is the size of the largest of the whole box, a row of its first dimension, of its second, ...
+    that has at most `rounding` elements, or 1.
     """
-    # From a row of the last dimension to the whole box: the largest that is small enough.
     unit = np.ones(len(shape), dtype=np.int64)
     size = np.ones(len(shape), dtype=np.int64)
     for d in range(shape.shape[1] - 1, -1, -1):
@@ -514,11 +489,10 @@ def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTransfers:
-    """The transfers of all tensors of a tensor group: those of item `i` of it are
-    `begin[i]:begin[i + 1]`.
+    """The transfers of all tensors of a tensor group.
 
-    Row `r` is of the unsplit box `whole_start[box[r]]`, of shape `whole_shape[box[r]]`; it has
-    the elements from `first_element[r]` on of its row-major order.
+    Item `i` has the rows `begin[i]:begin[i + 1]`. Row `r` is part of the unsplit box with offset
+    `whole_start[box[r]]` and shape `whole_shape[box[r]]`, from its element `first_element[r]` on.
     """
 
     tensors: TensorGroup
@@ -533,13 +507,13 @@ class GroupTransfers:
 def transfers_of_all(
     assignment: SenderAssignment, find_senders: FindSenders | None
 ) -> Iterator[GroupTransfers]:
-    """The transfers of all ranks, tensor group by tensor group."""
+    """Yield the transfers of all ranks, by tensor group."""
     for writer in _make_writers(assignment, _select_everything(assignment)):
         yield writer.write(None, find_senders)
 
 
 def sent_bytes(assignment: SenderAssignment, find_senders: FindSenders | None) -> IntArray:
-    """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
+    """Count the bytes that each slot sends to others, without writing out transfers."""
     total = np.zeros(len(assignment.rank_groups.group), dtype=np.int64)
     for writer in _make_writers(assignment, _select_everything(assignment)):
         writer.add_sent(total, find_senders)
@@ -556,7 +530,7 @@ def _select_everything(assignment: SenderAssignment) -> Selection:
 def transfers_of_rank(
     assignment: SenderAssignment, rank: int, find_senders: FindSenders | None
 ) -> list[GroupTransfers]:
-    """The transfers of one rank: to it, within it and from it."""
+    """Return the transfers to, within and from a rank, by tensor group."""
     if rank >= len(assignment.rank_groups.group):
         return []
     wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
@@ -576,7 +550,7 @@ def transfers_of_rank(
 
 
 def _make_writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
-    # Rows are sorted by tensor group; those received and those sent are put together.
+    # Received and sent rows are each sorted by tensor group; they are merged.
     tensor_group = assignment.rows.tensor_group[chosen.row]
     order = np.argsort(tensor_group, kind="stable")
     begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
@@ -588,14 +562,14 @@ def _make_writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_
 
 
 class _BoxWriter:
-    """The boxes of chosen rows of one tensor group, as columns of shape `(boxes,)`."""
+    """The boxes of selected rows of a tensor group, as columns of shape `(boxes,)`."""
 
     def __init__(
         self, assignment: SenderAssignment, tensor_group: TensorGroup, chosen: Selection
     ) -> None:
         needs, rows = tensor_group.needs, assignment.rows
         self.assignment, self.tensors, self.chosen = assignment, tensor_group, chosen
-        # Which of the chosen each box is of; all of them, where each is one box.
+        # The selected row of each box; a slice as long as every row is a single box.
         of_box: IntArray | slice = slice(None)
         entries: list[IntArray] = []
         need = rows.need[chosen.row]
@@ -625,11 +599,11 @@ class _BoxWriter:
         self.target_slot = assignment.rank_groups.member[
             assignment.rank_groups.member_begin[rank_group] + receiver
         ]
-        # Elements of the same row and receiver in the boxes before: the place within its need.
+        # The offset of each box within its need, in elements of the same row and receiver.
         before = np.cumsum(self.elements) - self.elements
         first = np.searchsorted(self.of_box, np.arange(len(need)))
         before -= before[first][self.of_box]
-        self.place = (
+        self.position = (
             rows.begin[self.row]
             + receiver * rows.receiver_step[self.row]
             + before * tensor_group.dtype.itemsize_bytes
@@ -638,14 +612,14 @@ class _BoxWriter:
         self.receiver = receiver
 
     def write(self, rank: int | None, find_senders: FindSenders | None) -> GroupTransfers:
-        """The transfers of every item, or those of them that begin or end on `rank`."""
+        """Return the transfers of every item, or those from or to `rank`."""
         items = len(self.tensors.items)
         box, item, sender, parts = self._find_senders(find_senders)
         if len(parts.of):
             whole = np.ones(len(box), dtype=bool)
             whole[parts.of] = False
-            # Whole boxes and then parts, put in the order of boxes: a part stands where its box
-            # stood. `split` is the number of the part, negative for whole boxes.
+            # Parts replace their box in the order of boxes. `split` is the number of the part,
+            # negative for whole boxes.
             of = np.concatenate((np.flatnonzero(whole), parts.of))
             sender = np.concatenate((sender[whole], parts.sender))
             order = np.argsort(of, kind="stable")
@@ -666,7 +640,7 @@ class _BoxWriter:
         )
 
     def add_sent(self, total: IntArray, find_senders: FindSenders | None) -> None:
-        """Add to `total` the bytes that each slot sends of every item."""
+        """Add the bytes that each slot sends of every item to `total`."""
         box, _, sender, parts = self._find_senders(find_senders)
         elements = np.where(self.stays, 0, self.elements)[box]
         elements[parts.of] = 0
@@ -677,16 +651,16 @@ class _BoxWriter:
     def _find_senders(
         self, find_senders: FindSenders | None
     ) -> tuple[IntArray, IntArray, IntArray, BoxParts]:
-        """Every box of every item, its item and sender, and the parts of those with several."""
+        """Return each box of each item, its item, its sender, and the parts of split boxes."""
         box, item = self._repeat_by_item(len(self.tensors.items))
         if find_senders is None:
             return box, item, *self._cut_boxes(box, item)
-        found = find_senders(self.assignment, self.row, self.receiver)
-        sender = np.where(self.stays, self.target_slot, found)[box]
+        selected = find_senders(self.assignment, self.row, self.receiver)
+        sender = np.where(self.stays, self.target_slot, selected)[box]
         return box, item, sender, BoxParts.none(self.start.shape[1])
 
     def _repeat_by_item(self, items: int) -> tuple[IntArray, IntArray]:
-        """Every box of every chosen item, item by item."""
+        """Return each box of each selected item, and the item, ordered by item."""
         first, stop = self.chosen.first[self.of_box], self.chosen.stop[self.of_box]
         boxes = np.arange(len(first))
         if (stop - first == items).all():
@@ -697,33 +671,33 @@ class _BoxWriter:
         return box[order], item[order]
 
     def _cut_boxes(self, box: IntArray, item: IntArray) -> tuple[IntArray, BoxParts]:
-        """The sender of every box, and the parts of those that several send."""
+        """Return the sender of every box, and the parts of boxes with several senders."""
         assignment, itemsize = self.assignment, self.tensors.dtype.itemsize_bytes
         ndim = self.start.shape[1]
         if not len(assignment.cut):
             return self.target_slot[box], BoxParts.none(ndim)
-        place = self.place[box] + item * assignment.rows.item_step[self.row][box]
-        first = np.searchsorted(assignment.cut, place, side="right")
-        # The senders of a box's first and last byte: with one for both, nothing is cut.
+        position = self.position[box] + item * assignment.rows.item_step[self.row][box]
+        # The senders of the first and the last byte of each box.
+        first = np.searchsorted(assignment.cut, position, side="right")
         last = np.searchsorted(
-            assignment.cut, place + (self.elements * itemsize - 1)[box], side="right"
+            assignment.cut, position + (self.elements * itemsize - 1)[box], side="right"
         )
         stays = self.stays[box]
         sender = np.where(stays, self.target_slot[box], assignment.sender.take(first, mode="clip"))
         of = np.flatnonzero((last > first) & ~stays)
         if not len(of):
             return sender, BoxParts.none(ndim)
-        # Of each split box the cuts inside of it, in elements from its begin.
+        # The cuts inside each split box, in elements from its beginning.
         cuts = (last - first)[of]
         which = np.repeat(np.arange(len(of)), cuts)
         number = first[of][which] + ragged_arange(cuts)
         shape = self.shape[box[of]]
         unit = rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
         unit_bytes = unit * itemsize
-        cut = (assignment.cut[number] - place[of][which] + unit_bytes // 2) // unit_bytes * unit
+        cut = (assignment.cut[number] - position[of][which] + unit_bytes // 2) // unit_bytes * unit
         elements = self.elements[box[of]]
         cut = np.minimum(cut, elements[which])
-        # One part more than cuts: it begins where the one before it ends.
+        # A box with n cuts has n + 1 parts, each of which begins at the end of the previous part.
         parts = np.repeat(np.arange(len(of)), cuts + 1)
         begin, stop = np.zeros(len(parts), dtype=np.int64), np.empty(len(parts), dtype=np.int64)
         inner = ragged_arange(cuts + 1)
@@ -739,18 +713,18 @@ class _BoxWriter:
     def _list_transfers(
         self, box: IntArray, sender: IntArray, parts: BoxParts, split: IntArray | None
     ) -> tuple[Transfers, IntArray, IntArray, IntArray, IntArray]:
-        """The transfers, and of what boxes they are; `split[r]` is the part that row `r` is."""
+        """Return the columns of `GroupTransfers`; `split[r]` is the part in row `r`."""
         needs = self.tensors.needs
         cell = needs.source_cell(self.need[box], sender)
         key = needs.of_keys.target_key[self.need]
         target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)
-        # Four blocks by dimension: start, shape, and where the box begins at either end.
+        # By dimension: start, shape, and the offsets of the box in the source and in the target.
         boxes = np.empty((4, self.start.shape[1], len(box)), dtype=np.int64)
         for d, overlap in enumerate(needs.of_keys.overlaps):
             entry = overlap.shared_pieces.entry[self.pieces[d]]
             boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
             boxes[3, d] = self.target_start[box, d]
-            # If a set is one part, the local position does not depend on the sender.
+            # If each set is a single part, the local offset does not depend on the sender.
             if overlap.holders.is_single:
                 part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
                 boxes[2, d] = overlap.source_local(entry, part)[box]
@@ -759,7 +733,7 @@ class _BoxWriter:
                 boxes[2, d] = overlap.source_local(entry[box], part)
         first = np.zeros(len(box), dtype=np.int64)
         if split is not None:
-            # Parts have a shape of their own, and begin inside their box at both ends alike.
+            # Parts have their own shape, and the same offset in their box on both sides.
             row = np.flatnonzero(split >= 0)
             part = split[row]
             first[row] = parts.first_element[part]

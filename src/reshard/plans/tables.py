@@ -1,16 +1,9 @@
-"""Layouts as a table: which ranks, in how many parts each dimension is cut, how many copies.
+"""The text of `print(plan)` and `print(job)`, and tables of layouts and of movements between ranks.
 
-The busiest ranks, and how uneven the loads are, in one line.
-
-Tables of what moves between ranks, short however many ranks there are.
-
-1. A few transfers are listed box by box.
-2. More of them are added up by sender and receiver.
-3. Where there are too many pairs too, ranks that do the same are one row.
-
-The text of `print(plan)`: both layouts, what moves, and what each rank sends and receives.
-
-The text of `print(job)`: what moves, the least that could, the busiest ranks, the tensors.
+`plan_table` and `job_table` list the moved elements, the lower bound, and the ranks with the
+largest loads. Movements are listed in a table that stays short however many ranks there are: a few
+transfers box by box, more of them by pairs of ranks, and more still by ranks that send and receive
+the same.
 """
 
 from __future__ import annotations
@@ -30,14 +23,18 @@ from reshard.plans.traffic import Traffic
 from reshard.runs import PAD, IntArray, RunTable, distinct
 from reshard.text import bytes_text, count_text, ranks_text, short_rank_text, shortened, table
 
-# The most sizes of parts that are listed, and the letters that ranks are cut to.
-_MOST_SIZES = 4
-_MOST_LETTERS = 28
+# The maximum number of part sizes listed, and the widths to which ranks are truncated.
+_MAX_SIZES = 4
+_RANKS_WIDTH, _TOP_RANKS_WIDTH = 28, 32
+# The maximum number of rows of movement tables, and of the ranks of a plan, which then fits on a
+# screen.
+MAX_ROWS, _MAX_RANK_ROWS = 24, 12
+# The maximum number of kinds of tensors listed, and the width to which names are truncated.
+_MAX_KINDS, _NAME_WIDTH = 8, 40
 
 
 def layout_table(layouts: Mapping[str, Layout]) -> str:
-    """Layouts of one tensor, a row each.
-
+    """Return a table of the layouts of a tensor: ranks, parts of each dimension, and copies.
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
     >>> print(layout_table({"source": reshard.spec(mesh, "x, -").layout((6, 8))}))
@@ -52,10 +49,10 @@ def layout_table(layouts: Mapping[str, Layout]) -> str:
 
 
 def _describe(layout: Layout) -> list[str]:
-    """The ranks, the cut of each dimension, the copies and the reduction of a layout."""
+    """Return the ranks, the parts of each dimension, the copies and the reduction of a layout."""
     copies = find_replicas(layout.placement)
-    # Cells form a grid where every product of the parts in use is a key. Python's whole numbers,
-    # for the product may outgrow 64 bits.
+    # Cells form a grid if every product of the parts in use is a key. The product may exceed 64
+    # bits.
     parts = [distinct(layout.cell_part[:, d]) for d in range(layout.ndim)]
     keys = int(np.prod([len(used) for used in parts], dtype=object)) * layout.contributions
     if copies.keys == keys:
@@ -63,9 +60,9 @@ def _describe(layout: Layout) -> list[str]:
             _describe_cut(table, used) for table, used in zip(layout.tables, parts, strict=True)
         ]
     else:
-        # Boxes that are no product of the dimensions' parts.
+        # The boxes are not a product of parts of the dimensions.
         cuts = [count_text(copies.keys, "box", "boxes"), *[""] * (layout.ndim - 1)]
-    ranks = short_rank_text(layout.holders, _MOST_LETTERS)
+    ranks = short_rank_text(layout.holders, _RANKS_WIDTH)
     reduction = (
         f"{layout.contributions:,} contributions, {layout.reduction}" if layout.reduction else ""
     )
@@ -73,7 +70,7 @@ def _describe(layout: Layout) -> list[str]:
 
 
 def _describe_cut(table: RunTable, parts: IntArray) -> str:
-    """The parts of one dimension: how many, how long, and whether they lie apart or overlap."""
+    """Describe the parts of a dimension: number, lengths, and whether they are split or overlap."""
     if not len(parts):
         return "nothing"
     sizes = table.element_lengths[parts]
@@ -81,7 +78,7 @@ def _describe_cut(table: RunTable, parts: IntArray) -> str:
         return "whole"
     if (sizes == sizes[0]).all():
         text = f"{len(parts)} x {sizes[0]:,}"
-    elif len(parts) <= _MOST_SIZES:
+    elif len(parts) <= _MAX_SIZES:
         text = "+".join(f"{size:,}" for size in sizes.tolist())
     else:
         text = f"{len(parts)} x {sizes.min():,}..{sizes.max():,}"
@@ -101,16 +98,12 @@ def _count_copies(copies: Replicas) -> str:
     return f"{count[0]:,}..{count[-1]:,}"
 
 
-_BUSIEST_LETTERS = 32
-
-
 def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
-    """The ranks of the largest load, and how many times the mean of `ranks` that is.
+    """Return the ranks with the largest load, and its ratio to the mean load of `ranks`.
 
     Args:
         loads: of each rank, shape `(ranks,)`.
-        ranks: those that could have one.
-
+        ranks: that could have a load.
     >>> busiest_text(np.array([4, 6, 6, 0, 0]), range(4))
     'ranks 1,2: 1.50 times the mean'
     """
@@ -118,22 +111,20 @@ def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
     total = int(loads[able].sum()) if able else 0
     if not total:
         return ""
-    most = int(loads.max())
-    who = np.flatnonzero(loads == most).tolist()
-    return f"{ranks_text(who, _BUSIEST_LETTERS)}: {most * len(able) / total:.2f} times the mean"
+    largest = int(loads.max())
+    top = np.flatnonzero(loads == largest).tolist()
+    return f"{ranks_text(top, _TOP_RANKS_WIDTH)}: {largest * len(able) / total:.2f} times the mean"
 
 
-MOST_ROWS = 24
+def movement_table(moving: Transfers, traffic: Traffic, max_rows: int = MAX_ROWS) -> str:
+    """Return a table of transfers between ranks, with at most `max_rows` rows.
 
-
-def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
-    """A table of what moves between ranks, in at most `most_rows` rows and a line on the rest.
+    It lists boxes if they are few, else pairs of ranks, else ranks that send and receive the same.
 
     Args:
         moving: the boxes, without those that stay.
-        traffic: what they add up to, see `Traffic.of_transfers`.
-        most_rows: rows below the headers.
-
+        traffic: their sum, see `Traffic.of_transfers`.
+        max_rows: below the headers.
     >>> from reshard.layout import Layout
     >>> from reshard.geometry.layout_change import LayoutChange
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
@@ -144,10 +135,9 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
        1   0         2  [4:6]
        0   1         4  [0:4]
     """
-    # The most exact table that has no more rows than allowed: boxes, pairs of ranks, or kinds.
     pairs = len(traffic.amount)
-    if pairs <= most_rows:
-        if len(moving) <= most_rows:
+    if pairs <= max_rows:
+        if len(moving) <= max_rows:
             rows = [
                 (moving.source_slot[row], moving.target_slot[row], elements, moving.box(row))
                 for row, elements in enumerate(moving.elements.tolist())
@@ -162,21 +152,20 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
             ("from", "to", "elements", "boxes"),
             "rrrr",
         )
-    return rank_table(traffic, most_rows)
+    return rank_table(traffic, max_rows)
 
 
 def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
-    """A table whose numbers have separated thousands."""
+    """Return a table with thousands separators."""
     texts = [[count_text(e) if isinstance(e, int) else e for e in row] for row in rows]
     return table(texts, headers, align)
 
 
-def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None = None) -> str:
-    """A table of what each rank sends and receives, ranks that do the same in one row.
+def rank_table(traffic: Traffic, max_rows: int = MAX_ROWS, dtype: DType | None = None) -> str:
+    """Return a table of the amounts that ranks send and receive, with equal ranks in one row.
 
-    Where there are more than `most_rows` kinds of ranks, those that move most are listed. With a
-    dtype, amounts are in bytes.
-
+    Of more than `max_rows` kinds of ranks, those with the largest load are listed. With a dtype,
+    amounts are in bytes.
     >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
     >>> print(rank_table(ring))
     each of ranks  sends  to ranks  receives  from ranks
@@ -184,7 +173,7 @@ def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None
     0-2                7         1         7           1
     """
     kinds = traffic.kinds()
-    if len(kinds) > most_rows:
+    if len(kinds) > max_rows:
         kinds.sort(key=lambda kind: (-kind.load, kind.ranks))
 
     def amount(elements: int) -> str:
@@ -194,29 +183,24 @@ def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None
 
     rows = [
         (
-            short_rank_text(kind.ranks, 28),
+            short_rank_text(kind.ranks, _RANKS_WIDTH),
             amount(kind.sends),
             count_text(kind.receivers),
             amount(kind.receives),
             count_text(kind.senders),
         )
-        for kind in kinds[:most_rows]
+        for kind in kinds[:max_rows]
     ]
     headers = ("each of ranks", "sends", "to ranks", "receives", "from ranks")
     text = table(rows, headers, "lrrrr")
-    left_out = sum(len(kind.ranks) for kind in kinds[most_rows:])
+    left_out = sum(len(kind.ranks) for kind in kinds[max_rows:])
     if left_out:
         text += f"\n... and {count_text(left_out, 'rank')} that move less"
     return text
 
 
-# Rows of ranks that do alike; with the rest the table fits on a screen.
-_MOST_ROWS = 12
-
-
 def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None = None) -> str:
-    """The text that `print(plan)` shows: bytes where there is a dtype, else elements.
-
+    """Return the text of `print(plan)`, in bytes if there is a dtype, else in elements.
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
     >>> source, target = (reshard.spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
@@ -257,13 +241,13 @@ def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None =
         body,
     ]
     if moved:
-        parts.append(rank_table(traffic, _MOST_ROWS, dtype))
+        parts.append(rank_table(traffic, _MAX_RANK_ROWS, dtype))
     parts.append(messages_text(len(moving), moving.source_slot, moving.target_slot))
     return "\n\n".join(parts)
 
 
 def _gather_row(gathered: int, moved: int) -> tuple[str, int, str]:
-    """The row of an all-gather and a slice, the usual baseline."""
+    """Return the row of an all-gather and a slice, the usual baseline."""
     remark = ""
     if moved and gathered != moved:
         times = gathered / moved
@@ -272,33 +256,25 @@ def _gather_row(gathered: int, moved: int) -> tuple[str, int, str]:
 
 
 def _busiest_row(role: str, loads: IntArray, ranks: tuple[int, ...]) -> tuple[str, int, str]:
-    """The row of the largest load of those who send, or who receive."""
+    """Return the row of the largest load of senders or receivers."""
     return (f"busiest {role}", int(loads.max(initial=0)), busiest_text(loads, ranks))
 
 
 def messages_text(transfers: int, sender: IntArray, receiver: IntArray) -> str:
-    """How many transfers there are, and in how many messages.
-
-    What one rank sends to another is one message.
-
+    """Return the number of transfers and of messages; all transfers of a pair are one message.
     >>> messages_text(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
     '5 transfers in 2 messages, at most 1 from a rank and 1 to a rank'
     """
     if not len(sender):
         return "no transfers"
-    # A message for each pair of ranks, a pair as one number.
+    # Pairs of ranks as single numbers.
     span = int(receiver.max()) + 1
     pairs = np.unique(sender * span + receiver)
-    most_from, most_to = (int(np.bincount(ranks).max()) for ranks in (pairs // span, pairs % span))
+    max_from, max_to = (int(np.bincount(ranks).max()) for ranks in (pairs // span, pairs % span))
     return (
         f"{count_text(transfers, 'transfer')} in {count_text(len(pairs), 'message')}, at most "
-        f"{most_from:,} from a rank and {most_to:,} to a rank"
+        f"{max_from:,} from a rank and {max_to:,} to a rank"
     )
-
-
-# The most kinds of tensors that are listed, and the columns that names are cut to.
-_MOST_KINDS = 8
-_NAME_WIDTH = 40
 
 
 class TensorKind(NamedTuple):
@@ -391,9 +367,9 @@ def _table_of_largest(kinds: Sequence[TensorKind]) -> str:
             bytes_text(kind.moved_bytes),
             f"{len(kind.transfers.moving):,}",
         )
-        for kind in order[:_MOST_KINDS]
+        for kind in order[:_MAX_KINDS]
     ]
-    if rest := order[_MOST_KINDS:]:
+    if rest := order[_MAX_KINDS:]:
         rows.append(
             (
                 count_text(sum(len(kind.names) for kind in rest), "other tensor"),

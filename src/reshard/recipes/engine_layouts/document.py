@@ -40,12 +40,12 @@ from reshard.layout import Box
 from reshard.plans.documents import (
     DocumentReader,
     DocumentWriter,
-    packed,
+    pack_column,
     read_dtype,
-    read_numbers,
-    read_texts,
-    unpacked,
-    whole_number,
+    read_int,
+    read_ints,
+    read_strings,
+    unpack_column,
 )
 from reshard.plans.serialization import from_json
 from reshard.recipes.engine_layouts.engine_layout import (
@@ -99,7 +99,7 @@ def write_names(names: list[str]) -> list[Any]:
         if len(rows) == 1:
             written.append(template.format(*rows[0]) if rows[0] else template)
         else:
-            written.append([template, *(packed(column) for column in zip(*rows, strict=True))])
+            written.append([template, *(pack_column(column) for column in zip(*rows, strict=True))])
     return written
 
 
@@ -119,7 +119,7 @@ def read_names(written: object, where: str) -> list[str]:
         if not isinstance(entry, list) or len(entry) < 2 or not isinstance(entry[0], str):
             raise NotationError(f"{where}[{number}]: {entry!r} is not a name with its numbers")
         template, *columns = entry
-        numbers = [unpacked(column, f"{where}[{number}]").tolist() for column in columns]
+        numbers = [unpack_column(column, f"{where}[{number}]").tolist() for column in columns]
         pieces = template.split("{}")
         if len(pieces) != len(columns) + 1 or len({len(column) for column in numbers}) != 1:
             raise NotationError(
@@ -144,7 +144,7 @@ class _Columns:
         values = np.ascontiguousarray(column, dtype=np.int64)
         found = self.numbers.setdefault(values.tobytes(), len(self.numbers))
         if found == len(self.written):
-            self.written.append(packed(values.tolist()))
+            self.written.append(pack_column(values.tolist()))
         return found
 
 
@@ -262,7 +262,7 @@ class _LayoutReader:
 
     def __init__(self, reader: DocumentReader) -> None:
         self.reader = reader
-        self.columns = reader.all_of("columns", lambda value, where: unpacked(value, where))
+        self.columns = reader.all_of("columns", lambda value, where: unpack_column(value, where))
         self.names = np.array(read_names(reader.field("names", list), "names"), dtype=object)
         self.kinds = reader.all_of("kinds", _read_kind)
         self.patterns = reader.all_of("patterns", self._read_pattern)
@@ -295,7 +295,7 @@ class _LayoutReader:
         )
 
     def _notes(self, of: dict[str, Any] | None) -> tuple[str, ...]:
-        return tuple(read_texts(self.reader.field("notes", list, [], of=of), "notes"))
+        return tuple(read_strings(self.reader.field("notes", list, [], of=of), "notes"))
 
     def _column(self, number: object, where: str) -> IntArray:
         return self.reader.chosen(self.columns, number, where)
@@ -324,10 +324,10 @@ class _LayoutReader:
         }
         tied = self.reader.field("tied", list, [], of=value)
         return RankLayout(
-            whole_number(value.get("rank"), f"{where}.rank", 0),
+            read_int(value.get("rank"), f"{where}.rank", 0),
             parameters,
             tuple(self._names_of(value.get("unread"), f"{where}.unread")),
-            tuple(tuple(read_texts(group, f"{where}.tied")) for group in tied),
+            tuple(tuple(read_strings(group, f"{where}.tied")) for group in tied),
             self.reader.field("method", str, METHODS[0], of=value),
             self._notes(value),
         )
@@ -337,7 +337,7 @@ class _LayoutReader:
     ) -> list[tuple[str, ...]]:
         """The names of each parameter's sources, of all of which there is one column."""
         counts = np.array([pattern.sources for pattern in patterns], dtype=np.int64)
-        key = (whole_number(number, where, 0), counts.tobytes())
+        key = (read_int(number, where, 0), counts.tobytes())
         if key not in self.known:
             names = self._names_of(number, where)
             if len(names) != counts.sum():
@@ -353,10 +353,11 @@ class _LayoutReader:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         field = self.reader.field
-        shape = read_numbers(field("shape", list, of=value), f"{where}.shape", 0)
+        shape = read_ints(field("shape", list, of=value), f"{where}.shape", 0)
         dims = len(shape)
         steps = [
-            tuple(read_texts(one, f"{where}.steps")) for one in field("steps", list, [[]], of=value)
+            tuple(read_strings(one, f"{where}.steps"))
+            for one in field("steps", list, [[]], of=value)
         ]
         columns = PieceColumns.empty(dims)
         if "pieces" in value:
@@ -371,7 +372,7 @@ class _LayoutReader:
                 np.array(own[dims * i : dims * (i + 1)], np.int64).reshape(dims, len(own[-1])).T
                 for i in range(3)
             ]
-            first = whole_number(value.get("first"), f"{where}.first", 0)
+            first = read_int(value.get("first"), f"{where}.first", 0)
             columns = PieceColumns(
                 tables[0], tables[1], own[-3], own[-2] + first, tables[2], own[-1]
             )
@@ -392,13 +393,13 @@ class _LayoutReader:
 def _read_kind(value: Any, where: str) -> SourceTensor:
     if not isinstance(value, list) or len(value) != 2:
         raise NotationError(f"{where}: {value!r} is not a dtype and a shape")
-    return SourceTensor(read_dtype(value[0], where), read_numbers(value[1], where, 0))
+    return SourceTensor(read_dtype(value[0], where), read_ints(value[1], where, 0))
 
 
 def _read_box(value: Any, dims: int, where: str) -> Box:
     if not isinstance(value, list) or len(value) != 2:
         raise NotationError(f"{where}: {value!r} is not two corners of a box")
-    start, stop = (read_numbers(corner, where, 0) for corner in value)
+    start, stop = (read_ints(corner, where, 0) for corner in value)
     if len(start) != dims or len(stop) != dims:
         raise NotationError(f"{where}: the box {value!r} of a parameter of {dims} dimensions")
     return Box(start, stop)
@@ -409,12 +410,12 @@ def _read_computed(value: Any, dims: int, where: str) -> ComputedPattern:
         raise NotationError(f"{where}: {value!r} is not a box, operations, sources and a region")
     view = None
     if len(value) == 5:
-        strides = read_numbers(value[4], where)
+        strides = read_ints(value[4], where)
         if len(strides) != dims:
             raise NotationError(f"{where}: {len(strides)} strides of {dims} dimensions")
-        view = View(whole_number(value[3], where, 0), strides)
-    sources = read_numbers(value[2], where, 0)
-    operations = tuple(read_texts(value[1], where))
+        view = View(read_int(value[3], where, 0), strides)
+    sources = read_ints(value[2], where, 0)
+    operations = tuple(read_strings(value[1], where))
     if view is not None and len(sources) != 1:
         raise NotationError(f"{where}: a region of {len(sources)} sources")
     return ComputedPattern(_read_box(value[0], dims, where), operations, sources, view)

@@ -45,7 +45,7 @@ from reshard.plans.schedule import (
     ALIGNMENT_BYTES,
     NEAR_MESSAGE_BYTES,
     SMALL_MESSAGE_BYTES,
-    STEPS_BEHIND,
+    STEPS_BETWEEN_STAGES,
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group
@@ -442,7 +442,9 @@ def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
         step, stage = one.place
         if any(message.message.is_sent for message in one.messages):
             for earlier in range(stage):
-                one.follows += arriving.get((step - STEPS_BEHIND * (stage - earlier), earlier), ())
+                one.follows += arriving.get(
+                    (step - STEPS_BETWEEN_STAGES * (stage - earlier), earlier), ()
+                )
 
 
 class LostMessageError(Exception):

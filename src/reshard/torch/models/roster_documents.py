@@ -31,12 +31,12 @@ from reshard.megatron.ranks import MegatronGrids, MegatronRanks
 from reshard.plans.documents import (
     DocumentReader,
     DocumentWriter,
-    packed,
+    pack_column,
     read_dtype,
-    read_numbers,
-    read_texts,
-    unpacked,
-    whole_number,
+    read_int,
+    read_ints,
+    read_strings,
+    unpack_column,
 )
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
@@ -74,7 +74,9 @@ def write_roster(roster: Roster) -> str:
         "megatron": [] if roster.names is None else [_write_names(roster.names)],
         "kinds": [_write_kind(kind, writer) for kind in columns.kinds],
         # Of several kinds they are in no order that a grid of numbers says shorter.
-        "kind_of": list(columns.kind_of) if len(columns.kinds) > 1 else packed(columns.kind_of),
+        "kind_of": list(columns.kind_of)
+        if len(columns.kinds) > 1
+        else pack_column(columns.kind_of),
         "samples": list(columns.samples),
     }
     return writer.document(_KIND, content)
@@ -116,7 +118,7 @@ def read_names(text: str) -> NameColumns:
     """
     reader = DocumentReader(text, [_NAMES])
     names, own_names, local_names = (
-        read_texts(reader.field(column, list), column)
+        read_strings(reader.field(column, list), column)
         for column in ("names", "own_names", "local_names")
     )
     for column, found in (("own_names", own_names), ("local_names", local_names)):
@@ -133,20 +135,20 @@ def read_roster(text: str, names: NameColumns) -> Roster:
     reader = DocumentReader(text, [_KIND])
     field = reader.field
     kinds = reader.all_of("kinds", lambda value, where: _read_kind(reader, value, where))
-    kind_of = unpacked(field("kind_of", list), "kind_of")
+    kind_of = unpack_column(field("kind_of", list), "kind_of")
     if len(kind_of) != len(names.names):
         raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names.names)} tensors")
     for number in (kind_of.min(), kind_of.max()) if len(kind_of) else ():
         reader.chosen(kinds, int(number), "kind_of")
-    samples = read_texts(field("samples", list), "samples")
+    samples = read_strings(field("samples", list), "samples")
     _check_length(samples, names.names, "samples")
     megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
     return Roster(
         EntryColumns(names, kinds, kind_of.tolist(), samples),
         megatron[0] if megatron else None,
-        whole_number(field("first_rank", int), "first_rank"),
-        tuple(read_texts(field("problems", list), "problems")),
-        tuple(read_texts(field("unmatched", list), "unmatched")),
+        read_int(field("first_rank", int), "first_rank"),
+        tuple(read_strings(field("problems", list), "problems")),
+        tuple(read_strings(field("unmatched", list), "unmatched")),
     )
 
 
@@ -199,8 +201,8 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
     dtype, shape = value.get("dtype"), value.get("shape")
     found: dict[str, Any] = {
         "dtype": None if dtype is None else read_dtype(dtype, f"{where}.dtype").name,
-        "shape": None if shape is None else read_numbers(shape, f"{where}.shape", 0),
-        "chunk": whole_number(value.get("chunk", 0), f"{where}.chunk", 0),
+        "shape": None if shape is None else read_ints(shape, f"{where}.shape", 0),
+        "chunk": read_int(value.get("chunk", 0), f"{where}.chunk", 0),
     }
     if "layout" in value:
         found["layout"] = reader.chosen(reader.layouts, value["layout"], f"{where}.layout")
@@ -211,7 +213,7 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
     if "spec" in value:
         found["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
     if "alias_of" in value:
-        (found["alias_of"],) = read_texts([value["alias_of"]], f"{where}.alias_of")
+        (found["alias_of"],) = read_strings([value["alias_of"]], f"{where}.alias_of")
     return EntryKind(**found)
 
 
@@ -223,15 +225,15 @@ def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
 
 def _read_parameter(value: Any, where: str) -> LocalParameter:
     says = _check_fields(value, LocalParameter, where)
-    says["shape"] = read_numbers(says["shape"], f"{where}.shape", 0)
+    says["shape"] = read_ints(says["shape"], f"{where}.shape", 0)
     for name in ("tensor_model_parallel", "is_expert"):
         if not isinstance(says[name], bool):
             raise NotationError(f"{where}.{name}: {says[name]!r} is not true or false")
     for name in ("partition_dim", "partition_stride", "heads", "true_length"):
         if says[name] is not None or name.startswith("partition"):
-            whole_number(says[name], f"{where}.{name}")
+            read_int(says[name], f"{where}.{name}")
     if says["partition_sizes"] is not None:
-        says["partition_sizes"] = read_numbers(says["partition_sizes"], f"{where}.sizes", 0)
+        says["partition_sizes"] = read_ints(says["partition_sizes"], f"{where}.sizes", 0)
     if says["dtype"] is not None:
         says["dtype"] = read_dtype(says["dtype"], f"{where}.dtype").name
     return LocalParameter(**says)
@@ -239,7 +241,7 @@ def _read_parameter(value: Any, where: str) -> LocalParameter:
 
 def _read_fusion(value: Any, where: str) -> Fusion:
     says = _check_fields(value, Fusion, where)
-    says["members"] = tuple(read_texts(says["members"], f"{where}.members"))
+    says["members"] = tuple(read_strings(says["members"], f"{where}.members"))
     if not isinstance(says["when"], str):
         raise NotationError(f"{where}.when: {says['when']!r} is not a text")
     return Fusion(**says)
@@ -261,9 +263,9 @@ def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames
     layers, num_experts = value.get("layers"), value.get("num_experts")
     if layers is not None:
         chunks = reader.field("layers", list, of=value)
-        layers = PipelineLayers(tuple(read_numbers(chunk, where) for chunk in chunks))
+        layers = PipelineLayers(tuple(read_ints(chunk, where) for chunk in chunks))
     if num_experts is not None:
-        whole_number(num_experts, f"{where}.num_experts", 1)
+        read_int(num_experts, f"{where}.num_experts", 1)
     stack = reader.field("stack", str, of=value)
     return MegatronNames(ranks, layers, num_experts, stack)
 
